@@ -1,0 +1,61 @@
+"""Devices, links and clusters as the planner sees them. A `Device` is a GPU or a CPU worker.
+
+Peak rates are the vendor's dense figures; what part of them is reached is the timing source's
+business (xprofiler), not the cluster's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one CPU worker (a rank's share of a host)."""
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    flops_per_s: tuple[tuple[str, float], ...]  # (dtype, dense peak) pairs
+    source: str = ""
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Dense peak for `dtype`; falls back to float32 where the device has no faster unit."""
+        table = dict(self.flops_per_s)
+        return table.get(dtype, table["float32"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Point-to-point link, one direction: seconds = latency_s + bytes / bandwidth."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`num_nodes` equal nodes of `devices_per_node` equal devices."""
+
+    name: str
+    device: Device
+    num_nodes: int
+    devices_per_node: int
+    intra_link: Link
+    inter_link: Link
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """Node that holds `rank`; ranks fill a node before the next."""
+        assert 0 <= rank < self.num_devices, f"{rank = } of {self.num_devices = }"
+        return rank // self.devices_per_node
+
+    def link_between(self, rank_a: int, rank_b: int) -> Link:
+        return self.intra_link if self.node_of(rank_a) == self.node_of(rank_b) else self.inter_link

@@ -1,0 +1,92 @@
+"""What can go wrong, and the exit code each kind carries (design.md section 5).
+
+The user's mistakes are `XgptError`s; our own are `assert`s that print the values.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INFEASIBLE = 3
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, run again to go on
+
+
+class XgptError(Exception):
+    """Base of every error meant for the user."""
+
+    exit_code = EXIT_FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """One wrong value in an input file: where it is, what it is, what is allowed."""
+
+    file: str
+    line: int | None
+    key: str
+    value: object
+    allowed: str
+
+    def __str__(self) -> str:
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        shown = "" if self.value is None else f" = {_shorten(self.value)}"
+        return f"{where}: {self.key}{shown}: {self.allowed}"
+
+
+class InputError(XgptError):
+    """Wrong input; carries every mistake found, not only the first."""
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, mistakes: Sequence[Mistake]) -> None:
+        assert mistakes, "an InputError without a mistake"
+        self.mistakes = tuple(mistakes)
+        super().__init__("\n".join(str(m) for m in mistakes))
+
+
+class UnknownNameError(XgptError):
+    """A catalog lookup that failed; the message lists the known names, nearest first."""
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        super().__init__(f"unknown {kind} {name!r}: {nearest(name, self.known)}")
+
+
+class InfeasibleError(XgptError):
+    """No schedule satisfies the bound; the message says the tightest bound that can be met."""
+
+    exit_code = EXIT_INFEASIBLE
+
+
+class MissingExtraError(XgptError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed: "
+            f"pip install -c constraints.txt -e '.[{extra}]'"
+        )
+
+
+class StoppedEarly(XgptError):
+    """The run was interrupted; what is written is valid, and the same command goes on from there."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """'did you mean X? known: A, B, C' for an unknown `name`."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+def _shorten(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

