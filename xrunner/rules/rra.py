@@ -1,0 +1,120 @@
+"""RRA's batching rule (paper section 4.1): encode `encode_batch` queries, decode
+`decode_iterations` times, repeat; the decode batch is split into `num_groups` micro-batches.
+
+Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active queries.
+Admission is open-loop (B_E queries a phase), which keeps the steady state of design.md
+section 3.2 exactly; `max_active` and the KV budget only cut off excursions above the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from xgpt.schedule import Estimate
+from xrunner.rules.steps import Step, StepKind
+
+
+class RraRule:
+    """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each group."""
+
+    def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
+                 max_active: int, kv_tokens: int) -> None:
+        """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share."""
+        assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
+        self.encode_batch = encode_batch
+        self.decode_iterations = decode_iterations
+        self.num_groups = num_groups
+        self.group_max_active = max(math.ceil(max_active / num_groups), 1)
+        self.group_kv_tokens = kv_tokens // num_groups
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
+        self._reserved = [0] * num_groups
+        self._group_of: dict[int, int] = {}
+        self._phase = 0
+        self._iteration = 0  # 0: the encode round of this phase
+        self._group = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._group_of)
+
+    @property
+    def reserved_tokens(self) -> int:
+        return sum(self._reserved)
+
+    def submit(self, query: int, reserve_tokens: int) -> bool:
+        if reserve_tokens > self.group_kv_tokens:
+            return False
+        self._waiting.append((query, reserve_tokens))
+        return True
+
+    def next_group(self) -> int | None:
+        if not self._group_of and not self._waiting:
+            return None
+        if self._iteration > 0 and not self._group_of:
+            self._start_next_phase()  # nothing left to decode: go straight to encoding
+        return self._group
+
+    def decide(self) -> Step | None:
+        kind, group = self._kind, self._group
+        joined = self._admit(group) if kind is StepKind.ENCODE else ()
+        has_work = bool(joined) if kind is StepKind.ENCODE else bool(self._active[group])
+        step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
+                    joined=joined) if has_work else None
+        self._advance()
+        return step
+
+    def finish(self, query: int) -> None:
+        group = self._group_of.pop(query)
+        self._reserved[group] -= self._active[group].pop(query)
+
+    def quota(self, group: int, phase: int) -> int:
+        """Queries `group` encodes in `phase`; sums to encode_batch over the groups, and the odd
+        ones rotate so that groups stay even."""
+        base, odd = divmod(self.encode_batch, self.num_groups)
+        return base + ((group + phase * odd) % self.num_groups < odd)
+
+    @property
+    def _kind(self) -> StepKind:
+        return StepKind.ENCODE if self._iteration == 0 else StepKind.DECODE
+
+    def _admit(self, group: int) -> tuple[int, ...]:
+        room = self.group_max_active - len(self._active[group])
+        joined = []
+        for _ in range(min(self.quota(group, self._phase), room, len(self._waiting))):
+            query, reserve = self._waiting[0]
+            if self._reserved[group] + reserve > self.group_kv_tokens:
+                break  # keep the input's order: a smaller query behind does not overtake
+            self._waiting.popleft()
+            self._active[group][query] = reserve
+            self._reserved[group] += reserve
+            self._group_of[query] = group
+            joined.append(query)
+        return tuple(joined)
+
+    def _advance(self) -> None:
+        self._group += 1
+        if self._group == self.num_groups:
+            self._group = 0
+            self._iteration += 1
+            if self._iteration > self.decode_iterations:
+                self._start_next_phase()
+
+    def _start_next_phase(self) -> None:
+        self._phase, self._iteration, self._group = self._phase + 1, 0, 0
+
+
+def rra_rule(estimate: Estimate) -> RraRule:
+    """The rule that executes `estimate`. Active queries may exceed the planned mean by a tenth
+    and one per group: room for the spread of a steady state, none for drift."""
+    groups = estimate.decode_micro_batches
+    return RraRule(
+        encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
+        num_groups=groups, max_active=math.ceil(1.1 * estimate.decode_batch) + groups,
+        kv_tokens=estimate.kv_tokens,
+    )
