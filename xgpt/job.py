@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 ConstraintKind = Literal["sequence", "queries"]
+SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,6 @@ class Job:
     constraint: Constraint
     schedule: FixedSchedule
     run: RunSpec
-    slurm: dict[str, str | int] | None
+    slurm: dict[str, SlurmValue] | None
     output: Path
     source: Path
