@@ -1,0 +1,77 @@
+"""A Hugging Face checkpoint directory, read one tensor at a time.
+
+A rank opens every shard it needs but maps and copies only its own stage's tensors, so that no
+rank ever holds the whole model; `bytes_read` counts what was taken.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from xgpt.errors import XgptError
+
+# Published checkpoints differ in how deep the decoder is nested; tried in this order.
+_PREFIXES = ("", "model.", "transformer.")
+
+
+class CheckpointReader:
+    """WeightSource over safetensors (single or sharded) or PyTorch's own files."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        self.directory, self.dtype, self.bytes_read = directory, dtype, 0
+        self._files = _index(directory)
+        self._open: dict[Path, Any] = {}
+
+    def has(self, name: str) -> bool:
+        return self._locate(name) is not None
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        found = self._locate(name)
+        if found is None:
+            raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
+        tensor = self._read(*found)
+        if tuple(tensor.shape) != shape:
+            raise XgptError(f"{self.directory}: {name!r} has shape {list(tensor.shape)}, "
+                            f"config.json says {list(shape)}")
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor.to(self.dtype, copy=True)
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _locate(self, name: str) -> tuple[Path, str] | None:
+        for prefix in _PREFIXES:
+            for candidate in (prefix + name, name.removeprefix(prefix or "\0")):
+                if candidate in self._files:
+                    return self._files[candidate], candidate
+        return None
+
+    def _read(self, path: Path, name: str) -> Tensor:
+        if path not in self._open:
+            self._open[path] = (safe_open(path, framework="pt") if path.suffix == ".safetensors"
+                                else torch.load(path, mmap=True, weights_only=True))
+        handle = self._open[path]
+        tensor: Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+        return tensor
+
+
+def _index(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file that holds it. Raises XgptError for a directory without weights."""
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        listing = directory / f"{stem}{suffix}.index.json"
+        if listing.is_file():
+            table = json.loads(listing.read_text(encoding="utf-8"))["weight_map"]
+            return {name: directory / file for name, file in table.items()}
+        single = directory / f"{stem}{suffix}"
+        if single.is_file() and suffix == ".safetensors":
+            with safe_open(single, framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), single)
+        if single.is_file():
+            return dict.fromkeys(torch.load(single, mmap=True, weights_only=True), single)
+    raise XgptError(f"{directory}: no model.safetensors, pytorch_model.bin or index of either")

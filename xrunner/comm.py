@@ -1,0 +1,132 @@
+"""Point-to-point messages between stages: a header and, with it, at most one tensor.
+
+Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working rank may need.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from xrunner.messages import Message
+
+_TAG_HEADER, _TAG_TENSOR = 1, 2
+_SPIN_S = 50e-6  # a partner that answers at once costs no sleep
+_SLEEP_S = 50e-6
+
+
+class Comm(Protocol):
+    """Ordered messages from one rank to another."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        """Starts the transfer and returns; `tensor` must not be written to afterwards."""
+        ...
+
+    def receive(self, source: int) -> tuple[Message, Tensor | None]:
+        """The next message from `source`, waiting politely."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything sent has left."""
+        ...
+
+
+def wait_politely(is_done: Callable[[], bool]) -> None:
+    """Poll: spin briefly, then sleep between looks, so that waiting costs no core."""
+    spin_until = time.perf_counter() + _SPIN_S
+    while not is_done():
+        if time.perf_counter() > spin_until:
+            time.sleep(_SLEEP_S)
+
+
+class MpiComm:
+    """Over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._pending: deque[tuple[Any, object]] = deque()  # (request, buffer kept alive)
+
+    @property
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._comm.Get_size())
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        self._reap()
+        shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        self._keep(self._comm.isend((message, shape), dest=target, tag=_TAG_HEADER), message)
+        if tensor is not None:
+            data = _as_bytes(tensor.contiguous())
+            self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
+
+    def receive(self, source: int) -> tuple[Message, Tensor | None]:
+        wait_politely(lambda: bool(self._comm.Iprobe(source=source, tag=_TAG_HEADER)))
+        message, shape = self._comm.recv(source=source, tag=_TAG_HEADER)
+        self._reap()
+        if shape is None:
+            return message, None
+        tensor = torch.empty(shape[0], dtype=shape[1])
+        request = self._comm.Irecv(_as_bytes(tensor), source=source, tag=_TAG_TENSOR)
+        wait_politely(lambda: bool(request.Test()))
+        return message, tensor
+
+    def flush(self) -> None:
+        while self._pending:
+            request, _ = self._pending.popleft()
+            wait_politely(lambda request=request: bool(_is_sent(request)))
+
+    def _keep(self, request: Any, buffer: object) -> None:
+        self._pending.append((request, buffer))
+
+    def _reap(self) -> None:
+        while self._pending and _is_sent(self._pending[0][0]):
+            self._pending.popleft()
+
+
+class LocalComm:
+    """In-process ranks (threads), for tests and for a single rank that needs no MPI."""
+
+    def __init__(self, rank: int, size: int, boxes: dict[tuple[int, int], queue.Queue[Any]]) -> None:
+        self.rank, self.size, self._boxes = rank, size, boxes
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        self._boxes[self.rank, target].put((message, tensor))
+
+    def receive(self, source: int) -> tuple[Message, Tensor | None]:
+        message, tensor = self._boxes[source, self.rank].get()
+        return message, tensor
+
+    def flush(self) -> None:
+        """Nothing is ever in flight: a queue holds what was sent."""
+
+
+def local_comms(size: int) -> list[LocalComm]:
+    """One connected LocalComm a rank."""
+    boxes: dict[tuple[int, int], queue.Queue[Any]] = {
+        (a, b): queue.Queue() for a in range(size) for b in range(size)}
+    return [LocalComm(rank, size, boxes) for rank in range(size)]
+
+
+def _as_bytes(tensor: Tensor) -> Any:
+    """The tensor's memory as a byte array, without a copy (numpy has no bfloat16)."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _is_sent(request: Any) -> bool:
+    # NOTE: pickled sends return mpi4py's Request whose test() differs from Test(); both exist.
+    return bool(request.Test())

@@ -1,0 +1,142 @@
+"""The head: rank 0 decides by the batching rule, executes stage 0, and commits what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from xrunner.comm import Comm
+from xrunner.messages import Joined, StepMessage, StopMessage, TokensMessage
+from xrunner.query import ActiveQuery, FinishedQuery, PreparedQuery
+from xrunner.rules.compaction import apply_moves
+from xrunner.rules.steps import BatchingRule, Step, StepKind
+from xrunner.stage import StageExecutor
+
+
+class Sink(Protocol):
+    """Where the head reports: results, progress, and whether the user asked to stop."""
+
+    def finished(self, result: FinishedQuery) -> None: ...
+
+    def progress(self, elapsed_s: float) -> None: ...
+
+    def should_stop(self) -> bool: ...
+
+
+class Head:
+    """decide -> execute -> commit, until the rule has no query left."""
+
+    def __init__(self, *, rule: BatchingRule, executor: StageExecutor, comm: Comm, sink: Sink,
+                 eos_ids: frozenset[int], decode_text: Callable[[Sequence[int]], str],
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self._rule, self._executor, self._comm, self._sink = rule, executor, comm, sink
+        self._eos_ids, self._decode_text, self._clock = eos_ids, decode_text, clock
+        self._queries: dict[int, PreparedQuery] = {}
+        self._active: dict[int, ActiveQuery] = {}
+        self._slots: dict[int, list[int]] = {}  # group -> query of each slot, as the stages hold it
+        self._removed: dict[int, list[int]] = {}  # group -> slots to free with its next step
+        self._outstanding: dict[int, list[int]] = {}  # group -> queries awaiting a token
+        self._returned: dict[int, Tensor] = {}
+        self.steps: list[Step] = []
+
+    def submit(self, query: PreparedQuery) -> bool:
+        """False if the query can never fit the schedule's KV budget."""
+        if not self._rule.submit(query.index, query.reserve_tokens):
+            return False
+        self._queries[query.index] = query
+        return True
+
+    def run(self) -> bool:
+        """True when every query is done, False when stopped early. Stages are told to end."""
+        is_complete = True
+        while (group := self._rule.next_group()) is not None:
+            self._collect(group)
+            if self._sink.should_stop():
+                is_complete = False
+                break
+            step = self._rule.decide()
+            if step is not None:
+                self._execute(step)
+            self._sink.progress(self._clock())
+        if self._comm.size > 1:
+            self._comm.send(1, StopMessage())
+        return is_complete
+
+    def _execute(self, step: Step) -> None:
+        message, tokens = self._compose(step)
+        out = self._executor.execute(message, tokens)
+        slots = self._slots[step.group]
+        self._outstanding[step.group] = list(step.joined or slots)
+        if self._comm.size == 1:
+            self._returned[step.group] = out
+        else:
+            self._comm.send(1, message, out)
+
+    def _compose(self, step: Step) -> tuple[StepMessage, Tensor]:
+        """The step's header and its input tokens, [T] of an encode or [n] of a decode."""
+        removed = self._removed.pop(step.group, [])
+        slots = self._compact(step.group, removed)
+        joined: list[Joined] = []
+        if step.kind is StepKind.ENCODE:
+            now = self._clock()
+            for index in step.joined:
+                query = self._queries.pop(index)
+                self._active[index] = ActiveQuery(query, encode_start_s=now)
+                joined.append(Joined(query=index, input_tokens=len(query.input_ids),
+                                     reserve_tokens=query.reserve_tokens, sampling=query.sampling))
+            slots += step.joined
+            ids = [t for index in step.joined for t in self._active[index].query.input_ids]
+        else:
+            ids = [self._active[index].output_ids[-1] for index in slots]
+        message = StepMessage(kind=step.kind, group=step.group, phase=step.phase,
+                              iteration=step.iteration, removed=tuple(removed), joined=tuple(joined))
+        return message, torch.tensor(ids)
+
+    def _compact(self, group: int, removed: list[int]) -> list[int]:
+        self._slots[group] = apply_moves(self._slots.get(group, []), removed)
+        return self._slots[group]
+
+    def _collect(self, group: int) -> None:
+        """Wait for the tokens of the group's last step, if any, and commit them."""
+        awaiting = self._outstanding.pop(group, None)
+        if awaiting is None:
+            return
+        while group not in self._returned:
+            message, tokens = self._comm.receive(self._comm.size - 1)
+            assert isinstance(message, TokensMessage) and tokens is not None, f"{message = }"
+            self._returned[message.group] = tokens
+        self._commit(group, awaiting, self._returned.pop(group).tolist())
+
+    def _commit(self, group: int, queries: list[int], tokens: list[int]) -> None:
+        assert len(queries) == len(tokens), f"{group = } {len(queries) = } {len(tokens) = }"
+        now = self._clock()
+        gone: set[int] = set()
+        for index, token in zip(queries, tokens, strict=True):
+            active = self._active[index]
+            reason = active.append(token, self._eos_ids)
+            text = self._stopped_text(active) if active.query.stop else None
+            if reason is None and text is None:
+                continue
+            gone.add(index)
+            self._finish(active, "stop" if text is not None else reason or "length", text, now)
+        if gone:
+            self._removed[group] = [s for s, q in enumerate(self._slots[group]) if q in gone]
+
+    def _finish(self, active: ActiveQuery, reason: str, text: str | None, now: float) -> None:
+        query = active.query
+        del self._active[query.index]
+        self._rule.finish(query.index)
+        self._sink.finished(FinishedQuery(
+            query=query, output_ids=tuple(active.output_ids), finish_reason=reason,
+            encode_start_s=active.encode_start_s, latency_s=now - active.encode_start_s,
+            text=self._decode_text(active.output_ids) if text is None else text))
+
+    def _stopped_text(self, active: ActiveQuery) -> str | None:
+        """The text up to the first stop string, once one has appeared."""
+        text = self._decode_text(active.output_ids)
+        ends = [at for stop in active.query.stop if (at := text.find(stop)) >= 0]
+        return text[:min(ends)] if ends else None

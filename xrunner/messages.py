@@ -1,0 +1,52 @@
+"""What travels down the pipeline: control with the data, so that there is no second channel.
+
+The head decides; each message carries which queries joined and which left; later stages obey what
+arrives. Only the sampled tokens go back, from the last stage to the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xrunner.rules.steps import StepKind
+from xrunner.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A query that enters a group with this step."""
+
+    query: int
+    input_tokens: int
+    reserve_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMessage:
+    """Header of one step; the hidden state [rows, H] follows it from stage to stage.
+
+    `removed`: slots freed (and compacted) before this step, as numbered after the last one.
+    """
+
+    kind: StepKind
+    group: int
+    phase: int
+    iteration: int
+    removed: tuple[int, ...] = ()
+    joined: tuple[Joined, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMessage:
+    """The last message: every stage reports its log and ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensMessage:
+    """Back from the last stage: the group whose tokens follow, [rows]."""
+
+    group: int
+
+
+Message = StepMessage | StopMessage | TokensMessage

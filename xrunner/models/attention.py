@@ -1,0 +1,83 @@
+"""Attention over the KV cache, apart from the rest of a layer (as XProfiler times it).
+
+Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, g = h / k, d head size.
+Grouped heads are kept as a [k, g] pair, so that keys and values are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeContext:
+    """What every layer of one decode step shares: where to write, and what to read.
+
+    Built once a step, so that nothing in a layer grows with the number of queries in Python.
+    """
+
+    rows: Tensor  # [n] slot of each query: 0..n-1
+    positions: Tensor  # [n] index of the token being decoded
+    mask: Tensor  # [n, 1, 1, max_context] additive: 0 where present, -inf beyond a query's context
+    max_context: int
+
+
+def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
+    """`contexts` [n]: tokens already cached for each query, the one being decoded excluded."""
+    longest = int(contexts.max()) + 1
+    beyond = torch.arange(longest, device=contexts.device)[None, :] > contexts[:, None]
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=contexts.device)
+    mask.masked_fill_(beyond, float("-inf"))
+    return DecodeContext(rows=torch.arange(len(contexts), device=contexts.device),
+                         positions=contexts, mask=mask[:, None, None, :], max_context=longest)
+
+
+def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
+                  cache_value: Tensor, step: DecodeContext) -> Tensor:
+    """One new token of each of n queries against its own cache.
+
+    query [n, h, d]; key, value [n, k, d]; cache_* [slots, k, capacity, d], written in place.
+    Returns [n, h * d].
+    """
+    n, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    cache_key[step.rows, :, step.positions] = key
+    cache_value[step.rows, :, step.positions] = value
+    grouped = query.view(n, kv_heads, heads // kv_heads, dim)
+    out = scaled_dot_product_attention(
+        grouped, cache_key[:n, :, :step.max_context], cache_value[:n, :, :step.max_context],
+        attn_mask=step.mask,
+    )
+    return out.reshape(n, heads * dim)
+
+
+def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
+                  cache_value: Tensor, first_slot: int, lengths: Sequence[int]) -> Tensor:
+    """Causal attention of whole inputs, packed one after the other (no padding is computed).
+
+    query [T, h, d]; key, value [T, k, d]; query i of `lengths` goes to slot first_slot + i of
+    cache_* [slots, k, capacity, d]. Returns [T, h * d].
+    """
+    total, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    out = torch.empty_like(query)
+    start = 0
+    for i, length in enumerate(lengths):
+        end = start + length
+        k, v = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)  # [k, L, d]
+        cache_key[first_slot + i, :, :length] = k
+        cache_value[first_slot + i, :, :length] = v
+        group = (kv_heads, heads // kv_heads, length, dim)
+        attended = scaled_dot_product_attention(
+            query[start:end].view(length, kv_heads, -1, dim).permute(1, 2, 0, 3),
+            k.unsqueeze(1).expand(group), v.unsqueeze(1).expand(group), is_causal=True,
+        )
+        out[start:end] = attended.permute(2, 0, 1, 3).reshape(length, heads, dim)
+        start = end
+    assert start == total, f"{start = } {total = }"
+    return out.view(total, heads * dim)
