@@ -27,6 +27,7 @@ from xgpt.job import (
     SlurmValue,
     WorkloadSpec,
 )
+from xgpt.length_file import MAX_LENGTH_TOKENS
 from xgpt.sections import Section
 from xgpt.units import parse_seconds
 from xgpt.yaml_tree import Field, apply_override, read_tree
@@ -35,7 +36,6 @@ LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("rra",)
 LATER_POLICIES = ("waa-c", "waa-m")
-MAX_LENGTH_TOKENS = 2**20  # longest sequence a distribution is made for
 MAX_COUNT = 10**8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

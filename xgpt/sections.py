@@ -50,7 +50,7 @@ class Section:
     def reject_type(self, key: str, allowed: str) -> None:
         """As `reject`; says so where a mapping or a list stands in place of a value."""
         value = self._children[key].value
-        kinds = {dict: ", not a mapping", list: ", not a list"}
+        kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
         self.reject(key, allowed + kinds.get(type(value), ""))
 
     def finish(self) -> None:
