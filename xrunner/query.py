@@ -19,6 +19,7 @@ class PreparedQuery:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     is_openai: bool = False
+    is_chat: bool = False  # asked as messages: answered as one
 
     @property
     def reserve_tokens(self) -> int:

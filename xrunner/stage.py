@@ -64,6 +64,10 @@ class StageExecutor:
             cache.check_integrity()
         return out
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Read times from `clock` from now on: seconds since the run's common start."""
+        self._clock = clock
+
     @property
     def busy_s(self) -> float:
         return sum(record.end_s - record.start_s for record in self.log)

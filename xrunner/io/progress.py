@@ -1,0 +1,69 @@
+"""progress.json: what the run has done so far, for the progress bar and `xgpt status`.
+
+The ranks' own output goes through the MPI launcher's pipes, so progress travels by a small file,
+replaced at most twice a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xrunner.plan import write_atomically
+
+_INTERVAL_S = 0.5
+_WINDOW = 1000  # latencies the running percentile is taken over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One state of a run. Latencies are over the last queries; None before the first is done."""
+
+    state: str  # "loading" | "running" | "done" | "stopped"
+    total: int
+    done: int
+    output_tokens: int
+    elapsed_s: float
+    latency_p50_s: float | None
+    latency_p99_s: float | None
+
+
+class ProgressFile:
+    """Counts what finishes and writes the file now and then."""
+
+    def __init__(self, path: Path, *, total: int, done_before: int) -> None:
+        self._path, self._total, self._done = path, total, done_before
+        self._output_tokens = 0
+        self._latencies: deque[float] = deque(maxlen=_WINDOW)
+        self._last_s = -_INTERVAL_S
+
+    def add(self, output_tokens: int, latency_s: float) -> None:
+        self._done += 1
+        self._output_tokens += output_tokens
+        self._latencies.append(latency_s)
+
+    def tick(self, elapsed_s: float, state: str = "running") -> None:
+        if state == "running" and elapsed_s - self._last_s < _INTERVAL_S:
+            return
+        self._last_s = elapsed_s
+        p50, p99 = (np.quantile(self._latencies, (0.5, 0.99)).tolist() if self._latencies
+                    else (None, None))
+        write_progress(self._path, Progress(
+            state=state, total=self._total, done=self._done, output_tokens=self._output_tokens,
+            elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99))
+
+
+def write_progress(path: Path, progress: Progress) -> None:
+    write_atomically(path, json.dumps(asdict(progress)) + "\n")
+
+
+def read_progress(path: Path) -> Progress | None:
+    """None when the run has not written one yet."""
+    try:
+        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None

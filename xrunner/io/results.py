@@ -1,0 +1,100 @@
+"""results.jsonl and errors.jsonl. Results are written in the input's order, line by line, so that
+whenever a run ends, what is on disk is a valid prefix."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from xgpt.workload import RequestError
+from xrunner.plan import write_atomically
+from xrunner.query import FinishedQuery
+
+
+class ResultWriter:
+    """Holds back a result until all before it are written; queries are admitted in order, so few
+    wait here. Opens for appending after `count_results`."""
+
+    def __init__(self, path: Path, *, first_index: int, model: str) -> None:
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._next, self._model = first_index, model
+        self._held: dict[int, str] = {}
+
+    def write(self, result: FinishedQuery) -> None:
+        index = result.query.index
+        assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
+        self._held[index] = json.dumps(_line(result, self._model), ensure_ascii=False)
+        while (line := self._held.pop(self._next, None)) is not None:
+            # one write call a line: a killed process leaves whole lines, or one torn last line
+            self._file.write(line + "\n")
+            self._next += 1
+        self._file.flush()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def count_results(path: Path) -> int:
+    """Whole lines at the start of a results file; cuts off a torn last one. 0 without a file."""
+    if not path.is_file():
+        return 0
+    good_bytes = count = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                is_whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                break
+            good_bytes, count = good_bytes + len(line), count + 1
+    os.truncate(path, good_bytes)
+    return count
+
+
+def write_errors(path: Path, errors: Sequence[RequestError]) -> None:
+    """errors.jsonl in line order; no file when there is none to report."""
+    if not errors:
+        path.unlink(missing_ok=True)
+        return
+    lines = [json.dumps({"line": e.line, "id": e.id, "error": e.error}, ensure_ascii=False)
+             for e in sorted(errors, key=lambda e: e.line)]
+    write_atomically(path, "\n".join(lines) + "\n")
+
+
+def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
+    query = result.query
+    times = {"latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6)}
+    if query.is_openai:
+        return _openai_line(result, model, times)
+    return {"id": query.id, "index": query.index, "text": result.text,
+            "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
+            "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times}
+
+
+def _openai_line(result: FinishedQuery, model: str, times: dict[str, float]) -> dict[str, Any]:
+    """The batch response object of the OpenAI batch format, our figures under `xgpt`."""
+    query, input_tokens, output_tokens = result.query, len(result.query.input_ids), len(result.output_ids)
+    choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
+    if query.is_chat:
+        choice["message"] = {"role": "assistant", "content": result.text}
+    else:
+        choice["text"] = result.text
+    body = {
+        "id": f"xgpt-{query.index}", "model": model, "choices": [choice],
+        "object": "chat.completion" if query.is_chat else "text_completion",
+        "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
+                  "total_tokens": input_tokens + output_tokens},
+    }
+    return {"id": f"batch_req_{query.index}", "custom_id": query.id, "error": None,
+            "response": {"status_code": 200, "request_id": f"xgpt-{query.index}", "body": body},
+            "xgpt": {"index": query.index, "output_ids": list(result.output_ids), **times}}

@@ -1,0 +1,74 @@
+"""What the launcher hands to the ranks: `run.json`, beside the schedule it executes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# History of the file format.
+#   1: first version
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything a rank needs besides schedule.json; paths are absolute."""
+
+    name: str
+    output: Path
+    model_dir: Path
+    model_name: str
+    served_by: str
+    requests: Path
+    is_chat: bool
+    max_tokens: int
+    dtype: str
+    seed: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    ignore_eos: bool
+    threads_per_rank: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what decides the answers: a stopped run goes on only if this is unchanged."""
+        decisive = {k: str(v) for k, v in asdict(self).items()
+                    if k not in ("name", "output", "served_by", "threads_per_rank")}
+        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
+        digest.update(self.requests.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def save(self) -> Path:
+        path = self.output / "run.json"
+        values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+        text = json.dumps({"version": PLAN_VERSION, "fingerprint": self.fingerprint, **values}, indent=1)
+        write_atomically(path, text + "\n")
+        return path
+
+
+def load_plan(path: Path) -> RunPlan:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    assert raw.pop("version") == PLAN_VERSION, f"{path} is of another version of xgpt"
+    raw.pop("fingerprint")
+    paths = ("output", "model_dir", "requests")
+    return RunPlan(**{k: Path(v) if k in paths else v for k, v in raw.items()})
+
+
+def saved_fingerprint(output: Path) -> str | None:
+    """Fingerprint of the run that last wrote into `output`; None if there was none."""
+    try:
+        value = json.loads((output / "run.json").read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return str(value)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old content or the new, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,174 @@
+"""One rank: `mpiexec -n N python -m mpi4py -m xrunner.worker OUT/run.json`.
+
+All ranks run this; what differs is their StageAssignment. `-m mpi4py` makes an uncaught error on
+one rank end them all.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xgpt.errors import XgptError
+from xgpt.schedule import Schedule, load_schedule
+from xgpt.workload import RequestError, read_requests
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.source import read_spec
+from xrunner.comm import Comm, LocalComm, MpiComm, local_comms
+from xrunner.head import Head
+from xrunner.io.prepare import prepare
+from xrunner.io.progress import Progress, ProgressFile, write_progress
+from xrunner.io.results import ResultWriter, count_results, write_errors
+from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.measured import write_measured
+from xrunner.models.stage_model import StageModel
+from xrunner.pipeline import StageReport, serve_stage
+from xrunner.plan import RunPlan, load_plan
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.rra import rra_rule
+from xrunner.stage import StageExecutor
+
+STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
+
+
+class RunSink:
+    """Results, progress and the wish to stop, as files of the output folder."""
+
+    def __init__(self, output: Path, writer: ResultWriter, progress: ProgressFile) -> None:
+        self._stop_path, self._writer, self._progress = output / STOP_FILE, writer, progress
+        self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
+
+    def finished(self, result: FinishedQuery) -> None:
+        self._writer.write(result)
+        self.finished_queries.append((len(result.output_ids), result.latency_s))
+        self._progress.add(len(result.output_ids), result.latency_s)
+
+    def progress(self, elapsed_s: float) -> None:
+        self._progress.tick(elapsed_s)
+
+    def should_stop(self) -> bool:
+        return self._stop_path.exists()
+
+
+def main(arguments: list[str]) -> int:
+    plan = load_plan(Path(arguments[0]))
+    comm, barrier, gather, abort = _connect()
+    try:
+        _run(plan, comm, barrier, gather)
+    except XgptError as error:
+        print(f"xgpt: rank {comm.rank}: {error}", file=sys.stderr, flush=True)
+        abort(error.exit_code)
+        return error.exit_code
+    return 0
+
+
+def _run(plan: RunPlan, comm: Comm, barrier: Callable[[], None],
+         gather: Callable[[StageReport], list[StageReport] | None]) -> None:
+    torch.set_num_threads(plan.threads_per_rank)
+    schedule = load_schedule(plan.output / "schedule.json")
+    _check_fits(schedule, comm)
+    work = _read_work(plan) if comm.rank == 0 else None
+    load_start = time.perf_counter()
+    executor, bytes_read = _load(plan, schedule, comm.rank)
+    load_s = time.perf_counter() - load_start
+    barrier()  # the common start of every rank's clock
+    start = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - start
+
+    executor.use_clock(clock)
+    if work is None:
+        serve_stage(comm, executor)
+        gather(_report(comm.rank, executor, load_s, bytes_read))
+        return
+    queries, errors, done_before = work
+    writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
+                          model=plan.model_name)
+    progress = ProgressFile(plan.output / "progress.json", total=len(queries), done_before=done_before)
+    sink = RunSink(plan.output, writer, progress)
+    head = Head(rule=rra_rule(schedule.estimate), executor=executor, comm=comm, sink=sink,
+                eos_ids=eos_ids(plan.model_dir), decode_text=TextTokenizer(plan.model_dir).decode,
+                clock=clock)
+    _submit(head, queries[done_before:], schedule)
+    write_errors(plan.output / "errors.jsonl", errors)
+    is_complete = head.run()
+    wall_s = clock()
+    writer.close()
+    state = "done" if is_complete else "stopped"
+    progress.tick(wall_s, state)
+    comm.flush()
+    reports = gather(_report(comm.rank, executor, load_s, bytes_read)) or []
+    write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
+                   queries_before=done_before, num_errors=len(errors), reports=reports)
+
+
+def _read_work(plan: RunPlan) -> tuple[list[PreparedQuery], list[RequestError], int]:
+    """(all queries, error records, queries already answered by an earlier run)."""
+    write_progress(plan.output / "progress.json", Progress(
+        state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
+        latency_p99_s=None))
+    requests, errors = read_requests(plan.requests)
+    spec = read_spec(plan.model_dir, plan.model_name)
+    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec)
+    return queries, errors + unusable, count_results(plan.output / "results.jsonl")
+
+
+def _submit(head: Head, queries: list[PreparedQuery], schedule: Schedule) -> None:
+    for query in queries:
+        if not head.submit(query):
+            raise XgptError(
+                f"query {query.id!r} may need {query.reserve_tokens} tokens of KV cache, a group of "
+                f"the schedule holds {schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches}"
+                ": raise workload.output_tokens' max or input_tokens' max so that the schedule "
+                "plans for it, or lower its max_tokens")
+
+
+def _load(plan: RunPlan, schedule: Schedule, rank: int) -> tuple[StageExecutor, int]:
+    spec = read_spec(plan.model_dir, plan.model_name)
+    dtype = getattr(torch, plan.dtype)
+    reader = CheckpointReader(plan.model_dir, dtype)
+    model = StageModel(spec, reader, schedule.estimate.stages[rank], dtype)
+    reader.close()
+    return (StageExecutor(model, schedule.estimate.decode_micro_batches), reader.bytes_read)
+
+
+def _check_fits(schedule: Schedule, comm: Comm) -> None:
+    estimate = schedule.estimate
+    if estimate.policy != "rra":
+        raise XgptError(f"policy {estimate.policy!r} cannot be executed yet; can be: rra")
+    if any(stage.tp_degree > 1 for stage in estimate.stages):
+        raise XgptError("the schedule has tensor-parallel stages, which cannot be executed yet: "
+                        "set schedule.tp_degree to 1")
+    if len(estimate.stages) != comm.size:
+        raise XgptError(f"the schedule has {len(estimate.stages)} stages, the launcher started "
+                        f"{comm.size} ranks")
+
+
+def _report(rank: int, executor: StageExecutor, load_s: float, bytes_read: int) -> StageReport:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return StageReport(stage=rank, log=tuple(executor.log), busy_s=executor.busy_s, load_s=load_s,
+                       bytes_read=bytes_read, rows_compacted=executor.rows_compacted,
+                       peak_memory_bytes=peak)
+
+
+def _connect() -> tuple[Comm, Callable[[], None], Callable[[StageReport], Any], Callable[[int], None]]:
+    """(comm, barrier, gather to rank 0, abort). One rank without a launcher needs no MPI."""
+    if "mpi4py" not in sys.modules:
+        local: LocalComm = local_comms(1)[0]
+        return local, lambda: None, lambda report: [report], lambda code: None
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    return MpiComm(world), world.Barrier, lambda report: world.gather(report, root=0), world.Abort
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
