@@ -175,13 +175,14 @@ def _cpu_device(cores: int, workers: int, memory_bytes: int, cpuinfo: str) -> De
     flags = set(flags_line.group(1).split()) if flags_line else set()
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.M)
     slug = re.sub(r"[^a-z0-9]+", "-", model.group(1).lower()).strip("-") if model else "unknown"
-    share = cores / workers  # below 1 where ranks outnumber cores
+    # whole cores, as threads are; below 1 where ranks outnumber cores
+    share = cores // workers if cores >= workers else cores / workers
     rates = [("float32", next((r for f, r in _FLOAT32_FLOPS if f in flags), _OTHER_FLOPS))]
     rates += [("bfloat16", rate) for flag, rate in _BFLOAT16_FLOPS if flag in flags][:1]
     memory = memory_bytes // workers
     return Device(
         name=f"cpu-{share:.3g}c-{slug}", kind="cpu",
-        memory_bytes=max(memory // _MEMORY_STEP_BYTES * _MEMORY_STEP_BYTES, min(memory, MIB)),
+        memory_bytes=memory - memory % _MEMORY_STEP_BYTES or memory,
         bandwidth_bytes_per_s=_BANDWIDTH_PER_CORE * share,
         flops_per_s=tuple((dtype, rate * share) for dtype, rate in rates),
         source=f"rough constants for {share:.3g} of this machine's {cores} usable cores",

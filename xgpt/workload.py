@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from xgpt.errors import InputError, Mistake
+from xgpt.length_file import MAX_LENGTH_TOKENS
 from xgpt.lengths import JointLengths
 
 Message: TypeAlias = "dict[str, str]"  # role, content
@@ -150,7 +151,7 @@ def _read_request(record: Mapping[str, Any], index: int, line: int, name: str) -
     request = Request(
         index=index, line=line, id=name, is_openai=is_openai,
         max_tokens=_integer(body, _max_tokens_key(body), 1, MAX_INT),
-        forced_tokens=_integer(body, "forced_tokens", 1, MAX_INT),
+        forced_tokens=_integer(body, "forced_tokens", 1, MAX_LENGTH_TOKENS),
         seed=_seed(body),
         temperature=_number(body, "temperature", lambda x: x >= 0, "a number >= 0"),
         top_k=_integer(body, "top_k", 1, MAX_INT),

@@ -1,0 +1,158 @@
+"""A `Job` resolved: the model's shape, the devices, the length distributions. What planners answer.
+
+`resolve` is the one function between what the user wrote (`Job`) and what is computed with
+(`Problem`). It reads files the job names, and looks at this machine for `cluster: local`; it
+neither downloads nor tokenises: a caller that has done so passes `model` and `token_lengths`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from xgpt import catalog, local
+from xgpt.cluster import Cluster, Device
+from xgpt.errors import InputError, Mistake
+from xgpt.inline_cluster import build_cluster
+from xgpt.job import Constraint, FixedSchedule, Job
+from xgpt.job_file import LOCAL_CLUSTER
+from xgpt.job_lengths import default_max_tokens, resolve_lengths
+from xgpt.lengths import IntArray, JointLengths
+from xgpt.model import ModelSpec, from_hf_config
+from xgpt.workload import Request, read_requests
+
+# What names a model without changing what its weights and activations are.
+_IDENTITY = ("name", "hub_id", "wheel", "source")
+_COUNTS = ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_dim", "vocab_size",
+           "intermediate_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a planner is asked. `num_queries` None: the job names no requests (steady state)."""
+
+    model: ModelSpec
+    cluster: Cluster
+    lengths: JointLengths
+    constraint: Constraint
+    fixed: FixedSchedule
+    dtype: str  # never "auto"
+    num_queries: int | None
+    default_max_tokens: int  # cap on the output of a request that names none
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the jobs that can execute the same Schedule: the model's shape, the dtype and
+        the number of ranks. Lengths, latency bound and kind of device are left out on purpose:
+        they decide how good a schedule is, not whether it runs, and a schedule found for `a40-4` on
+        a laptop, or before the output lengths were observed, must be accepted by the run."""
+        shape = {key: value for key, value in asdict(self.model).items() if key not in _IDENTITY}
+        parts = {"model": shape, "dtype": self.dtype, "ranks": self.cluster.num_devices}
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Request] | None = None,
+            token_lengths: IntArray | None = None) -> Problem:
+    """The Problem of `job`. Raises InputError.
+
+    model: the shape, where it was fetched (a hub id's config.json); else the catalog row or the
+        local folder's config.json.
+    requests: the job's usable requests, where they were read already.
+    token_lengths: [num_requests], their tokenised input lengths; needed by `from_requests`
+        unless every request gives tokens.
+    """
+    shape = model or _model(job)
+    cluster = resolve_cluster(job)
+    if requests is None and job.workload.requests is not None:
+        requests = _usable_requests(job, job.workload.requests)
+    lengths = resolve_lengths(job, shape, requests, token_lengths)
+    return Problem(
+        model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
+        fixed=job.schedule, dtype=resolve_dtype(job.run.dtype, cluster.device),
+        num_queries=job.workload.count if requests is None else len(requests),
+        default_max_tokens=default_max_tokens(job, lengths),
+    )
+
+
+def resolve_cluster(job: Job) -> Cluster:
+    """The job's cluster, or as much of it as `run.ranks` leaves."""
+    if isinstance(job.cluster, dict):
+        cluster = build_cluster(job.cluster)
+    elif job.cluster == LOCAL_CLUSTER:
+        return local.detect(job.run.ranks)
+    else:
+        cluster = catalog.cluster(job.cluster)
+    return cluster if job.run.ranks is None else _part_of(cluster, job.run.ranks, job.source)
+
+
+def resolve_dtype(dtype: str, device: Device) -> str:
+    """`auto`: bfloat16 where the device has it, else a GPU's float16, else float32."""
+    if dtype != "auto":
+        return dtype
+    rates = dict(device.flops_per_s)
+    if "bfloat16" in rates:
+        return "bfloat16"
+    return "float16" if device.kind == "gpu" and "float16" in rates else "float32"
+
+
+def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
+    """`ranks` devices of the cluster on as few nodes as hold them, evenly."""
+    nodes = -(-ranks // cluster.devices_per_node)
+    if ranks > cluster.num_devices:
+        raise _bad(source, "run.ranks", ranks, f"at most {cluster.num_devices}, the devices of "
+                                               f"cluster {cluster.name}")
+    if ranks % nodes:
+        raise _bad(source, "run.ranks", ranks,
+                   f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
+    return replace(cluster, num_nodes=nodes, devices_per_node=ranks // nodes)
+
+
+def _model(job: Job) -> ModelSpec:
+    if job.model in catalog.names("model"):
+        return catalog.model(job.model)
+    folder = Path(job.model)
+    if folder.is_absolute():
+        return read_local_model(folder, job.source)
+    for name in catalog.names("model"):
+        if catalog.model(name).hub_id == job.model:
+            return catalog.model(name)
+    raise _bad(job.source, "model", job.model,
+               "the shape of this hub model is known only once its config.json is fetched; "
+               "give a catalog name, or a folder with config.json")
+
+
+def read_local_model(folder: Path, source: Path) -> ModelSpec:
+    """The shape in `folder`/config.json; `source` is the file to blame for naming the folder."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise _bad(source, "model", str(folder), f"config.json cannot be read: {cause}") from None
+    if not isinstance(config, dict):
+        raise _bad(source, "model", str(folder), "config.json is not a JSON object")
+    try:
+        spec = from_hf_config(config, folder.name)
+    except (ValueError, TypeError) as cause:  # TypeError: a number that is text, or null
+        raise _bad(source, "model", str(folder), f"config.json: {cause}") from None
+    for field in _COUNTS:
+        value = getattr(spec, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _bad(source, "model", str(folder), f"config.json: {field} = {value!r}: "
+                                                     "not a whole number >= 1")
+    return spec
+
+
+def _usable_requests(job: Job, path: Path) -> list[Request]:
+    requests, errors = read_requests(path)
+    if not requests:
+        first = f"; first, line {errors[0].line}: {errors[0].error}" if errors else ""
+        raise _bad(job.source, "workload.requests", str(path),
+                   f"holds no usable request ({len(errors)} bad lines{first})")
+    return requests
+
+
+def _bad(source: Path, key: str, value: object, allowed: str) -> InputError:
+    return InputError([Mistake(file=str(source), line=None, key=key, value=value, allowed=allowed)])
