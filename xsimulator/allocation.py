@@ -1,0 +1,89 @@
+"""Layers onto stages: partial tensor parallelism (paper section 4.2) with an uneven split done exactly.
+
+The first `tp_gpus` devices form groups of `tp_degree`, the others are single; each group or single
+is a stage. Layers go where they finish earliest: a stage's load is its layers' time plus, on the
+first and last, that of the embedding and the output head, for a fixed reference workload of the
+problem, so the split does not depend on the batch sizes searched over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xgpt.cluster import Cluster
+from xgpt.model import ModelSpec
+from xgpt.schedule import StageAssignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Reference seconds of one stage: per layer of its degree, and what it holds besides layers."""
+
+    layer_s: float
+    fixed_s: float
+    encoder_layer_s: float = 0.0  # encoder-decoder models only
+
+
+def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int) -> str | None:
+    """Why (tp_degree, tp_gpus) cannot be allocated on this cluster, or None if it can."""
+    devices = cluster.num_devices
+    if tp_degree == 1 or tp_gpus == 0:
+        consistent = tp_degree == 1 and tp_gpus == 0
+        return _refuse_depth(model, devices) if consistent else (
+            f"tp_degree {tp_degree} with tp_gpus {tp_gpus}: degree 1 goes with 0 GPUs")
+    if tp_degree < 1 or tp_gpus < 0 or tp_gpus % tp_degree or tp_gpus > devices:
+        return f"tp_gpus {tp_gpus} is no multiple of tp_degree {tp_degree} within {devices} devices"
+    parts = {"attention heads": model.num_heads, "key-value heads": model.kv_heads,
+             "MLP columns": model.intermediate_size}
+    for what, count in parts.items():
+        if count % tp_degree:
+            return f"tp_degree {tp_degree} does not divide the model's {count} {what}"
+    for first in range(0, tp_gpus, tp_degree):
+        if cluster.node_of(first) != cluster.node_of(first + tp_degree - 1):
+            return (f"a group of {tp_degree} would span nodes of "
+                    f"{cluster.devices_per_node} devices")
+    return _refuse_depth(model, devices - tp_gpus + tp_gpus // tp_degree)
+
+
+def _refuse_depth(model: ModelSpec, stages: int) -> str | None:
+    if stages > model.num_layers:
+        return f"{stages} stages for {model.num_layers} layers: more stages than layers"
+    return None
+
+
+def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[int, ...]]:
+    """Ranks of each stage, groups first."""
+    groups = [tuple(range(first, first + tp_degree)) for first in range(0, tp_gpus, tp_degree)]
+    return groups + [(rank,) for rank in range(tp_gpus, num_devices)]
+
+
+def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]],
+             costs: Sequence[StageCost]) -> tuple[StageAssignment, ...]:
+    """The split of layers whose slowest stage is quickest; every stage gets a layer."""
+    assert len(ranks) == len(costs) <= model.num_layers, f"{len(ranks)} for {model.num_layers}"
+    encoder = _split(model.num_encoder_layers, [c.encoder_layer_s for c in costs],
+                     [0.0] * len(costs), at_least=0)
+    decoder = _split(model.num_layers, [c.layer_s for c in costs], [c.fixed_s for c in costs],
+                     at_least=1)
+    stages = []
+    for index, group in enumerate(ranks):
+        stages.append(StageAssignment(
+            index=index, ranks=group, first_layer=sum(decoder[:index]), num_layers=decoder[index],
+            first_encoder_layer=sum(encoder[:index]), num_encoder_layers=encoder[index]))
+    return tuple(stages)
+
+
+def _split(layers: int, layer_s: Sequence[float], fixed_s: Sequence[float], *,
+           at_least: int) -> list[int]:
+    """Counts that sum to `layers` and minimise the largest fixed_s + count * layer_s.
+
+    Giving each layer in turn to the stage that would finish it earliest is optimal for that
+    measure; ties go to the earlier stage.
+    """
+    counts = [at_least] * len(layer_s)
+    for _ in range(layers - sum(counts)):
+        load = [fixed + (count + 1) * cost
+                for fixed, count, cost in zip(fixed_s, counts, layer_s, strict=True)]
+        counts[load.index(min(load))] += 1
+    return counts

@@ -1,0 +1,95 @@
+"""Bytes per rank (design.md section 3.5): weights, KV reserved at admission, activations.
+
+The runner reserves (input + most output tokens) of a query when it admits it, so KV is sized from
+what is *reserved*, at a high quantile over the queries present, group by group: each decode
+micro-batch has an equal share of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xgpt.cluster import Device
+from xgpt.lengths import FloatArray, Lengths
+from xgpt.model import ModelSpec
+from xgpt.schedule import StageAssignment
+from xgpt.units import DTYPE_BYTES
+from xsimulator.occupancy import Occupancy
+
+# Share of a device's memory that may be planned: the rest is the runtime's context, kernels,
+# communication buffers and the allocator's fragmentation (vLLM plans 0.9 too).
+USABLE_SHARE = 0.9
+# A phase in a thousand may want more than is reserved; admission then waits, nothing breaks.
+KV_QUANTILE_Z = 3.09  # 0.999 of the normal distribution
+LOGIT_BYTES = 4  # logits are float32 whatever the model's dtype
+LIVE_HIDDEN_COPIES = 4  # residual, norm, attention output, message buffer
+LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
+
+
+def capacity_bytes(device: Device) -> int:
+    """What may be planned of a device's memory."""
+    return int(device.memory_bytes * USABLE_SHARE)
+
+
+def reserved_tokens(occupancy: Occupancy, group_batch: ArrayLike, groups: ArrayLike,
+                    max_reserve: int, num_queries: int | None) -> FloatArray:
+    """KV tokens over all groups, each encoding `group_batch` queries a phase.
+
+    Cohorts are independent, so mean and variance of a group's sum are those of one query's stay
+    times `group_batch`. Never less than the longest query in every group, never more than every
+    query that can be there at its longest.
+    """
+    batch, count = np.asarray(group_batch, float), np.asarray(groups, float)
+    mean = batch * occupancy.mean_reserved
+    # the odd queries of an uneven split rotate: at times a group encodes one more
+    odd = np.where(batch == np.floor(batch), 0.0, max_reserve)
+    wanted = mean + KV_QUANTILE_Z * np.sqrt(batch * occupancy.variance_reserved) + odd
+    most = np.ceil(batch) * occupancy.max_present
+    if num_queries is not None:
+        most = np.minimum(most, np.ceil(num_queries / np.minimum(count, num_queries)))
+    group_tokens = np.clip(wanted, max_reserve, np.maximum(most, 1) * max_reserve)
+    return np.ceil(group_tokens) * count
+
+
+def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str) -> FloatArray:
+    """[stages] bytes of weights on each rank of a stage. The embedding lies whole on every rank of
+    the first stage; layers and the head are sharded. An encoder-decoder model embeds on the first."""
+    elements = np.array([
+        (s.num_layers * model.decoder_layer_params
+         + s.num_encoder_layers * model.encoder_layer_params) / s.tp_degree for s in stages])
+    elements[0] += model.embedding_params
+    elements[-1] += model.head_params / stages[-1].tp_degree
+    return elements * DTYPE_BYTES[dtype]
+
+
+def kv_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,
+             kv_tokens: ArrayLike) -> FloatArray:
+    """[..., stages] bytes of KV cache on each rank. In an encoder-decoder model a query's input
+    lies in the cross-attention's cache and its output in the self-attention's: as much together."""
+    per_token = model.kv_elements_per_token_layer * DTYPE_BYTES[dtype]
+    share = np.array([s.num_layers / s.tp_degree for s in stages])
+    return np.asarray(kv_tokens, float)[..., None] * share * per_token
+
+
+def activation_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str, *,
+                     inputs: Lengths, encode_batch: ArrayLike, decode_batch: ArrayLike,
+                     is_cpu: bool) -> FloatArray:
+    """[..., stages] bytes of the largest micro-batch at work: its rows through a layer, its logits
+    on the last stage, and where attention is not fused (CPU) the scores of the longest input."""
+    encode, decode = np.asarray(encode_batch, float), np.asarray(decode_batch, float)
+    tokens = encode * inputs.mean + KV_QUANTILE_Z * inputs.std * np.sqrt(encode)
+    rows = np.maximum(np.minimum(tokens, np.ceil(encode) * inputs.max), decode)
+    item = DTYPE_BYTES[dtype]
+    columns = []
+    for stage in stages:
+        width = (LIVE_HIDDEN_COPIES * model.hidden_size
+                 + (LIVE_MLP_COPIES * model.intermediate_size * (2 if model.is_gated_mlp else 1)
+                    + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / stage.tp_degree)
+        scores = model.num_heads / stage.tp_degree * inputs.max**2 * 4 if is_cpu else 0.0
+        columns.append(rows * width * item + scores)
+    columns[-1] = columns[-1] + (np.maximum(encode, decode) * model.vocab_size
+                                 / stages[-1].tp_degree * LOGIT_BYTES)
+    return np.stack(columns, axis=-1)

@@ -1,0 +1,198 @@
+"""How many queries, and how many tokens of context, are present at each decode iteration of RRA.
+
+Exact in steady state by Little's law (design.md section 3.2; the paper's section 6 uses E[1/c]
+where 1/E[c] is right). Symbols: N_D = decode_iterations, D = decode iterations a query needs
+(S - 1 for decoder-only models, whose encode yields the first token; S otherwise), B_E = queries
+encoded per phase, u = iteration within a phase, j = phases a query has already been through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from xgpt.lengths import FloatArray, IntArray, JointLengths
+
+MAX_CONTEXT_BINS = 512  # resolution of the context histograms behind `maximum_context`
+MAX_DOUBLINGS = 12  # maxima are tabulated over 1, 2, 4, ... 4096 queries
+MAX_PAIRS = 4096  # observed (input, output) pairs used for those histograms; more are thinned out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Occupancy:
+    """Per query encoded in each phase, so everything but the quantiles scales with B_E.
+
+    `active[u - 1]` = n(u) / B_E, `context[u - 1]` = tokens of KV read at u / B_E;
+    `log_absent[u - 1]` = log P(none of one slot's successive queries is active at u).
+    """
+
+    decode_iterations: int
+    active: FloatArray  # [N_D]
+    context: FloatArray  # [N_D]
+    log_absent: FloatArray  # [N_D]; -inf where one is active for certain
+    mean_phases: float  # E[c(D)] = B_D / B_E
+    mean_present: float  # queries present right after encoding / B_E, those with D = 0 included
+    mean_reserved: float  # tokens reserved right after encoding / B_E
+    variance_reserved: float
+    max_present: int  # phases a query can stay at most
+    maximum_context: FloatArray | None  # [N_D, MAX_DOUBLINGS + 1] E[max context of 2^k active]
+
+
+class QueryFlow:
+    """Derives an Occupancy for any N_D from the joint distribution of lengths; keeps each."""
+
+    def __init__(self, lengths: JointLengths, *, is_encoder_decoder: bool) -> None:
+        self.lengths = lengths
+        self._iterations_fewer = 0 if is_encoder_decoder else 1
+        self._known: dict[tuple[int, bool], Occupancy] = {}
+
+    @property
+    def max_iterations(self) -> int:
+        """Largest D, at least 1: more decode iterations a phase than this change nothing."""
+        return max(self.lengths.outputs.max - self._iterations_fewer, 1)
+
+    @property
+    def mean_iterations(self) -> float:
+        """E[D]."""
+        return float(self._survival.sum())
+
+    @property
+    def max_reserve_tokens(self) -> int:
+        """KV tokens the longest query reserves at admission."""
+        return self.lengths.inputs.max + self.lengths.outputs.max
+
+    def iterations_of(self, output_tokens: int) -> int:
+        """D of a query with that many output tokens."""
+        return output_tokens - self._iterations_fewer
+
+    def occupancy(self, decode_iterations: int, *, padded: bool) -> Occupancy:
+        """The steady state with `decode_iterations` between two encodings."""
+        assert decode_iterations >= 1, f"{decode_iterations = }"
+        key = (decode_iterations, padded)
+        if key not in self._known:
+            self._known[key] = self._derive(decode_iterations, padded)
+        return self._known[key]
+
+    def _derive(self, n_d: int, padded: bool) -> Occupancy:
+        survival = self._by_phase(self._survival, n_d)  # [phases, N_D] P(D >= j N_D + u)
+        context = self._by_phase(self._context, n_d)
+        with np.errstate(divide="ignore"):
+            log_absent = np.log1p(-np.minimum(survival, 1.0)).sum(axis=0)
+        entering, reserve, reserve_squared = (  # who is present when phase j begins
+            self._by_phase(row, n_d)[:, 0]
+            for row in (self._survival, self._reserve, self._reserve_squared))
+        reserve, reserve_squared = reserve.copy(), reserve_squared.copy()
+        # at j = 0 every query is there, those that will end with their first token too
+        reserve[0], reserve_squared[0] = self._all_reserve
+        return Occupancy(
+            decode_iterations=n_d, active=survival.sum(axis=0), context=context.sum(axis=0),
+            log_absent=log_absent, mean_phases=float(entering.sum()),
+            mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
+            variance_reserved=float((reserve_squared - reserve**2).sum()),
+            max_present=len(entering),
+            maximum_context=self._maximum_context(n_d) if padded else None,
+        )
+
+    @staticmethod
+    def _by_phase(row: FloatArray, n_d: int) -> FloatArray:
+        """[D max, ...] -> [phases, N_D, ...], zero beyond the end."""
+        phases = -(-len(row) // n_d)
+        widths = [(0, phases * n_d - len(row))] + [(0, 0)] * (row.ndim - 1)
+        return np.pad(row, widths).reshape(phases, n_d, *row.shape[1:])
+
+    def _tail(self, per_output: FloatArray) -> FloatArray:
+        """Sums over D >= k, k = 1..max, of what `per_output` gives for each output length."""
+        tail = np.cumsum(per_output[::-1])[::-1][self._iterations_fewer:]
+        return tail if tail.size else np.zeros(1)
+
+    @cached_property
+    def _survival(self) -> FloatArray:
+        return np.minimum(self._tail(self.lengths.outputs.pmf), 1.0)
+
+    @cached_property
+    def _context(self) -> FloatArray:
+        """E[(input + k) 1{D >= k}]: tokens of KV read at a query's k-th decode iteration."""
+        inputs = self._tail(self.lengths.outputs.pmf * self.lengths.mean_input_given_output())
+        return inputs + self._survival * np.arange(1, self.max_iterations + 1)
+
+    @cached_property
+    def _reserve(self) -> FloatArray:
+        """E[(input + max output) 1{D >= k}]."""
+        return self._tail(self._reserve_per_output[0])
+
+    @cached_property
+    def _reserve_squared(self) -> FloatArray:
+        return self._tail(self._reserve_per_output[1])
+
+    @cached_property
+    def _all_reserve(self) -> tuple[float, float]:
+        first, second = self._reserve_per_output
+        return float(first.sum()), float(second.sum())
+
+    @cached_property
+    def _reserve_per_output(self) -> tuple[FloatArray, FloatArray]:
+        pmf, cap = self.lengths.outputs.pmf, self.lengths.outputs.max
+        mean = self.lengths.mean_input_given_output()
+        square = _mean_squared_input_given_output(self.lengths)
+        return pmf * (mean + cap), pmf * (square + 2 * cap * mean + cap**2)
+
+    @cached_property
+    def _context_histogram(self) -> tuple[FloatArray, float]:
+        """([D max, bins] P(D >= k, context in bin), width of a bin in tokens)."""
+        steps = self.max_iterations
+        top = self.lengths.inputs.max + steps
+        width = -(-top // MAX_CONTEXT_BINS)
+        histogram = np.zeros((steps, top // width + 1))
+        pairs = self.lengths.pairs
+        if pairs is None:
+            support, weights = self.lengths.inputs.support, self.lengths.inputs.pmf
+            for k in range(1, steps + 1):
+                histogram[k - 1] = self._survival[k - 1] * np.bincount(
+                    (support + k) // width, weights, minlength=histogram.shape[1])
+        else:
+            thinned = pairs[:: -(-len(pairs) // MAX_PAIRS)]
+            iterations = thinned[:, 1] - self._iterations_fewer
+            for k in range(1, steps + 1):
+                present = thinned[iterations >= k, 0]
+                histogram[k - 1] = np.bincount(
+                    (present + k) // width, minlength=histogram.shape[1]) / len(thinned)
+        return histogram, float(width)
+
+    def _maximum_context(self, n_d: int) -> FloatArray:
+        """[N_D, doublings + 1] expected largest context among 2^k queries active at u."""
+        histogram, width = self._context_histogram
+        mass = self._by_phase(histogram, n_d).sum(axis=0)  # [N_D, bins]
+        total = mass.sum(axis=1, keepdims=True)
+        below = np.cumsum(mass, axis=1) / np.where(total > 0, total, 1.0)
+        top = width * (mass.shape[1] - 0.5)  # upper half of the last bin is never reached
+        columns = []
+        for _ in range(MAX_DOUBLINGS + 1):
+            # E[max] = top - sum of F(x)^m over the bins' edges; squaring doubles m
+            columns.append(top - width * below[:, :-1].sum(axis=1))
+            below = below * below
+        return np.where(total > 0, np.stack(columns, axis=1), 0.0)
+
+
+def expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
+    """Largest context among `queries` [..., N_D] from `maximum_context` [N_D, doublings + 1],
+    linear in the logarithm of the number."""
+    position = np.clip(np.log2(np.maximum(queries, 1.0)), 0, table.shape[1] - 1)
+    lower = np.minimum(position.astype(np.int64), table.shape[1] - 2)
+    rows = np.arange(table.shape[0])
+    left, right = table[rows, lower], table[rows, lower + 1]
+    return left + (position - lower) * (right - left)
+
+
+def _mean_squared_input_given_output(lengths: JointLengths) -> FloatArray:
+    """E[input^2 | output = k], k = 1..max; the overall value where P(k) = 0."""
+    inputs = lengths.inputs
+    overall = np.full(lengths.outputs.max, float(inputs.pmf @ inputs.support.astype(float) ** 2))
+    if lengths.pairs is None:
+        return overall
+    outputs: IntArray = lengths.pairs[:, 1]
+    size = lengths.outputs.max + 1
+    counts = np.bincount(outputs, minlength=size)[1:]
+    sums = np.bincount(outputs, weights=lengths.pairs[:, 0].astype(float) ** 2, minlength=size)[1:]
+    return np.where(counts > 0, sums / np.maximum(counts, 1), overall)

@@ -1,0 +1,276 @@
+"""RRA in closed form (paper sections 4.1 and 6; design.md section 3.2), over arrays of configurations.
+
+Symbols: B_E = encode_batch, N_D = decode_iterations, G = decode_micro_batches (default: one per
+stage), B_D = decode_batch = B_E E[c(D)], c(d) = ceil(d / N_D). Within a phase n(u) queries are
+active at iteration u, n(u) / G in each group; a group that happens to be empty takes no step, so a
+step's time counts with the probability that there is one and holds n(u) / G over that probability.
+
+    throughput = B_E / period      latency(d) = (c(d) - 1) period + finish(1 + (d - 1) mod N_D)
+
+with `period` and `finish` from xsimulator.pipeline. A longer output never has a shorter latency,
+so both kinds of bound come to the latency of the output length at the bound's quantile. These are
+expected times; how batches scatter around them is the replay's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.errors import InputError, Mistake
+from xgpt.lengths import FloatArray, IntArray
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate, StageAssignment
+from xprofiler.timing import Operator, TimingSource
+from xsimulator import memory
+from xsimulator.allocation import StageCost, allocate, refuse_plan, stage_ranks
+from xsimulator.occupancy import Occupancy, QueryFlow, expected_maximum
+from xsimulator.pipeline import Timeline, phase_timeline
+from xsimulator.stage_times import LayerTimes, PerDegree, StageTimes
+
+# Reference workload that layers are balanced for: batches of ordinary size, in the ratio in which
+# the problem's queries need encoding and decoding.
+REFERENCE_ENCODE_QUERIES = 8
+REFERENCE_DECODE_QUERIES = 32
+MAX_TIMELINE_ELEMENTS = 2_000_000  # configurations are evaluated in chunks of about this size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RraConfig:
+    """One point of RRA's space. `decode_micro_batches` None: one per stage."""
+
+    encode_batch: int
+    decode_iterations: int
+    tp_degree: int = 1
+    tp_gpus: int = 0
+    decode_micro_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EstimateArrays:
+    """The figures of an Estimate for many configurations, in their order. `memory_bytes` is that
+    of the fullest rank."""
+
+    throughput_qps: FloatArray
+    latency_s: FloatArray
+    period_s: FloatArray
+    encode_s: FloatArray
+    decode_batch: FloatArray
+    present: FloatArray  # queries in the pool right after encoding, in the mean
+    kv_tokens: FloatArray
+    memory_bytes: FloatArray
+    fits: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """What depends on (tp_degree, tp_gpus) alone."""
+
+    stages: tuple[StageAssignment, ...]
+    times: StageTimes
+    attention_s: PerDegree  # expected, one query, one layer
+    weight_bytes: FloatArray  # [stages]
+
+
+class Rra:
+    """Evaluates configurations of one problem; keeps what they share."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True) -> None:
+        """`padded`: decode attention works every query of a micro-batch at the longest context
+        among them (our runner); False where a source's engine reads each query's own."""
+        self.problem, self.timing, self._padded = problem, timing, padded
+        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder)
+        self._plans: dict[tuple[int, int], _Plan] = {}
+
+    @property
+    def capacity_bytes(self) -> int:
+        return memory.capacity_bytes(self.problem.cluster.device)
+
+    def stages(self, tp_degree: int, tp_gpus: int) -> tuple[StageAssignment, ...]:
+        """The allocation of layers. Raises InputError for a plan the model or cluster refuses."""
+        return self._plan(tp_degree, tp_gpus).stages
+
+    def evaluate(self, configs: Sequence[RraConfig]) -> EstimateArrays:
+        """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
+        columns: dict[str, FloatArray] = {}
+        chunks: dict[tuple[int, int], list[int]] = {}
+        for row, config in enumerate(configs):
+            chunks.setdefault((config.tp_degree, config.tp_gpus), []).append(row)
+        for key, rows in chunks.items():
+            plan = self._plan(*key)
+            deepest = max(configs[row].decode_iterations for row in rows)
+            size = max(MAX_TIMELINE_ELEMENTS // (deepest * len(plan.stages)), 1)
+            for begin in range(0, len(rows), size):
+                part = rows[begin:begin + size]
+                for name, values in self._figures(plan, [configs[row] for row in part]).items():
+                    columns.setdefault(name, np.empty(len(configs)))[part] = values
+        fits = columns["memory_bytes"] <= self.capacity_bytes
+        return EstimateArrays(**columns, fits=fits)
+
+    def estimate(self, config: RraConfig) -> Estimate:
+        """One configuration as the artefact that is shown, and executed."""
+        plan, problem = self._plan(config.tp_degree, config.tp_gpus), self.problem
+        figures = {k: float(v[0]) for k, v in self._figures(plan, [config]).items()}
+        per_stage = self._memory_bytes(plan, [config])[0]
+        by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
+            plan.stages, per_stage, strict=True) for rank in stage.ranks}
+        period, encode = figures["period_s"], figures["encode_s"]
+        return Estimate(
+            policy="rra", encode_batch=config.encode_batch, decode_batch=figures["decode_batch"],
+            decode_iterations=config.decode_iterations,
+            decode_micro_batches=_groups(plan, config), tp_degree=config.tp_degree,
+            tp_gpus=config.tp_gpus, throughput_qps=figures["throughput_qps"],
+            output_tokens_per_s=figures["throughput_qps"] * problem.lengths.outputs.mean,
+            latency_s=figures["latency_s"], encode_s=encode,
+            decode_iteration_s=max(period - encode, 0.0) / config.decode_iterations,
+            period_s=period, memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
+            memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
+            fits=max(by_rank.values()) <= self.capacity_bytes, stages=plan.stages,
+            notes=(f"times: {self.timing.provenance()}",),
+        )
+
+    def _figures(self, plan: _Plan, configs: Sequence[RraConfig]) -> dict[str, FloatArray]:
+        batch = np.array([c.encode_batch for c in configs], float)
+        occupancies = [self._occupancy(c) for c in configs]
+        timeline, encode_s = self._timeline(plan, configs, occupancies)
+        memory_bytes = self._memory_bytes(plan, configs).max(axis=1)
+        return {
+            "throughput_qps": batch / timeline.period_s, "latency_s": self._latency(timeline, configs),
+            "period_s": timeline.period_s, "encode_s": encode_s,
+            "decode_batch": batch * np.array([o.mean_phases for o in occupancies]),
+            "present": batch * np.array([o.mean_present for o in occupancies]),
+            "kv_tokens": self._kv_tokens(plan, configs), "memory_bytes": memory_bytes,
+        }
+
+    def _occupancy(self, config: RraConfig) -> Occupancy:
+        return self.flow.occupancy(config.decode_iterations, padded=self._padded)
+
+    def _timeline(self, plan: _Plan, configs: Sequence[RraConfig],
+                  occupancies: Sequence[Occupancy]) -> tuple[Timeline, FloatArray]:
+        """The phases' timeline, and seconds from the first to the last stage's end of encoding."""
+        batch = np.array([c.encode_batch for c in configs])
+        groups = np.array([_groups(plan, c) for c in configs])
+        encode_groups = np.minimum(groups, batch)
+        queries = batch / encode_groups
+        encode = plan.times.encode_s(
+            queries * self.problem.lengths.inputs.mean, queries,
+            {degree: queries * seconds for degree, seconds in plan.attention_s.items()})
+        decode = self._decode_s(plan, batch / groups, occupancies)
+        timeline = phase_timeline(
+            encode_s=encode, decode_s=decode, encode_groups=encode_groups, decode_groups=groups,
+            iterations=np.array([c.decode_iterations for c in configs]))
+        return timeline, encode.sum(axis=1) + (encode_groups - 1) * encode.max(axis=1)
+
+    def _decode_s(self, plan: _Plan, group_batch: FloatArray,
+                  occupancies: Sequence[Occupancy]) -> FloatArray:
+        """[configs, max N_D, stages] expected seconds of one group's step, zero where it has none."""
+        shape = (len(occupancies), max(o.decode_iterations for o in occupancies))
+        queries, context, busy = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for row, (batch, occupancy) in enumerate(zip(group_batch, occupancies, strict=True)):
+            mean, to = batch * occupancy.active, occupancy.decode_iterations
+            # NOTE: -expm1 keeps a tiny chance of a step, which 1 - exp would round to none
+            chance = -np.expm1(batch * occupancy.log_absent)
+            is_possible = mean > 0
+            share = np.where(is_possible, chance, 1.0)
+            queries[row, :to] = mean / share
+            busy[row, :to] = np.where(is_possible, chance, 0.0)
+            own = occupancy.context / np.where(is_possible, occupancy.active, 1.0)
+            if occupancy.maximum_context is not None:
+                own = np.maximum(own, expected_maximum(occupancy.maximum_context, queries[row, :to]))
+            context[row, :to] = own
+        return plan.times.decode_s(queries, context) * busy[..., None]
+
+    def _latency(self, timeline: Timeline, configs: Sequence[RraConfig]) -> FloatArray:
+        longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
+        d = self.flow.iterations_of(longest)
+        if d == 0:
+            return timeline.encoded_s
+        n_d = np.array([c.decode_iterations for c in configs])
+        phases_before, last = np.divmod(d - 1, n_d)
+        return phases_before * timeline.period_s + timeline.finish_s[np.arange(len(n_d)), last]
+
+    def _kv_tokens(self, plan: _Plan, configs: Sequence[RraConfig]) -> FloatArray:
+        return np.array([float(memory.reserved_tokens(
+            self._occupancy(c), c.encode_batch / _groups(plan, c), _groups(plan, c),
+            self.flow.max_reserve_tokens, self.problem.num_queries)) for c in configs])
+
+    def _memory_bytes(self, plan: _Plan, configs: Sequence[RraConfig]) -> FloatArray:
+        """[configs, stages] bytes on each rank of a stage."""
+        problem = self.problem
+        groups = np.array([_groups(plan, c) for c in configs])
+        batch = np.array([c.encode_batch for c in configs], float)
+        phases = np.array([self._occupancy(c).mean_phases for c in configs])
+        return (plan.weight_bytes
+                + memory.kv_bytes(problem.model, plan.stages, problem.dtype,
+                                  self._kv_tokens(plan, configs))
+                + memory.activation_bytes(
+                    problem.model, plan.stages, problem.dtype, inputs=problem.lengths.inputs,
+                    encode_batch=batch / np.minimum(groups, batch),
+                    decode_batch=batch * phases / groups,
+                    is_cpu=problem.cluster.device.kind == "cpu"))
+
+    def _plan(self, tp_degree: int, tp_gpus: int) -> _Plan:
+        key = (tp_degree, tp_gpus)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(tp_degree, tp_gpus)
+        return self._plans[key]
+
+    def _make_plan(self, tp_degree: int, tp_gpus: int) -> _Plan:
+        problem = self.problem
+        reason = refuse_plan(problem.model, problem.cluster, tp_degree, tp_gpus)
+        if reason is not None:
+            raise InputError([Mistake(file="schedule", line=None, key="tp_degree, tp_gpus",
+                                      value=(tp_degree, tp_gpus), allowed=reason)])
+        ranks = stage_ranks(problem.cluster.num_devices, tp_degree, tp_gpus)
+        stages = allocate(problem.model, ranks, self._reference_costs(ranks))
+        times = StageTimes(problem.model, problem.cluster, self.timing, problem.dtype, stages)
+        return _Plan(stages=stages, times=times,
+                     attention_s=times.mean_attention_s(problem.lengths.inputs),
+                     weight_bytes=memory.weight_bytes(problem.model, stages, problem.dtype))
+
+    def _reference_costs(self, ranks: Sequence[tuple[int, ...]]) -> list[StageCost]:
+        """What each stage needs for the reference workload (see xsimulator.allocation)."""
+        problem, timing = self.problem, self.timing
+        layers = LayerTimes(problem.model, timing, problem.cluster.intra_link, problem.dtype)
+        iterations = self.flow.mean_iterations
+        rounds = iterations * REFERENCE_ENCODE_QUERIES / REFERENCE_DECODE_QUERIES
+        tokens = REFERENCE_ENCODE_QUERIES * problem.lengths.inputs.mean
+        context = problem.lengths.inputs.mean + iterations / 2
+
+        def total(operator: Operator, encode: float, degree: int) -> float:
+            once = timing.operator_s(operator, [encode, REFERENCE_DECODE_QUERIES], tp_degree=degree)
+            return float(once[0] + rounds * once[1])
+
+        costs = []
+        for index, group in enumerate(ranks):
+            degree = len(group)
+            one = layers.encode_attention_s(problem.lengths.inputs.mean, degree)
+            encode = float(layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree))
+            decode = rounds * float(layers.decode_layer_s(REFERENCE_DECODE_QUERIES, context, degree))
+            fixed = total(Operator.EMBED, tokens, degree) if index == 0 else 0.0
+            if index == len(ranks) - 1:
+                fixed += total(Operator.HEAD, REFERENCE_ENCODE_QUERIES, degree)
+            if problem.model.is_encoder_decoder:
+                own = decode + float(layers.cross_kv_s(tokens, degree))
+                costs.append(StageCost(layer_s=own, fixed_s=fixed, encoder_layer_s=encode))
+            else:
+                costs.append(StageCost(layer_s=encode + decode, fixed_s=fixed))
+        return costs
+
+
+def evaluate(problem: Problem, timing: TimingSource, configs: Sequence[RraConfig], *,
+             padded: bool = True) -> EstimateArrays:
+    """Figures of many configurations of one problem."""
+    return Rra(problem, timing, padded=padded).evaluate(configs)
+
+
+def estimate(problem: Problem, timing: TimingSource, config: RraConfig, *,
+             padded: bool = True) -> Estimate:
+    """One configuration's Estimate."""
+    return Rra(problem, timing, padded=padded).estimate(config)
+
+
+def _groups(plan: _Plan, config: RraConfig) -> int:
+    return config.decode_micro_batches or len(plan.stages)

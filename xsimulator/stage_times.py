@@ -1,0 +1,166 @@
+"""Seconds that each stage needs for one encode or decode micro-batch, from a TimingSource.
+
+Shared by the closed forms and the replay: both sum the same operators, over expected sizes there
+and over a real step's sizes here. Arrays broadcast; the last axis of every result is the stage.
+
+Encoder-decoder models (T5), whose layers the Operator enum does not tell apart: LAYER_REST is a
+decoder layer without its cross key and value projections. An encoder layer, and those projections
+(done once, when a query is encoded), are taken as LAYER_REST in the ratio of their weights: exact
+where weights decide (streaming or multiplying them). Cross-attention reads the input's cache and
+self-attention the output's; one DECODE_ATTENTION over both lengths together stands for the two.
+The encoder's output goes back through the head to every stage: one transfer each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xgpt.cluster import Cluster, Link
+from xgpt.lengths import FloatArray, Lengths
+from xgpt.model import ModelSpec
+from xgpt.schedule import StageAssignment
+from xgpt.units import DTYPE_BYTES
+from xprofiler.roofline import cross_kv_params, rest_params
+from xprofiler.timing import Operator, TimingSource
+
+TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
+ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
+PerDegree = Mapping[int, FloatArray]  # tp_degree -> seconds
+
+
+class LayerTimes:
+    """One layer's seconds at each degree; a group lies within a node."""
+
+    def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str) -> None:
+        self.model, self.timing = model, timing
+        self._link = link
+        self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
+
+    def rest_s(self, tokens: ArrayLike, degree: int, *, all_reduces: int) -> FloatArray:
+        """LAYER_REST of `tokens` with its collectives."""
+        rest = self.timing.operator_s(Operator.LAYER_REST, tokens, tp_degree=degree)
+        if degree == 1:
+            return rest
+        tokens = np.asarray(tokens, float)
+        reduce_s = self.timing.all_reduce_s(tokens * self.row_bytes, degree, self._link)
+        return rest + all_reduces * np.where(tokens > 0, reduce_s, 0.0)
+
+    def encode_layer_s(self, tokens: ArrayLike, attention_s: ArrayLike, degree: int) -> FloatArray:
+        """One layer's encoding: an encoder layer where the model has them, else a decoder layer."""
+        ratio = 1.0
+        if self.model.is_encoder_decoder:
+            ratio = self.model.encoder_layer_params / rest_params(self.model)
+        reduces = ALL_REDUCES_PER_LAYER
+        plain = self.rest_s(tokens, degree, all_reduces=0)
+        collectives = self.rest_s(tokens, degree, all_reduces=reduces) - plain
+        return ratio * plain + collectives + np.asarray(attention_s, float)
+
+    def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
+        """One decoder layer's projection of the encoder's output to keys and values."""
+        ratio = cross_kv_params(self.model) / rest_params(self.model)
+        return ratio * self.rest_s(tokens, degree, all_reduces=0)
+
+    def decode_layer_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
+        """One layer's decode iteration of `queries` at `context` tokens each."""
+        reduces = ALL_REDUCES_PER_LAYER + self.model.is_encoder_decoder
+        attention = self.timing.operator_s(
+            Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
+        return self.rest_s(queries, degree, all_reduces=reduces) + attention
+
+    def encode_attention_s(self, lengths: ArrayLike, degree: int) -> FloatArray:
+        """One layer's attention of single queries of these lengths."""
+        return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, tp_degree=degree)
+
+
+class StageTimes:
+    """Seconds per stage, for one allocation of layers."""
+
+    def __init__(self, model: ModelSpec, cluster: Cluster, timing: TimingSource, dtype: str,
+                 stages: Sequence[StageAssignment]) -> None:
+        self._layers = LayerTimes(model, timing, cluster.intra_link, dtype)
+        self._model, self._timing, self._cluster = model, timing, cluster
+        self.stages = tuple(stages)
+
+    def mean_attention_s(self, inputs: Lengths) -> PerDegree:
+        """Expected ENCODE_ATTENTION of one query in one layer, per degree."""
+        return {degree: np.asarray(inputs.pmf @ self._layers.encode_attention_s(
+            inputs.support, degree)) for degree in self.degrees}
+
+    def attention_s(self, lengths: ArrayLike) -> PerDegree:
+        """ENCODE_ATTENTION of each of these queries in one layer, per degree."""
+        return {d: self._layers.encode_attention_s(lengths, d) for d in self.degrees}
+
+    def encode_s(self, tokens: ArrayLike, queries: ArrayLike, attention_s: PerDegree) -> FloatArray:
+        """[..., stages] for micro-batches of `queries` with `tokens` in all; `attention_s` is the
+        sum over a micro-batch's queries in one layer, per degree."""
+        model = self._model
+        work = self._per_layer(
+            lambda d: self._layers.encode_layer_s(tokens, attention_s[d], d),
+            self._encoder_layers if model.is_encoder_decoder else self._decoder_layers)
+        moved = np.asarray(tokens, float) * self._layers.row_bytes
+        work = work + self._onward_s(moved)
+        work[..., 0] += self._operator_s(Operator.EMBED, tokens, 0)
+        if model.is_encoder_decoder:
+            work = work + self._per_layer(
+                lambda d: self._layers.cross_kv_s(tokens, d), self._decoder_layers)
+            if len(self.stages) > 1:
+                work[..., -1] += self._timing.transfer_s(moved, self._links[-1]) * (
+                    len(self.stages) - 1)
+        else:
+            work[..., -1] += self._first_tokens_s(queries)
+        return work + self._timing.step_overhead_s()
+
+    def decode_s(self, queries: ArrayLike, context: ArrayLike) -> FloatArray:
+        """[..., stages] for micro-batches of `queries` whose attention is charged `context` tokens
+        a query."""
+        work = self._per_layer(
+            lambda d: self._layers.decode_layer_s(queries, context, d), self._decoder_layers)
+        work = work + self._onward_s(np.asarray(queries, float) * self._layers.row_bytes)
+        work[..., 0] += self._operator_s(Operator.EMBED, queries, 0)
+        work[..., -1] += self._first_tokens_s(queries)
+        return work + self._timing.step_overhead_s()
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(sorted({stage.tp_degree for stage in self.stages}))
+
+    @cached_property
+    def _decoder_layers(self) -> FloatArray:
+        return np.array([stage.num_layers for stage in self.stages], float)
+
+    @cached_property
+    def _encoder_layers(self) -> FloatArray:
+        return np.array([stage.num_encoder_layers for stage in self.stages], float)
+
+    @cached_property
+    def _links(self) -> tuple[Link, ...]:
+        """From each stage to the next; the last back to the first."""
+        ends = [(stage.ranks[-1], following.ranks[0]) for stage, following in zip(
+            self.stages, (*self.stages[1:], self.stages[0]), strict=True)]
+        return tuple(self._cluster.link_between(a, b) for a, b in ends)
+
+    def _per_layer(self, seconds: Callable[[int], FloatArray], layers: FloatArray) -> FloatArray:
+        of_degree = {degree: seconds(degree) for degree in self.degrees}
+        columns = [of_degree[stage.tp_degree] * count
+                   for stage, count in zip(self.stages, layers, strict=True)]
+        return np.stack(columns, axis=-1)
+
+    def _onward_s(self, moved_bytes: FloatArray) -> FloatArray:
+        """Each stage's message to the next; the last sends none."""
+        columns = [self._timing.transfer_s(moved_bytes, link) for link in self._links[:-1]]
+        return np.stack([*columns, np.zeros_like(moved_bytes)], axis=-1)
+
+    def _operator_s(self, operator: Operator, size: ArrayLike, stage: int) -> FloatArray:
+        return self._timing.operator_s(operator, size, tp_degree=self.stages[stage].tp_degree)
+
+    def _first_tokens_s(self, queries: ArrayLike) -> FloatArray:
+        """The last stage's head, and the tokens' way back."""
+        head = self._operator_s(Operator.HEAD, queries, -1)
+        if len(self.stages) == 1:
+            return head
+        back = np.asarray(queries, float) * TOKEN_BYTES
+        return head + self._timing.transfer_s(back, self._links[-1])
