@@ -1,0 +1,1 @@
+"""Starting ranks: locally with mpiexec, or through Slurm."""

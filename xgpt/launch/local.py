@@ -1,0 +1,111 @@
+"""Ranks on this machine: `mpiexec -n N python -m mpi4py -m MODULE`, watched until they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from xgpt.errors import MissingExtraError, XgptError
+
+_POLL_S = 0.1
+_GRACE_S = 20.0  # between asking a run to stop and ending it
+
+
+def rank_command(module: str, argument: Path, ranks: int) -> list[str]:
+    """The command that runs `module` on `ranks` ranks; a single one needs no MPI."""
+    if ranks == 1:
+        return [sys.executable, "-m", module, str(argument)]
+    # `-m mpi4py` aborts every rank when one fails; without it the others would wait for ever
+    return [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module,
+            str(argument)]
+
+
+def find_mpiexec() -> str:
+    """mpiexec of this environment before any other on the PATH: it belongs to mpi4py's library."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise MissingExtraError("mpich", "run", "running more than one rank")
+    return found
+
+
+def run_ranks(module: str, argument: Path, ranks: int, *, watch: Callable[[], None],
+              ask_to_stop: Callable[[], None] | None = None) -> None:
+    """Runs `module` and calls `watch` ten times a second meanwhile.
+
+    SIGINT and SIGTERM call `ask_to_stop` (None: end the ranks at once) and let the ranks finish in
+    their own time; a second signal, or a grace period that runs out, ends them. Raises XgptError
+    with the end of the ranks' messages if they fail.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile() as messages:
+        # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
+        process = subprocess.Popen(rank_command(module, argument, ranks), stdout=messages,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   env=environment, start_new_session=True)
+        stopper = _Stopper(process, ask_to_stop)
+        try:
+            with stopper:
+                while process.poll() is None:
+                    watch()
+                    stopper.check()
+                    time.sleep(_POLL_S)
+            watch()
+        finally:
+            if process.poll() is None:
+                stopper.kill()
+        if process.returncode != 0 and not stopper.was_asked:
+            messages.seek(0)
+            text = messages.read().decode(errors="replace").strip()
+            raise XgptError(f"the ranks failed (exit code {process.returncode}):\n{_tail(text)}")
+
+
+class _Stopper:
+    """Turns signals into a polite request, then an end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ask: Callable[[], None] | None) -> None:
+        self._process, self._ask, self._asked_at = process, ask, 0.0
+        self.was_asked = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> _Stopper:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.was_asked or self._ask is None:
+            self.was_asked = True
+            self.kill()
+            return
+        self.was_asked, self._asked_at = True, time.monotonic()
+        self._ask()
+
+    def check(self) -> None:
+        if self.was_asked and self._asked_at and time.monotonic() - self._asked_at > _GRACE_S:
+            self.kill()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+def _tail(text: str, limit: int = 3000) -> str:
+    return text if len(text) <= limit else "...\n" + text[-limit:]

@@ -1,0 +1,48 @@
+"""Profiles measured on this machine, kept by everything that makes one differ from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from xgpt.model import ModelSpec
+from xprofiler.profile import Profile, ProfileMetadata, load_profile
+
+_TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
+               "xrunner/comm.py", "xprofiler/measure")
+
+
+def model_shape(spec: ModelSpec) -> str:
+    """Fingerprint of what a layer's cost depends on; names and sources do not."""
+    shape = {k: v for k, v in asdict(spec).items() if k not in ("name", "hub_id", "wheel", "source")}
+    shape.pop("norm_eps")  # a checkpoint's config rounds it differently; it costs nothing
+    return _digest(json.dumps(shape, sort_keys=True))
+
+
+def kernels_fingerprint() -> str:
+    """Fingerprint of the code that is timed: a profile of other code is none of this one."""
+    root = Path(__file__).resolve().parent.parent
+    files: Iterable[Path] = (f for name in _TIMED_CODE for f in _python_files(root / name))
+    return _digest("".join(f.read_text(encoding="utf-8") for f in files))
+
+
+def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
+    """Where the profile with this metadata lies, whether or not it exists; the date does not count."""
+    key = {k: v for k, v in asdict(metadata).items() if k != "date"}
+    return folder / f"{metadata.dtype}-{metadata.ranks}x{metadata.threads_per_rank}-{_digest(json.dumps(key, sort_keys=True))}.json"
+
+
+def find_cached(folder: Path, metadata: ProfileMetadata) -> Profile | None:
+    path = cached_profile_path(folder, metadata)
+    return load_profile(path) if path.is_file() else None
+
+
+def _python_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
