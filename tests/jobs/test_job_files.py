@@ -1,0 +1,71 @@
+"""Every job file that is handed to users loads, and its prompts are usable requests."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from xgpt import catalog
+from xgpt.job_file import load_job
+from xgpt.workload import read_requests
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+JOB_FILES = sorted(JOBS.glob("*.yaml"))
+PROMPTS = JOBS / "prompts" / "quickstart.jsonl"
+KINDS = ("summarise", "translate", "code", "question", "classify")
+
+
+def test_there_are_job_files() -> None:
+    assert len(JOB_FILES) >= 6
+
+
+@pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
+def test_every_job_file_loads(path: Path) -> None:
+    job = load_job(path)
+    assert job.name == path.stem
+    assert job.output == JOBS.parent / "out" / path.stem
+    assert 0 < job.constraint.latency_s < math.inf
+    assert job.workload.requests is None or job.workload.requests.is_file()
+
+
+@pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
+def test_every_name_is_in_the_catalog_and_the_ranks_fill_the_cluster(path: Path) -> None:
+    job = load_job(path)
+    assert catalog.model(job.model).num_layers > 0
+    if job.cluster != "local":
+        assert isinstance(job.cluster, str)
+        assert job.run.ranks == catalog.cluster(job.cluster).num_devices
+
+
+def test_the_slurm_job_has_a_slurm_block_and_no_other_has() -> None:
+    with_slurm = [path.stem for path in JOB_FILES if load_job(path).slurm is not None]
+    assert with_slurm == ["slurm-opt-13b"]
+
+
+def test_the_readme_lists_every_job_file() -> None:
+    text = (JOBS / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{path.name}` |" in text for path in JOB_FILES)
+
+
+def test_the_quickstart_reads_its_prompts() -> None:
+    assert load_job(JOBS / "quickstart.yaml").workload.requests == PROMPTS
+
+
+def test_the_prompts_are_usable_requests_of_five_kinds() -> None:
+    requests, errors = read_requests(PROMPTS)
+    assert errors == [] and len(requests) >= 64
+    counts = Counter(request.id.rsplit("-", 1)[0] for request in requests)
+    assert set(counts) == set(KINDS) and max(counts.values()) - min(counts.values()) <= 2
+    prompts = [request.prompt for request in requests]
+    assert len(set(prompts)) == len(prompts) and all(prompts)
+
+
+def test_a_line_of_the_prompts_has_no_unknown_key() -> None:
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
+    for row in map(json.loads, lines):
+        assert {"id", "prompt"} <= set(row) <= {"id", "prompt", "max_tokens"}
+        assert 1 <= row.get("max_tokens", 1) <= 160

@@ -1,0 +1,175 @@
+"""An output folder as a run of two stages leaves it, hostile texts included, without any run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from xgpt.schedule import Estimate, Rejected, Schedule, StageAssignment, save_schedule
+
+HOSTILE_TEXTS = (
+    "</script><script>document.title = 'OWNED'</script>",
+    "<img src=x onerror=\"document.title = 'OWNED'\">",
+    "</p></article><style>body{display:none}</style>{{ 7 * 191 }} {% raw %}",
+    "\u202eright to left override\u202c and \u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd",
+    "nul \x00, bell \x07, lone surrogate \ud800, emoji \U0001f9ea\U0001f44d\U0001f3fd",
+    "W" * 900,
+    "  indented\n\tcode:\n    return [x for x in range(3)]\n",
+    "",
+)
+NUM_LAYERS, ENCODE_BATCH, DECODE_ITERATIONS, NUM_GROUPS = 30, 8, 12, 2
+
+
+def fake_schedule(**changes: Any) -> Schedule:
+    estimate = Estimate(
+        policy="rra", encode_batch=2 * ENCODE_BATCH, decode_batch=52.4,
+        decode_iterations=DECODE_ITERATIONS, decode_micro_batches=NUM_GROUPS, tp_degree=1,
+        tp_gpus=0, throughput_qps=2.31, output_tokens_per_s=134.0, latency_s=27.6, encode_s=1.31,
+        decode_iteration_s=0.46, period_s=6.92, memory_bytes=(412_000_000, 398_000_000),
+        memory_capacity_bytes=12_000_000_000, kv_tokens=13_900, fits=True,
+        stages=(StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=16),
+                StageAssignment(index=1, ranks=(1,), first_layer=16, num_layers=14)),
+        notes=("truncated normal on (0, 160] with mean 58 and std 39",))
+    own: dict[str, Any] = {
+        "estimate": estimate, "latency_bound_s": 30.0, "constraint_kind": "sequence",
+        "quantile": 0.99, "status": "optimal", "bound_qps": 2.34, "gap": 0.013, "nodes": 214,
+        "seconds": 0.38, "fingerprint": "9f2c", "unbounded_qps": 2.74,
+        "rejected": (
+            Rejected(label="encode 16, 4 iterations", throughput_qps=2.52, latency_s=35.1,
+                     reason="latency 35.1 s is over the bound of 30 s"),
+            Rejected(label="encode 24, 12 iterations", throughput_qps=2.66, latency_s=39.7,
+                     reason="latency 39.7 s is over the bound of 30 s"),
+            Rejected(label="encode 8, 12 iterations", throughput_qps=1.71, latency_s=19.4,
+                     reason="lower throughput"),
+            Rejected(label="encode 64, 1 iteration", throughput_qps=None, latency_s=None,
+                     reason="does not fit: rank 0 would hold 13.1 GiB of 11.2 GiB"))}
+    return Schedule(**{**own, **changes})
+
+
+def write_fake_run(directory: Path, num_queries: int = 72, answers: dict[str, str] | None = None,
+                   prompts: list[dict[str, Any]] | None = None) -> Path:
+    """Fill `directory` with every file of a finished run and return it. Seeded: always the same."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(7)
+    requests = prompts or _requests(num_queries)
+    _write_lines(directory / "requests.jsonl", requests)
+    _write_object(directory / "job.json", _job(directory / "requests.jsonl"))
+    save_schedule(fake_schedule(), directory / "schedule.json")
+    lengths = [max(3, min(160, round(rng.gauss(58, 39)))) for _ in requests]
+    steps, times = _timeline(lengths, rng)
+    _write_lines(directory / "steps.jsonl", steps)
+    results = [_result(i, request, lengths[i], times[i], answers or {})
+               for i, request in enumerate(requests)]
+    _write_lines(directory / "results.jsonl", results)
+    _write_lines(directory / "errors.jsonl", [
+        {"line": 19, "error": "not JSON: </td><script>alert(1)</script>"},
+        {"line": 44, "id": "summarise-99", "error": "the prompt has 4102 tokens, the model 2048"}])
+    _write_object(directory / "metrics.json", _metrics(results))
+    _write_object(directory / "profile.json", _profile())
+    return directory
+
+
+def _requests(count: int) -> list[dict[str, Any]]:
+    kinds = ("summarise", "translate", "code", "question", "classify")
+    made = [{"id": f"{kinds[i % 5]}-{i // 5 + 1:02d}",
+             "prompt": f"Say something sensible about the number {i}, in a sentence or two."}
+            for i in range(count)]
+    for row, text in zip(made, HOSTILE_TEXTS, strict=False):
+        row["prompt"] = f"Prompt: {text}"
+    if made:
+        made[0]["id"] = "<b onmouseover=alert(1)>id</b>"
+    return made
+
+
+def _result(index: int, request: dict[str, Any], length: int, times: tuple[float, float],
+            answers: dict[str, str]) -> dict[str, Any]:
+    plain = " ".join(f"word{k}" for k in range(length))
+    hostile = HOSTILE_TEXTS[index] if index < len(HOSTILE_TEXTS) and not answers else plain
+    return {"id": request["id"], "index": index, "text": answers.get(request["id"], hostile),
+            "output_ids": list(range(length)), "input_tokens": 30 + 7 * index % 150,
+            "output_tokens": length, "finish_reason": "length" if length == 160 else "stop",
+            "latency_s": times[1] - times[0], "encode_start_s": times[0]}
+
+
+def _timeline(lengths: list[int], rng: random.Random,
+              ) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
+    """Steps of two stages under RRA, and (start, end) of every query."""
+    waiting, active = list(range(len(lengths))), [[], []]
+    left, start_s, end_s = list(lengths), [0.0] * len(lengths), [0.0] * len(lengths)
+    stage_free, group_free = [0.0, 0.0], [0.0, 0.0]
+    steps: list[dict[str, Any]] = []
+    phase = 0
+
+    def run(kind: str, group: int, iteration: int, queries: list[int], cost_s: float) -> None:
+        for stage in (0, 1):
+            begin = max(stage_free[stage], group_free[group])
+            finish = begin + cost_s * (1.06 - 0.1 * stage) * rng.uniform(0.97, 1.08)
+            steps.append({"stage": stage, "kind": kind, "group": group, "phase": phase,
+                          "iteration": iteration, "queries": len(queries),
+                          "tokens": len(queries), "start_s": begin, "end_s": finish})
+            stage_free[stage] = group_free[group] = finish
+        if kind == "encode":
+            for query in queries:
+                start_s[query] = steps[-2]["start_s"]
+        for query in queries:
+            left[query] -= 1
+            end_s[query] = group_free[group]
+        active[group] = [query for query in active[group] if left[query] > 0]
+
+    while waiting or any(active):
+        for group in range(NUM_GROUPS):
+            joined, waiting = waiting[:ENCODE_BATCH], waiting[ENCODE_BATCH:]
+            active[group] += joined
+            if joined:
+                run("encode", group, 0, joined, 0.05 * len(joined))
+        for iteration in range(1, DECODE_ITERATIONS + 1):
+            for group in range(NUM_GROUPS):
+                if active[group]:
+                    run("decode", group, iteration, list(active[group]),
+                        0.045 + 0.003 * len(active[group]))
+        phase += 1
+    return steps, list(zip(start_s, end_s, strict=True))
+
+
+def _job(requests: Path) -> dict[str, Any]:
+    return {"name": "quickstart", "model": "smollm2-135m", "cluster": "local",
+            "workload": {"requests": str(requests), "count": None, "max_tokens": 160,
+                         "input_tokens": {"kind": "from_requests"},
+                         "output_tokens": {"kind": "normal", "mean": 58, "std": 39,
+                                           "maximum": 160}},
+            "constraint": {"latency_s": 30, "kind": "sequence", "quantile": 0.99},
+            "run": {"ranks": 2, "dtype": "auto", "seed": 0, "temperature": 0}}
+
+
+def _metrics(results: list[dict[str, Any]]) -> dict[str, Any]:
+    latencies = sorted(r["latency_s"] for r in results)
+    wall_s = max(r["encode_start_s"] + r["latency_s"] for r in results)
+    tokens = sum(r["output_tokens"] for r in results)
+    return {
+        "version": 1, "name": "quickstart", "status": "done", "queries": len(results), "errors": 2,
+        "throughput_qps": {"measured": len(results) / wall_s, "predicted": 2.05},
+        "output_tokens_per_s": {"measured": tokens / wall_s, "predicted": 119.0},
+        "latency_p50_s": {"measured": latencies[len(latencies) // 2], "predicted": 14.9},
+        "latency_p99_s": {"measured": latencies[-1], "predicted": 27.6},
+        "wall_s": {"measured": wall_s, "predicted": 35.1},
+        "load_s": {"measured": 1.84, "predicted": None},
+        "overhead_share": {"measured": 0.031, "predicted": 0.02}, "steady_state_qps": 2.19,
+        "model_source": "hub cache, HuggingFaceTB/SmolLM2-135M-Instruct", "ranks": 2,
+        "dtype": "bfloat16", "date": "2026-03-14T09:26:53+00:00",
+        "machine": {"cpu": "Xeon, 2 cores", "memory_gib": 24, "torch": "2.13.0+cpu"}}
+
+
+def _profile() -> dict[str, Any]:
+    return {"version": 1, "device": "cpu, 1 thread a rank", "dtype": "bfloat16",
+            "seconds": 31.2, "metadata": {"torch": "2.13.0+cpu", "cores": 2},
+            "operators": [{"name": "decode_attention"}, {"name": "layer_rest"}]}
+
+
+def _write_object(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

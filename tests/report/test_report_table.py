@@ -1,0 +1,76 @@
+"""The terminal tables: 80 columns, ASCII, and the figures they promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from fake_run import fake_schedule
+
+from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table
+from xgpt.schedule import Schedule, StageAssignment, with_estimate
+
+METRICS = {"queries": 72, "errors": 1, "status": "done",
+           "throughput_qps": {"measured": 1.8, "predicted": 2.0},
+           "latency_p99_s": {"measured": 28.0, "predicted": 20.0},
+           "load_s": {"measured": 1.5, "predicted": None}}
+
+
+def huge_schedule() -> Schedule:
+    stages = tuple(StageAssignment(index=i, ranks=tuple(range(8 * i, 8 * i + 8, 2)),
+                                   first_layer=6 * i, num_layers=6, first_encoder_layer=100 * i,
+                                   num_encoder_layers=100) for i in range(16))
+    return with_estimate(fake_schedule(), policy="waa-m", stages=stages, tp_degree=8, tp_gpus=128,
+                         memory_bytes=tuple(10**10 + i for i in range(128)),
+                         encode_batch=10**6, throughput_qps=123456.7)
+
+
+@pytest.mark.parametrize("text", [
+    schedule_table(fake_schedule()), schedule_table(huge_schedule()),
+    stage_table(fake_schedule()), stage_table(huge_schedule()), summary_table(METRICS),
+    schedule_table(fake_schedule(status="stopped at the limit of nodes " * 6)),
+])
+def test_tables_are_ascii_and_fit_eighty_columns(text: str) -> None:
+    assert text.isascii()
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_the_schedule_says_what_was_chosen_and_what_the_bound_cost() -> None:
+    text = " ".join(schedule_table(fake_schedule()).split())
+    for fact in ("RRA: encode 16 together, then 12 decode iterations", "2.31 queries/s",
+                 "27.6 s for 99 % of the output lengths, within the bound of 30.0 s",
+                 "costs 15.7 % of the throughput (2.74 queries/s without it)",
+                 "380 MiB to 393 MiB of 11.2 GiB per rank", "optimal, gap 1.30 %"):
+        assert fact in text
+
+
+def test_a_schedule_over_its_bound_or_memory_says_so_loudly() -> None:
+    over = dataclasses.replace(fake_schedule(), latency_bound_s=20.0)
+    assert "OVER the bound of 20.0 s" in schedule_table(over)
+    assert "DOES NOT FIT" in schedule_table(with_estimate(fake_schedule(), fits=False))
+
+
+def test_without_a_bound_there_is_none_to_cost_anything() -> None:
+    text = schedule_table(fake_schedule(latency_bound_s=math.inf))
+    assert "no bound" in text and "none was set" in text
+
+
+def test_the_summary_puts_predicted_beside_measured() -> None:
+    lines = summary_table(METRICS).splitlines()
+    assert lines[0] == "72 queries done, 1 error (errors.jsonl)"
+    assert lines[3].split() == ["Throughput", "2.00", "queries/s", "1.80", "queries/s", "0.90",
+                                "within", "15", "%"]
+    assert lines[4].endswith("1.40  off by 40 %")
+    assert lines[5].split() == ["Time", "to", "load", "-", "1.50", "s"]
+
+
+def test_a_stopped_run_and_an_empty_one_have_a_summary() -> None:
+    assert "stopped early" in summary_table({**METRICS, "status": "stopped"})
+    assert summary_table({}) == "0 queries done"
+
+
+def test_a_stage_row_names_its_ranks_layers_and_memory() -> None:
+    assert stage_table(fake_schedule()).splitlines()[2].split() == [
+        "0", "rank", "0", "layers", "0-15", "encode,", "decode", "393", "MiB"]

@@ -1,0 +1,222 @@
+"""The figures of a report: predicted beside measured, and whether the latency bound was kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from xgpt.report.output import Output, QueryFigures, StepRecord, number
+from xgpt.schedule import Schedule
+from xgpt.units import format_seconds
+
+Verdict = Literal["good", "fair", "bad", "none"]
+# A prediction within 15 % is what the project promises of itself.
+GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One quantity, predicted and measured, as texts. `ratio` is measured / predicted."""
+
+    label: str
+    predicted: str
+    measured: str
+    ratio: float | None
+    verdict: Verdict
+
+    @property
+    def ratio_text(self) -> str:
+        return "" if self.ratio is None else f"{self.ratio:.2f}"
+
+    @property
+    def verdict_text(self) -> str:
+        if self.ratio is None or self.verdict == "none":
+            return ""
+        if self.verdict == "good":
+            return f"within {percent(GOOD_WITHIN)}"
+        off = abs(self.ratio - 1)
+        # just beyond the limit must not read as the limit
+        return f"off by {percent(off, digits=0 if off >= GOOD_WITHIN + 0.01 else 1)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundCheck:
+    """Whether the latency bound was kept; None where no statement is possible."""
+
+    is_kept: bool | None
+    sentence: str
+
+
+def verdict_of(ratio: float | None) -> Verdict:
+    if ratio is None:
+        return "none"
+    off = round(abs(ratio - 1), 9)  # 1.15 - 1 is a little more than 0.15 in binary
+    return "good" if off <= GOOD_WITHIN else "fair" if off <= FAIR_WITHIN else "bad"
+
+
+def comparisons(metrics: Mapping[str, Any], schedule: Schedule | None = None,
+                ) -> tuple[Comparison, ...]:
+    """The rows of 'predicted beside measured'; quantities that metrics lack have no row."""
+    rows = [_row(metrics, key, label, unit) for key, label, unit in (
+        ("throughput_qps", "Throughput", "queries/s"),
+        ("output_tokens_per_s", "Output tokens", "tokens/s"),
+        ("latency_p50_s", "Latency P50", "s"),
+        ("latency_p99_s", "Latency P99", "s"),
+        ("wall_s", "Time of the run", "s"),
+        ("load_s", "Time to load", "s"),
+        ("overhead_share", "Overhead", "%"),
+    )]
+    steady = number(metrics, "steady_state_qps")
+    if steady is not None and schedule is not None:
+        expected = schedule.estimate.throughput_qps
+        rows.insert(1, _comparison("Throughput, steady", expected, steady, "queries/s"))
+    return tuple(row for row in rows if row is not None)
+
+
+def lost_to_bound(schedule: Schedule) -> float | None:
+    """Share of the throughput that the latency bound costs; None where that is not known."""
+    if math.isinf(schedule.latency_bound_s):
+        return 0.0
+    free = schedule.unbounded_qps
+    if free is None or free <= 0:
+        return None
+    lost = 1 - schedule.estimate.throughput_qps / free
+    return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent
+
+
+def metrics_so_far(queries: Sequence[QueryFigures], num_errors: int) -> dict[str, Any]:
+    """What metrics.json would say at this point, of a run that has written none."""
+    if not queries:
+        return {"queries": 0, "errors": num_errors}
+    latencies = [q.latency_s for q in queries]
+    span_s = max(q.end_s for q in queries) - min(q.encode_start_s for q in queries)
+    p50, p99 = (float(np.quantile(latencies, q)) for q in (0.5, 0.99))
+    figures: dict[str, Any] = {"latency_p50_s": {"measured": p50},
+                               "latency_p99_s": {"measured": p99}, "wall_s": {"measured": span_s}}
+    if span_s > 0:
+        figures["throughput_qps"] = {"measured": len(queries) / span_s}
+        tokens = sum(q.output_tokens for q in queries)
+        figures["output_tokens_per_s"] = {"measured": tokens / span_s}
+    return {"queries": len(queries), "errors": num_errors, **figures}
+
+
+def check_bound(output: Output) -> BoundCheck:
+    """Whether the job's bound held over the results, judged by its own kind.
+
+    `queries`: the quantile of all latencies. `sequence`: every sequence no longer than the
+    quantile of the output lengths.
+    """
+    bound_s = number(output.job, "constraint", "latency_s")
+    quantile = number(output.job, "constraint", "quantile") or 0.99
+    kind = output.job.get("constraint", {}).get("kind", "sequence") if bound_s is not None else None
+    if output.schedule is not None:
+        bound_s = output.schedule.latency_bound_s
+        quantile, kind = output.schedule.quantile, output.schedule.constraint_kind
+    if bound_s is None:
+        return BoundCheck(is_kept=None, sentence="the latency bound is not known")
+    if math.isinf(bound_s):
+        return BoundCheck(is_kept=None, sentence="no latency bound was set")
+    if not output.queries:
+        sentence = f"latency bound of {format_seconds(bound_s)}, no query done yet"
+        return BoundCheck(is_kept=None, sentence=sentence)
+    kept = "kept" if output.metrics is not None else "kept so far"
+    check = _check_queries if kind == "queries" else _check_sequences
+    return check(output.queries, bound_s, quantile, kept)
+
+
+def middle_window(steps: Sequence[StepRecord], wanted_s: float | None,
+                  most_steps: int = 1500) -> tuple[float, float] | None:
+    """(start, end) around the middle of the run: `wanted_s` long, or shorter, so that no more
+    than `most_steps` steps are in it. None where there are no steps."""
+    if not steps:
+        return None
+    first_s, last_s = min(s.start_s for s in steps), max(s.end_s for s in steps)
+    span_s = last_s - first_s
+    if span_s <= 0:
+        return None
+    per_second = len(steps) / span_s
+    length_s = min(span_s, wanted_s or 0.1 * span_s, most_steps / per_second)
+    start_s = (first_s + last_s - length_s) / 2
+    return start_s, start_s + length_s
+
+
+def busy_shares(steps: Sequence[StepRecord], start_s: float, end_s: float) -> dict[int, float]:
+    """Share of the window in which each stage worked (a stage works one step at a time)."""
+    busy: dict[int, float] = dict.fromkeys(sorted({s.stage for s in steps}), 0.0)
+    for step in steps:
+        busy[step.stage] += max(0.0, min(step.end_s, end_s) - max(step.start_s, start_s))
+    return {stage: min(1.0, seconds / (end_s - start_s)) for stage, seconds in busy.items()}
+
+
+def _check_queries(queries: Sequence[QueryFigures], bound_s: float, quantile: float,
+                   kept: str) -> BoundCheck:
+    latencies = [q.latency_s for q in queries]
+    share = sum(latency <= bound_s for latency in latencies) / len(latencies)
+    is_kept = share >= quantile
+    verb = kept if is_kept else "missed"
+    # rounded down: 98.99 % must not read as the 99 % that were asked for
+    shown = f"{math.floor(share * 1000) / 10:g} %"
+    return BoundCheck(is_kept=is_kept, sentence=(
+        f"latency bound of {format_seconds(bound_s)} {verb}: {shown} of the queries stayed "
+        f"within it, {quantile * 100:g} % were asked for"))
+
+
+def _check_sequences(queries: Sequence[QueryFigures], bound_s: float, quantile: float,
+                     kept: str) -> BoundCheck:
+    lengths = np.sort([q.output_tokens for q in queries])
+    longest = int(lengths[min(math.ceil(quantile * len(lengths)) - 1, len(lengths) - 1)])
+    latencies = [q.latency_s for q in queries if q.output_tokens <= longest]
+    late = sum(latency > bound_s for latency in latencies)
+    slowest = format_seconds(max(latencies))
+    bound = format_seconds(bound_s)
+    if late:
+        return BoundCheck(is_kept=False, sentence=(
+            f"latency bound of {bound} missed by {late} of {len(latencies)} sequences of up to "
+            f"{longest} tokens, the slowest took {slowest}"))
+    return BoundCheck(is_kept=True, sentence=(
+        f"latency bound of {bound} {kept}: no sequence of up to {longest} tokens took longer than "
+        f"{slowest}"))
+
+
+def _row(metrics: Mapping[str, Any], key: str, label: str, unit: str) -> Comparison | None:
+    measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
+    if measured is None and predicted is None:
+        return None
+    return _comparison(label, predicted, measured, unit)
+
+
+def _comparison(label: str, predicted: float | None, measured: float | None,
+                unit: str) -> Comparison:
+    ratio = None
+    # shares are compared by eye: 1 % against 2 % is a ratio of two and no matter
+    if predicted and measured is not None and math.isfinite(predicted) and unit != "%":
+        ratio = measured / predicted
+    return Comparison(label=label, predicted=quantity(predicted, unit),
+                      measured=quantity(measured, unit), ratio=ratio, verdict=verdict_of(ratio))
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """`value` with its unit, three digits; '-' for None."""
+    if value is None:
+        return "-"
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "%":
+        return percent(value, digits=1)
+    return f"{plain(value)} {unit}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """0.153 -> '15 %'."""
+    return f"{share * 100:.{digits}f} %"
+
+
+def plain(value: float) -> str:
+    """Three significant digits, and whole numbers from a hundred on: 12345.6 -> '12,346'."""
+    if math.isinf(value):
+        return "inf"
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"

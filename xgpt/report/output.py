@@ -1,0 +1,279 @@
+"""What a run left in its output folder: an interrupted run is as readable as a finished one.
+
+Every file may be missing and the last line of a `.jsonl` may be torn; each such thing becomes a
+sentence in `Output.remarks`. Texts of results are kept for the first `max_answers` queries only,
+so that a job of a million lines still fits in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xgpt.errors import InputError, Mistake
+from xgpt.schedule import Schedule, load_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryFigures:
+    """The figures of one finished query. `end_s` is on the clock of `encode_start_s`."""
+
+    input_tokens: int
+    output_tokens: int
+    finish_reason: str
+    latency_s: float
+    encode_start_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.encode_start_s + self.latency_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One query as a person reads it. `prompt` is None where the requests could not be read."""
+
+    id: str
+    text: str
+    prompt: str | None
+    figures: QueryFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One micro-batch on one stage, from `start_s` to `end_s`."""
+
+    stage: int
+    kind: str
+    queries: int
+    tokens: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Everything found in one output folder; None or empty for what is not there."""
+
+    directory: Path
+    job: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    metrics: Mapping[str, Any] | None = None
+    profile: Mapping[str, Any] | None = None
+    queries: tuple[QueryFigures, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    errors: tuple[Mapping[str, Any], ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def read_output(directory: Path, max_answers: int = 100) -> Output:
+    """Raises InputError if `directory` is no folder; anything else missing is only remarked on."""
+    if not directory.is_dir():
+        allowed = "a folder that `xgpt submit` or `xgpt run` wrote"
+        raise InputError([Mistake(file=str(directory), line=None, key="output", value=None,
+                                  allowed=allowed)])
+    remarks: list[str] = []
+    job = _read_object(directory / "job.json", remarks) or {}
+    queries, answers = _read_results(directory / "results.jsonl", max_answers, remarks)
+    prompts = _read_prompts(job, {answer_id for answer_id, _, _ in answers}, remarks)
+    return Output(
+        directory=directory,
+        job=job,
+        schedule=_read_schedule(directory / "schedule.json", remarks),
+        # the page says at its top what a missing metrics.json means
+        metrics=_read_object(directory / "metrics.json", remarks, is_optional=True),
+        profile=_read_object(directory / "profile.json", remarks, is_optional=True),
+        queries=tuple(queries),
+        answers=tuple(Answer(id=i, text=text, prompt=prompts.get(i), figures=figures)
+                      for i, text, figures in answers),
+        errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
+        steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
+        remarks=tuple(remarks),
+    )
+
+
+def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:
+    """The finite or infinite number at `source[keys[0]][keys[1]]...`; None where there is none."""
+    value: Any = source
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, str) and value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        converted = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return None if math.isnan(converted) else converted
+
+
+def text_at(source: Mapping[str, Any] | None, *keys: str) -> str | None:
+    """The text at `source[keys[0]][keys[1]]...`; None where there is none."""
+    value: Any = source
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) and value else None
+
+
+def _read_object(path: Path, remarks: list[str], is_optional: bool = False,
+                 ) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if not is_optional:
+            remarks.append(f"{path.name} is missing.")
+        return None
+    except (OSError, ValueError, RecursionError) as cause:
+        remarks.append(f"{path.name} cannot be read: {cause}.")
+        return None
+    if not isinstance(value, dict):
+        remarks.append(f"{path.name} holds no JSON object.")
+        return None
+    return value
+
+
+def _read_schedule(path: Path, remarks: list[str]) -> Schedule | None:
+    if not path.exists():
+        remarks.append(f"{path.name} is missing.")
+        return None
+    try:
+        return load_schedule(path)
+    except InputError as cause:
+        remarks.append(f"{path.name} cannot be read: {cause}.")
+        return None
+
+
+def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
+                ) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines; lines that are none are counted in one remark."""
+    for _, row in _read_numbered_lines(path, remarks, is_optional):
+        yield row
+
+
+def _read_numbered_lines(path: Path, remarks: list[str], is_optional: bool = False,
+                         ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `_read_lines`, each with its number from 1."""
+    if not path.exists():
+        if not is_optional:
+            remarks.append(f"{path.name} is missing.")
+        return
+    bad, is_last_torn = 0, False
+    with path.open("rb") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):  # nested without end counts as unreadable
+                value = None
+            if isinstance(value, dict):
+                yield line_number, value
+            else:
+                bad, is_last_torn = bad + 1, not line.endswith(b"\n")
+    if is_last_torn:
+        remarks.append(f"The last line of {path.name} is torn (the run was cut off while writing "
+                       f"it) and is left out.")
+    if bad > is_last_torn:
+        remarks.append(f"{bad - is_last_torn} unreadable lines of {path.name} are left out.")
+
+
+def _read_results(path: Path, max_answers: int, remarks: list[str],
+                  ) -> tuple[list[QueryFigures], list[tuple[str, str, QueryFigures]]]:
+    queries: list[QueryFigures] = []
+    answers: list[tuple[str, str, QueryFigures]] = []
+    foreign = 0
+    for row in _read_lines(path, remarks):
+        flat = _flat_result(row)
+        figures = _query_figures(flat)
+        if figures is None:
+            foreign += 1
+            continue
+        queries.append(figures)
+        if len(answers) < max_answers:
+            answers.append((str(flat.get("id", "")), str(flat.get("text") or ""), figures))
+    if foreign:
+        remarks.append(f"{foreign} lines of {path.name} are no results and are left out.")
+    return queries, answers
+
+
+def _flat_result(row: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAI batch line as one of ours (design.md section 5); ours as it is."""
+    body = _mapping(_mapping(row.get("response")).get("body"))
+    if not body:
+        return row
+    choices = body.get("choices")
+    choice = _mapping(choices[0] if isinstance(choices, list) and choices else None)
+    usage = _mapping(body.get("usage"))
+    return {**_mapping(row.get("xgpt")), **_mapping(body.get("xgpt")),
+            "id": row.get("custom_id", row.get("id")),
+            "text": _mapping(choice.get("message")).get("content", choice.get("text")),
+            "finish_reason": choice.get("finish_reason"),
+            "input_tokens": usage.get("prompt_tokens"),
+            "output_tokens": usage.get("completion_tokens")}
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
+    figures = [number(row, key) for key in
+               ("input_tokens", "output_tokens", "latency_s", "encode_start_s")]
+    if any(value is None or math.isinf(value) for value in figures):
+        return None
+    inputs, outputs, latency_s, start_s = (float(value or 0.0) for value in figures)
+    return QueryFigures(input_tokens=int(inputs), output_tokens=int(outputs),
+                        finish_reason=str(row.get("finish_reason")), latency_s=latency_s,
+                        encode_start_s=start_s)
+
+
+def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:
+    for row in _read_lines(path, remarks, is_optional=True):
+        stage, start_s, end_s = (number(row, key) for key in ("stage", "start_s", "end_s"))
+        if stage is None or start_s is None or end_s is None or not end_s >= start_s:
+            continue
+        yield StepRecord(stage=int(stage), kind=str(row.get("kind")),
+                         queries=int(number(row, "queries") or 0),
+                         tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s)
+
+
+def _read_prompts(job: Mapping[str, Any], wanted: set[str], remarks: list[str]) -> dict[str, str]:
+    """Prompts of the `wanted` ids from the job's request file, where it is still there."""
+    requests = text_at(job, "workload", "requests")
+    if requests is None or not wanted:
+        return {}
+    path = Path(requests)
+    if not path.is_file():
+        remarks.append(f"The requests ({path.name}) are not there any more, so the prompts are "
+                       f"not shown.")
+        return {}
+    prompts: dict[str, str] = {}
+    # remarks on the requests themselves belong to errors.jsonl, hence the list thrown away
+    for line_number, row in _read_numbered_lines(path, []):
+        given = row.get("custom_id", row.get("id"))
+        row_id = str(line_number if given is None else given)  # as xgpt.workload names them
+        if row_id in wanted and (prompt := _prompt_of(row)) is not None:
+            prompts[row_id] = prompt
+        if len(prompts) == len(wanted):
+            break
+    return prompts
+
+
+def _prompt_of(row: Mapping[str, Any]) -> str | None:
+    body = row.get("body")
+    source = body if isinstance(body, dict) else row
+    messages = source.get("messages")
+    if isinstance(messages, list):
+        parts = [str(m.get("content")) for m in messages if isinstance(m, dict)]
+        return "\n\n".join(parts)
+    prompt = source.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    tokens = source.get("tokens")
+    return f"{len(tokens)} token ids" if isinstance(tokens, list) else None

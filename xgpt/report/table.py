@@ -1,0 +1,147 @@
+"""Plain tables for the terminal: ASCII, at most 80 columns, no dependency."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
+from xgpt.report.output import number, text_at
+from xgpt.report.words import counted, layers_of, ranks_of
+from xgpt.schedule import Estimate, Schedule
+from xgpt.units import format_bytes, format_seconds
+
+WIDTH = 80
+_GAP = "  "
+_LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
+
+
+def schedule_table(schedule: Schedule) -> str:
+    """What was chosen, its predicted throughput and latency against the bound, what the bound
+    cost, memory, and what the search proved."""
+    e = schedule.estimate
+    facts = [
+        ("chosen", _chosen(e)),
+        ("parallel", _parallel(e)),
+        ("throughput", f"{plain(e.throughput_qps)} queries/s, "
+                       f"{plain(e.output_tokens_per_s)} output tokens/s"),
+        ("latency", _latency(schedule)),
+        ("the bound", _bound_cost(schedule)),
+        ("step times", f"encode {format_seconds(e.encode_s)}, decode iteration "
+                       f"{format_seconds(e.decode_iteration_s)}, period "
+                       f"{format_seconds(e.period_s)}"),
+        ("memory", _memory(e)),
+        ("search", f"{schedule.status}, gap {percent(schedule.gap, digits=2)}, "
+                   f"{counted(schedule.nodes, 'configuration')} in "
+                   f"{format_seconds(schedule.seconds)}"),
+    ]
+    return "\n".join(_fact(label, value) for label, value in facts)
+
+
+def summary_table(metrics: Mapping[str, Any]) -> str:
+    """The end of a run: queries done, and predicted beside measured with their ratio."""
+    queries, num_errors = number(metrics, "queries") or 0.0, number(metrics, "errors") or 0.0
+    first = f"{counted(queries, 'query')} done"
+    if num_errors:
+        first += f", {counted(num_errors, 'error')} (errors.jsonl)"
+    if text_at(metrics, "status") == "stopped":
+        first += ", stopped early: the same command goes on"
+    rows = comparisons(metrics)
+    if not rows:
+        return _ascii(first)
+    body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
+            for row in rows]
+    header = ("", "predicted", "measured", "ratio", "")
+    return _ascii(first) + "\n" + _table(header, body, right=(1, 2, 3))
+
+
+def stage_table(schedule: Schedule) -> str:
+    """One line a stage: its ranks, layers, phase and memory."""
+    e = schedule.estimate
+    body = []
+    for stage in e.stages:
+        held = [e.memory_bytes[rank] for rank in stage.ranks if rank < len(e.memory_bytes)]
+        memory = format_bytes(max(held)) if held else "-"
+        phase = {"both": "encode, decode"}.get(stage.role, stage.role)
+        body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
+    return _table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
+
+
+def _chosen(e: Estimate) -> str:
+    text = f"{e.policy.upper()}: encode {e.encode_batch} together"
+    if e.decode_iterations:
+        text += f", then {counted(e.decode_iterations, 'decode iteration')}"
+    if e.decode_micro_batches > 1:
+        text += f", in {e.decode_micro_batches} micro-batches"
+    return f"{text}; {e.decode_batch:.1f} queries decode at once"
+
+
+def _parallel(e: Estimate) -> str:
+    stages = counted(len(e.stages), "stage")
+    if e.tp_degree > 1 and e.tp_gpus:
+        return f"{stages}; tensor parallelism of {e.tp_degree} on {e.tp_gpus} devices"
+    return f"{stages}; no tensor parallelism"
+
+
+def _latency(schedule: Schedule) -> str:
+    latency = format_seconds(schedule.estimate.latency_s)
+    of = ("of all queries" if schedule.constraint_kind == "queries"
+          else "of the output lengths")
+    meaning = f"{schedule.quantile * 100:g} % {of}"
+    if math.isinf(schedule.latency_bound_s):
+        return f"{latency} for {meaning}; no bound"
+    bound = format_seconds(schedule.latency_bound_s)
+    verb = "within" if schedule.estimate.latency_s <= schedule.latency_bound_s else "OVER"
+    return f"{latency} for {meaning}, {verb} the bound of {bound}"
+
+
+def _bound_cost(schedule: Schedule) -> str:
+    if math.isinf(schedule.latency_bound_s):
+        return "none was set"
+    lost, free = lost_to_bound(schedule), schedule.unbounded_qps
+    if lost is None or free is None:
+        return "its cost was not computed"
+    if not lost:
+        return "costs nothing"
+    return (f"costs {percent(lost, digits=1)} of the throughput "
+            f"({plain(free)} queries/s without it)")
+
+
+def _memory(e: Estimate) -> str:
+    if not e.memory_bytes:
+        return "-"
+    least, most = format_bytes(min(e.memory_bytes)), format_bytes(max(e.memory_bytes))
+    spread = most if least == most else f"{least} to {most}"
+    fits = "" if e.fits else ": DOES NOT FIT"
+    return f"{spread} of {format_bytes(e.memory_capacity_bytes)} per rank{fits}"
+
+
+def _fact(label: str, value: str) -> str:
+    return textwrap.fill(_ascii(value), WIDTH, initial_indent=label.ljust(_LEFT_OF_FACTS),
+                         subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    """Aligned columns; where they exceed the width, the widest column is shortened."""
+    cells = [[_ascii(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - WIDTH
+    if excess > 0:
+        widest = widths.index(max(widths))
+        widths[widest] = max(widths[widest] - excess, 4)
+    lines = [_line(row, widths, right) for row in cells]
+    lines.insert(1, "-" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
+    return "\n".join(lines)
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> str:
+    shown = [cell if len(cell) <= width else cell[: width - 3] + "..."
+             for cell, width in zip(row, widths, strict=True)]
+    return _GAP.join(cell.rjust(width) if i in right else cell.ljust(width)
+                     for i, (cell, width) in enumerate(zip(shown, widths, strict=True))).rstrip()
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode("ascii")

@@ -1,0 +1,168 @@
+"""The report's sentences: what ran, what the schedule does, what the bound cost."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from xgpt.report.figures import lost_to_bound, percent, plain
+from xgpt.report.output import Output, number, text_at
+from xgpt.schedule import Estimate, Schedule, StageAssignment
+from xgpt.units import format_seconds
+
+_POLICY_NAMES = {
+    "rra": "round-robin allocation (RRA): all stages encode, then decode",
+    "waa-c": "workload-aware allocation by compute (WAA-C): separate stages encode and decode",
+    "waa-m": "workload-aware allocation by memory (WAA-M): separate stages encode and decode",
+}
+# C0 controls but tab and newline, DEL and C1 controls, lone surrogates, non-characters
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# a number and its unit stay on one line
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|queries/s|tokens/s)(?:\W|$))")
+_FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
+MAX_TEXT = 20_000
+
+
+def clean(text: str, limit: int = MAX_TEXT) -> str:
+    """`text` as any UTF-8 page can hold it: what has no glyph becomes U+FFFD."""
+    shown = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+    if len(shown) <= limit:
+        return shown
+    return f"{shown[:limit]} [{len(shown) - limit:,} more characters are in results.jsonl]"
+
+
+def code_and_prose(text: str) -> list[tuple[bool, str]]:
+    """`text` cut at its Markdown code fences into (is_code, part); nothing of it is lost but the
+    line breaks beside a fence, which its own block stands for."""
+    parts = _FENCED.split(text)
+    cut = [(part.startswith("```"), part if part.startswith("```") else part.strip("\n"))
+           for part in parts]
+    return [(is_code, part) for is_code, part in cut if part] if len(parts) > 1 else [(False, text)]
+
+
+def tight(sentence: str) -> str:
+    """`sentence` with no line break between a number and its unit."""
+    return _NUMBER_AND_UNIT.sub("\N{NO-BREAK SPACE}", sentence)
+
+
+def counted(count: float, noun: str) -> str:
+    """`3 queries`, `1 query`."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{count:,.0f} {noun if count == 1 else plural}"
+
+
+def headline(output: Output, metrics: dict[str, object]) -> str:
+    """What ran, on what, how many queries, how fast."""
+    model = text_at(output.job, "model") or "a model"
+    model = model.rstrip("/").rsplit("/", 1)[-1]  # a local directory by its name
+    queries, wall_s = number(metrics, "queries") or 0.0, number(metrics, "wall_s", "measured")
+    rate = number(metrics, "throughput_qps", "measured")
+    where = _place(output, metrics)
+    if not queries:
+        return f"{model} on {where}: no query is done yet"
+    took = f" in {format_seconds(wall_s)}" if wall_s is not None else ""
+    speed = f", {plain(rate)} queries a second" if rate is not None else ""
+    return f"{counted(queries, 'query')} through {model} on {where}{took}{speed}"
+
+
+def bound_cost(schedule: Schedule) -> str:
+    """What the latency bound costs in throughput, against the best schedule without one."""
+    if math.isinf(schedule.latency_bound_s):
+        return "No latency bound was set, so nothing was given up for one."
+    lost, free = lost_to_bound(schedule), schedule.unbounded_qps
+    if lost is None or free is None:
+        return "What the bound costs was not computed."
+    if not lost:
+        return "The bound costs nothing: no schedule without it is faster."
+    return (f"Without a bound the best schedule reaches {plain(free)} queries/s: the bound costs "
+            f"{percent(lost, digits=1)} of the throughput.")
+
+
+def proof(schedule: Schedule) -> str:
+    """What the search proved, in one sentence."""
+    looked = f"{counted(schedule.nodes, 'configuration')} in {format_seconds(schedule.seconds)}"
+    if schedule.gap <= 1e-9:
+        quality = "no admissible schedule is faster, by the same estimates"
+    else:
+        quality = (f"no admissible schedule is more than {percent(schedule.gap, digits=2)} faster "
+                   f"(at most {plain(schedule.bound_qps)} queries/s), by the same estimates")
+    return f"Search status {schedule.status}, after {looked}: {quality}."
+
+
+def schedule_in_words(schedule: Schedule) -> tuple[str, ...]:
+    """The chosen schedule as a few sentences."""
+    e = schedule.estimate
+    policy = _POLICY_NAMES.get(e.policy.lower(), e.policy)
+    sentences = [f"Policy: {policy}."]
+    if e.policy.lower() == "rra":
+        sentences.append(
+            f"Each period encodes {counted(e.encode_batch, 'query')} together and then decodes "
+            f"{counted(e.decode_iterations, 'iteration')} before the next encoding; "
+            f"{e.decode_batch:.1f} queries decode at once on average. One period takes "
+            f"{format_seconds(e.period_s)}, of which encoding takes {format_seconds(e.encode_s)}.")
+    else:
+        sentences.append(
+            f"{counted(e.encode_batch, 'query')} are encoded together, {e.decode_batch:.1f} decode "
+            f"at once on average; a decode iteration takes {format_seconds(e.decode_iteration_s)}.")
+    if e.decode_micro_batches > 1:
+        sentences.append(f"The decode batch is split into {e.decode_micro_batches} micro-batches, "
+                         f"so that stages work while others hand over.")
+    sentences.append(_stages_in_words(e))
+    return tuple(sentences)
+
+
+def layers_of(stage: StageAssignment) -> str:
+    """`layers 0-14`, with the encoder's layers apart where there are any."""
+    parts = []
+    if stage.num_encoder_layers:
+        parts.append(f"encoder {_span(stage.first_encoder_layer, stage.num_encoder_layers)}")
+    if stage.num_layers:
+        name = "decoder" if stage.num_encoder_layers else "layers"
+        parts.append(f"{name} {_span(stage.first_layer, stage.num_layers)}")
+    return ", ".join(parts) or "no layers"
+
+
+def ranks_of(stage: StageAssignment) -> str:
+    """`rank 0` or `ranks 0-3`."""
+    first, last = min(stage.ranks), max(stage.ranks)
+    if len(stage.ranks) == 1:
+        return f"rank {first}"
+    if last - first + 1 == len(stage.ranks):
+        return f"ranks {first}-{last}"
+    return "ranks " + ", ".join(str(rank) for rank in stage.ranks)
+
+
+def banner(output: Output) -> str | None:
+    """The first thing to know of a run that is not simply done; None for one that is."""
+    if output.metrics is None:
+        return ("This run has not finished: it wrote no metrics.json. It was stopped before its "
+                "end, or is still going. What follows is computed from what is on disk.")
+    if text_at(output.metrics, "status") == "stopped":
+        return "This run was stopped early. What is written is valid; the same command goes on."
+    num_errors = number(output.metrics, "errors") or len(output.errors)
+    if num_errors:
+        return f"{counted(num_errors, 'request')} could not be served; see the errors below."
+    return None
+
+
+def _place(output: Output, metrics: dict[str, object]) -> str:
+    ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
+    if ranks is None and output.schedule is not None:
+        ranks = float(len(output.schedule.estimate.memory_bytes))
+    cluster = output.job.get("cluster")
+    name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
+    where = "this machine" if name in (None, "local") else str(name)
+    return where if ranks is None else f"{counted(ranks, 'rank')} of {where}"
+
+
+def _stages_in_words(e: Estimate) -> str:
+    if e.tp_gpus and e.tp_degree > 1:
+        parallel = (f"the first {e.tp_gpus} devices work in tensor-parallel groups of "
+                    f"{e.tp_degree}")
+    else:
+        parallel = "no tensor parallelism"
+    return f"The layers are spread over {counted(len(e.stages), 'stage')}, {parallel}."
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
