@@ -30,7 +30,7 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.measured import write_measured
 from xrunner.models.stage_model import StageModel
 from xrunner.pipeline import StageReport, serve_stage
-from xrunner.plan import RunPlan, load_plan
+from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import rra_rule
 from xrunner.stage import StageExecutor
@@ -74,7 +74,7 @@ def _run(plan: RunPlan, comm: Comm, barrier: Callable[[], None],
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, comm)
-    work = _read_work(plan) if comm.rank == 0 else None
+    work = _read_work(plan, schedule) if comm.rank == 0 else None
     load_start = time.perf_counter()
     executor, bytes_read = _load(plan, schedule, comm.rank)
     load_s = time.perf_counter() - load_start
@@ -97,7 +97,8 @@ def _run(plan: RunPlan, comm: Comm, barrier: Callable[[], None],
     head = Head(rule=rra_rule(schedule.estimate), executor=executor, comm=comm, sink=sink,
                 eos_ids=eos_ids(plan.model_dir), decode_text=TextTokenizer(plan.model_dir).decode,
                 clock=clock)
-    _submit(head, queries[done_before:], schedule)
+    for query in queries[done_before:]:
+        assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     write_errors(plan.output / "errors.jsonl", errors)
     is_complete = head.run()
     wall_s = clock()
@@ -110,25 +111,19 @@ def _run(plan: RunPlan, comm: Comm, barrier: Callable[[], None],
                    queries_before=done_before, num_errors=len(errors), reports=reports)
 
 
-def _read_work(plan: RunPlan) -> tuple[list[PreparedQuery], list[RequestError], int]:
+def _read_work(plan: RunPlan, schedule: Schedule
+               ) -> tuple[list[PreparedQuery], list[RequestError], int]:
     """(all queries, error records, queries already answered by an earlier run)."""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
         latency_p99_s=None))
     requests, errors = read_requests(plan.requests)
     spec = read_spec(plan.model_dir, plan.model_name)
-    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec)
+    kv_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
+    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec, kv_tokens)
+    # lets a later start tell a finished run from a stopped one
+    write_atomically(plan.output / "total.json", json.dumps({"queries": len(queries)}) + "\n")
     return queries, errors + unusable, count_results(plan.output / "results.jsonl")
-
-
-def _submit(head: Head, queries: list[PreparedQuery], schedule: Schedule) -> None:
-    for query in queries:
-        if not head.submit(query):
-            raise XgptError(
-                f"query {query.id!r} may need {query.reserve_tokens} tokens of KV cache, a group of "
-                f"the schedule holds {schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches}"
-                ": raise workload.output_tokens' max or input_tokens' max so that the schedule "
-                "plans for it, or lower its max_tokens")
 
 
 def _load(plan: RunPlan, schedule: Schedule, rank: int) -> tuple[StageExecutor, int]:

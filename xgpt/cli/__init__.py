@@ -1,0 +1,1 @@
+"""The `xgpt` command (click). Heavy imports wait until a command needs them."""

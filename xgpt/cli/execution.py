@@ -1,0 +1,157 @@
+"""One run of a schedule: files laid out, ranks started and watched, measured beside predicted."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xgpt.cli.bars import RunBar
+from xgpt.cli.options import plain, say
+from xgpt.cli.session import Session, predict, threads_per_rank
+from xgpt.errors import StoppedEarly
+from xgpt.launch.local import run_ranks
+from xgpt.report.page import write_report
+from xgpt.report.table import summary_table
+from xgpt.schedule import Schedule, save_schedule
+from xgpt.workload import synthetic_requests
+from xprofiler.profile import ProfileTiming, save_profile
+from xprofiler.timing import TimingSource
+from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+
+STOP_FILE = "stop"
+
+
+def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
+    """Runs `schedule`; returns what metrics.json holds. Raises StoppedEarly after a polite stop."""
+    output = session.job.output
+    output.mkdir(parents=True, exist_ok=True)
+    plan = _plan(session)
+    _make_room(output, plan)
+    save_schedule(schedule, output / "schedule.json")
+    if isinstance(timing, ProfileTiming):
+        save_profile(timing.profile, output / "profile.json")
+    write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
+    prediction = predict(session, timing, schedule)
+    run_file = plan.save()
+    _start(session, schedule, run_file)
+    measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
+    metrics = _metrics(session, schedule, measured, prediction)
+    write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
+    write_report(output)
+    say(summary_table(metrics))
+    say(f"report: {output / 'report.html'}")
+    if measured["state"] == "stopped":
+        done = measured["queries_before"] + measured["queries"]
+        raise StoppedEarly(f"stopped after {done} queries; the same command goes on from there")
+    return metrics
+
+
+def _plan(session: Session) -> RunPlan:
+    job, files = session.job, session.files
+    assert files is not None, "a run needs the model's files"
+    requests = job.workload.requests
+    if requests is None:
+        requests = _write_synthetic(session)
+    return RunPlan(
+        name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
+        served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
+        max_tokens=session.problem.default_max_tokens, dtype=session.problem.dtype,
+        seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
+        top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
+        threads_per_rank=threads_per_rank(session))
+
+
+def _write_synthetic(session: Session) -> Path:
+    """`requests: {count: N}` as a file like any other: tokens in, an exact number of tokens out."""
+    problem, path = session.problem, session.job.output / "requests.jsonl"
+    assert problem.num_queries is not None, "a workload has requests or a count"
+    requests = synthetic_requests(problem.lengths, problem.num_queries, session.job.run.seed,
+                                  problem.model.vocab_size)
+    lines = [json.dumps({"id": r.id, "tokens": list(r.tokens or ()),
+                         "forced_tokens": r.forced_tokens}) for r in requests]
+    write_atomically(path, "\n".join(lines) + "\n")
+    return path
+
+
+def _make_room(output: Path, plan: RunPlan) -> None:
+    """A stopped run of the same job goes on; any other results are kept under another name."""
+    (output / STOP_FILE).unlink(missing_ok=True)
+    for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json"):
+        (output / name).unlink(missing_ok=True)
+    results = output / "results.jsonl"
+    if not results.is_file() or results.stat().st_size == 0:
+        return
+    with results.open(encoding="utf-8", errors="replace") as file:
+        done = sum(1 for line in file if line.endswith("\n"))
+    total = _num_usable(output)
+    if saved_fingerprint(output) == plan.fingerprint and (total is None or done < total):
+        say(f"going on after the {done} queries an earlier run answered")
+        return
+    stamp = datetime.fromtimestamp(results.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+    kept = output / f"results-{stamp}.jsonl"
+    results.rename(kept)
+    say(f"results of an earlier run kept as {kept.name}")
+
+
+def _num_usable(output: Path) -> int | None:
+    """Queries of the run that wrote here, once it had read them."""
+    try:
+        total = json.loads((output / "total.json").read_text(encoding="utf-8"))["queries"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(total)
+
+
+def _start(session: Session, schedule: Schedule, run_file: Path) -> None:
+    output = session.job.output
+    bar = RunBar(output / "progress.json", schedule.latency_bound_s)
+    try:
+        run_ranks("xrunner.worker", run_file, len(schedule.estimate.stages), watch=bar.update,
+                  ask_to_stop=lambda: (output / STOP_FILE).touch())
+    finally:
+        bar.end()
+    if not (output / "measured.json").is_file():
+        raise StoppedEarly("ended before the run could stop in good order; results.jsonl holds "
+                           "what was done, and the same command goes on from there")
+
+
+def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
+             prediction: Any) -> dict[str, Any]:
+    """metrics.json: every measured figure beside its prediction (None where there is none)."""
+    # what was predicted is the whole job: half of one, or a resumed rest, measures something else
+    is_whole = measured["state"] == "done" and measured["queries_before"] == 0
+
+    def pair(key: str) -> dict[str, float | None]:
+        expected = getattr(prediction, key, None) if is_whole else None
+        return {"measured": measured[key], "predicted": expected}
+
+    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "wall_s",
+            "load_s", "overhead_share")
+    cluster = session.problem.cluster
+    assert session.files is not None
+    return {
+        "version": 1, "name": session.job.name, "status": measured["state"],
+        "queries": measured["queries_before"] + measured["queries"], "errors": measured["errors"],
+        "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
+        "steady_state_qps": schedule.estimate.throughput_qps,
+        "load_bytes_per_s": measured["loaded_bytes"] / max(measured["load_s"], 1e-9),
+        "model_source": session.files.served_by, "ranks": cluster.num_devices,
+        "dtype": session.problem.dtype, "date": datetime.now().astimezone().isoformat("T", "seconds"),
+        "machine": {"device": cluster.device.name, "threads_per_rank": threads_per_rank(session),
+                    "system": f"{platform.system()} {platform.machine()}",
+                    "python": platform.python_version(), "numpy": np.__version__},
+        "stages": measured["stages"],
+    }
+
+
+def _job(session: Session) -> dict[str, Any]:
+    job = session.job
+    return {"name": job.name, "model": job.model, "cluster": job.cluster,
+            "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "run": job.run, "output": job.output, "source": job.source}

@@ -1,0 +1,82 @@
+"""Entry point: the command group, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+
+import click
+
+from xgpt.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, XgptError
+
+# name -> (module:attribute, one line for --help). A table, so that --help imports no command.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "submit": ("xgpt.cli.run:submit", "Do all of it: profile, schedule, run, report."),
+    "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
+    "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule within the latency bound."),
+    "simulate": ("xgpt.cli.simulate:simulate", "Estimate a given schedule: closed form and replay."),
+    "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
+    "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
+    "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
+    "status": ("xgpt.cli.status:status", "How far a run is."),
+    "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="xgpt")
+def cli() -> None:
+    """Constraint-aware scheduler and runner for offline LLM batch inference.
+
+    Start with:  xgpt submit jobs/quickstart.yaml
+    """
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the bound, 75 resumable."""
+    try:
+        cli(standalone_mode=False)
+    except InputError as error:
+        for mistake in error.mistakes:
+            click.echo(f"error: {mistake}", err=True)
+        sys.exit(error.exit_code)
+    except XgptError as error:
+        click.echo(f"xgpt: {error}", err=True)
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("xgpt: interrupted", err=True)
+        sys.exit(EXIT_FAILED)
+    except BrokenPipeError:
+        sys.exit(EXIT_FAILED)
+    except Exception:
+        traceback.print_exc()
+        click.echo("xgpt: this is a fault of xgpt, not of your job; please report the lines above",
+                   err=True)
+        sys.exit(EXIT_FAILED)
+
+
+assert EXIT_BAD_INPUT == click.UsageError.exit_code, "click's usage errors are wrong input too"

@@ -1,0 +1,52 @@
+"""Arguments every job command shares, and how they print."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def job_arguments(command: F) -> F:
+    """JOB.yaml, --set key.path=value (repeatable), --json."""
+    command = click.option("--json", "as_json", is_flag=True,
+                           help="Print one machine-readable object on stdout.")(command)
+    command = click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
+                           help="Override one key of the job file; may be repeated.")(command)
+    return click.argument("job_file", type=click.Path(path_type=Path), metavar="JOB.yaml")(command)
+
+
+def say(message: str) -> None:
+    """A progress or log line: stderr, so that stdout holds only what was asked for."""
+    click.echo(message, err=True)
+
+
+def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    click.echo(json.dumps(plain(value), indent=1))
+
+
+def plain(value: Any) -> Any:
+    """Paths as text, infinity as "inf", dataclasses as mappings: what JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return plain(asdict(value))
+    return value
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()

@@ -1,0 +1,71 @@
+"""`xgpt run` executes a schedule; `xgpt submit` does all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from xgpt.cli.execution import execute
+from xgpt.cli.options import job_arguments, print_json, say
+from xgpt.cli.session import Session, executable, find, open_session, timing_of
+from xgpt.errors import InputError, Mistake
+from xgpt.report.table import schedule_table
+from xgpt.schedule import Schedule, load_schedule
+from xprofiler.timing import TimingSource
+
+
+@click.command()
+@job_arguments
+def submit(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Profile, schedule, run and report: everything the job file asks for."""
+    session = _open_to_run(job_file, overrides)
+    timing = timing_of(session)
+    schedule = find(session, timing)
+    say(f"times: {timing.provenance()}")
+    say(schedule_table(schedule))
+    _finish(session, timing, schedule, as_json)
+
+
+@click.command()
+@job_arguments
+@click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="The schedule to execute; default: schedule.json of the job's output folder.")
+def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
+        schedule_file: Path | None) -> None:
+    """Execute a schedule on the real model (and go on where a stopped run ended)."""
+    session = _open_to_run(job_file, overrides)
+    path = schedule_file or session.job.output / "schedule.json"
+    schedule = load_schedule(path)
+    if schedule.fingerprint != session.problem.fingerprint:
+        raise InputError([Mistake(
+            file=str(path), line=None, key="fingerprint", value=schedule.fingerprint,
+            allowed=f"this job's is {session.problem.fingerprint}: another model, dtype or number "
+            "of ranks; find a schedule for this job with `xgpt schedule`")])
+    _finish(session, timing_of(session), schedule, as_json)
+
+
+def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
+    session = open_session(job_file, overrides, fetch=True)
+    mistakes = []
+    if session.job.slurm is not None:
+        mistakes.append(Mistake(
+            file=str(session.job.source), line=None, key="slurm", value=session.job.slurm,
+            allowed="nothing yet: this version starts ranks on this machine only; inside an "
+            "allocation, use --set slurm=null"))
+    if not session.is_local or session.problem.cluster.device.kind != "cpu":
+        mistakes.append(Mistake(
+            file=str(session.job.source), line=None, key="cluster", value=session.job.cluster,
+            allowed="`local`, on a machine without GPUs: this version executes on CPU ranks; "
+            "`xgpt schedule`, `simulate` and `sweep` plan for any cluster"))
+    if mistakes:
+        raise InputError(mistakes)
+    assert session.files is not None, "fetched above"
+    say(f"model: {session.job.model}, served by {session.files.served_by}")
+    return executable(session)
+
+
+def _finish(session: Session, timing: TimingSource, schedule: Schedule, as_json: bool) -> None:
+    metrics = execute(session, timing, schedule)
+    if as_json:
+        print_json(metrics)

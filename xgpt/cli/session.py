@@ -1,0 +1,188 @@
+"""From a job file to what the commands work on: the Problem, its times, its schedule."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xgpt import catalog
+from xgpt.cli.bars import StepBar
+from xgpt.cli.options import say
+from xgpt.errors import InputError, MissingExtraError, Mistake
+from xgpt.job import Job
+from xgpt.job_file import LOCAL_CLUSTER, load_job
+from xgpt.launch.local import run_ranks
+from xgpt.lengths import IntArray
+from xgpt.model import ModelSpec
+from xgpt.problem import Problem, resolve
+from xgpt.schedule import Schedule
+from xgpt.workload import Request, RequestError, read_requests
+from xprofiler.cache import cached_profile_path, find_cached, kernels_fingerprint, model_shape
+from xprofiler.profile import Profile, ProfileMetadata, ProfileTiming
+from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
+from xrunner.checkpoint.source import ModelFiles, cache_dir, find_model
+
+if TYPE_CHECKING:
+    from xsimulator.replay.predict import JobPrediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A job resolved as far as planning needs. `files` only where the model was fetched."""
+
+    job: Job
+    problem: Problem
+    files: ModelFiles | None
+    requests: tuple[Request, ...]
+    request_errors: tuple[RequestError, ...]
+    input_lengths: IntArray | None  # [requests], where they were tokenised
+
+    @property
+    def is_local(self) -> bool:
+        return self.job.cluster == LOCAL_CLUSTER
+
+
+def open_session(job_file: Path, overrides: Sequence[str], *, fetch: bool) -> Session:
+    """Loads and resolves a job. `fetch`: the model's files are needed whatever the lengths say."""
+    job = load_job(job_file, overrides)
+    requests: list[Request] = []
+    errors: list[RequestError] = []
+    if job.workload.requests is not None:
+        requests, errors = read_requests(job.workload.requests)
+        if not requests:
+            raise InputError([Mistake(
+                file=str(job.source), line=None, key="workload.requests",
+                value=str(job.workload.requests), allowed="holds no usable request"
+                + (f"; line {errors[0].line}: {errors[0].error}" if errors else ""))])
+    needs_tokens = (job.workload.input_tokens.kind == "from_requests"
+                    and any(r.tokens is None for r in requests))
+    files = find_model(job.model, say) if fetch or needs_tokens or _is_unknown_shape(job) else None
+    lengths = _input_lengths(requests, files, job) if needs_tokens and files else None
+    problem = resolve(job, model=files.spec if files else None,
+                      requests=requests or None, token_lengths=lengths)
+    return Session(job=job, problem=problem, files=files, requests=tuple(requests),
+                   request_errors=tuple(errors), input_lengths=lengths)
+
+
+def timing_of(session: Session) -> TimingSource:
+    """This machine's measured profile for `cluster: local`, else the roofline of the device."""
+    problem = session.problem
+    if session.is_local and problem.cluster.device.kind == "cpu":
+        if importlib.util.find_spec("torch") is not None:
+            return ProfileTiming(local_profile(session))
+        say("note: torch is not installed, so nothing can be measured here; times come from the "
+            "roofline of a generic CPU and are rough")
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+def local_profile(session: Session, *, again: bool = False) -> Profile:
+    """The cached profile of this model on this machine; measured now if there is none."""
+    wanted = _profile_metadata(session)
+    folder = cache_dir() / "profiles"
+    if not again and (found := find_cached(folder, wanted)) is not None:
+        say(f"profile: from the cache, {found.metadata.date}; {found.verdict()}")
+        return found
+    _measure(session.problem.model, wanted, cached_profile_path(folder, wanted))
+    found = find_cached(folder, wanted)
+    assert found is not None, f"{wanted = }"
+    say(f"profile: {found.verdict()}")
+    return found
+
+
+def is_padded(session: Session) -> bool:
+    """Whether decode attention is charged up to a group's longest context: what the runner's
+    kernel does on the CPU. The roofline speaks of kernels that read each query's own context."""
+    return session.is_local
+
+
+def threads_per_rank(session: Session) -> int:
+    given = session.job.run.threads_per_rank
+    if given is not None:
+        return given
+    from xgpt.local import usable_cores
+
+    return max(usable_cores() // session.problem.cluster.num_devices, 1)
+
+
+def executable(session: Session) -> Session:
+    """The session restricted to what XRunner executes in this version: no tensor parallelism."""
+    fixed = session.problem.fixed
+    if fixed.tp_degree not in (None, 1):
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="schedule.tp_degree",
+            value=fixed.tp_degree, allowed="1: this version plans tensor parallelism, but does not "
+            "execute it yet")])
+    return replace(session, problem=replace(session.problem, fixed=replace(fixed, tp_degree=1,
+                                                                           tp_gpus=0)))
+
+
+def find(session: Session, timing: TimingSource) -> Schedule:
+    from xscheduler.search import find_schedule
+
+    return find_schedule(session.problem, timing, padded=is_padded(session))
+
+
+def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
+    """What this finite job is expected to measure, fill and drain included; None without queries."""
+    from xsimulator.replay.predict import predict_job
+
+    if session.problem.num_queries is None:
+        return None
+    return predict_job(session.problem, timing, schedule.estimate, session.problem.num_queries,
+                       np.random.default_rng(session.job.run.seed), inputs=session.input_lengths,
+                       padded=is_padded(session))
+
+
+def _is_unknown_shape(job: Job) -> bool:
+    hub_ids = {catalog.model(name).hub_id for name in catalog.names("model")}
+    return (job.model not in catalog.names("model") and job.model not in hub_ids
+            and not Path(job.model).is_absolute())
+
+
+def _input_lengths(requests: Sequence[Request], files: ModelFiles, job: Job) -> IntArray:
+    """[requests] tokenised input lengths; 1 for a request that will become an error record."""
+    from xrunner.io.prepare import tokenise
+    from xrunner.io.tokenizer import TextTokenizer
+
+    tokens = tokenise(requests, TextTokenizer(files.directory), job.workload.chat)
+    return np.array([1 if isinstance(ids, str) else max(len(ids), 1) for ids in tokens])
+
+
+def _profile_metadata(session: Session) -> ProfileMetadata:
+    problem = session.problem
+    return ProfileMetadata(
+        model_shape=model_shape(problem.model), device=problem.cluster.device.name,
+        dtype=problem.dtype, ranks=problem.cluster.num_devices,
+        threads_per_rank=threads_per_rank(session), torch_version=metadata.version("torch"),
+        kernels=kernels_fingerprint(), date=date.today().isoformat())
+
+
+def _measure(model: ModelSpec, wanted: ProfileMetadata, target: Path) -> None:
+    for package in ("torch", "mpi4py"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "run", "measuring a profile")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    say(f"profile: timing {model.name}'s layers on {wanted.ranks} ranks x "
+        f"{wanted.threads_per_rank} threads ({wanted.dtype}), once")
+    scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-"))
+    try:
+        request, progress = scratch / "request.json", scratch / "progress"
+        request.write_text(json.dumps({
+            "metadata": asdict(wanted), "model": asdict(model), "progress": str(progress),
+            "target": str(target)}), encoding="utf-8")
+        with StepBar("profiling") as bar:
+            run_ranks("xprofiler.measure.worker", request, wanted.ranks,
+                      watch=lambda: bar.read(progress))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
