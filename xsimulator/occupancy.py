@@ -31,6 +31,7 @@ class Occupancy:
     decode_iterations: int
     active: FloatArray  # [N_D]
     context: FloatArray  # [N_D]
+    variance_active: FloatArray  # [N_D] of the number active at u, per query encoded in each phase
     log_absent: FloatArray  # [N_D]; -inf where one is active for certain
     mean_phases: float  # E[c(D)] = B_D / B_E
     mean_present: float  # queries present right after encoding / B_E, those with D = 0 included
@@ -88,7 +89,8 @@ class QueryFlow:
         reserve[0], reserve_squared[0] = self._all_reserve
         return Occupancy(
             decode_iterations=n_d, active=survival.sum(axis=0), context=context.sum(axis=0),
-            log_absent=log_absent, mean_phases=float(entering.sum()),
+            variance_active=(survival * (1 - survival)).sum(axis=0), log_absent=log_absent,
+            mean_phases=float(entering.sum()),
             mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
             variance_reserved=float((reserve_squared - reserve**2).sum()),
             max_present=len(entering),

@@ -35,23 +35,23 @@ class Timeline:
     finish_s: FloatArray  # [configs, max N_D]; constant beyond the configuration's own N_D
 
 
-def phase_timeline(*, encode_s: FloatArray, decode_s: FloatArray, encode_groups: IntArray,
-                   decode_groups: IntArray, iterations: IntArray) -> Timeline:
+def phase_timeline(*, encode_s: FloatArray, encode_rest_s: FloatArray, decode_s: FloatArray,
+                   decode_rest_s: FloatArray, iterations: IntArray) -> Timeline:
     """Steady-state timeline.
 
-    encode_s: [configs, stages] one encode micro-batch; decode_s: [configs, max N_D, stages] one
-    decode micro-batch; encode_groups <= decode_groups: [configs] micro-batches per round;
-    iterations: [configs] N_D, rows of `decode_s` beyond it are ignored. Stages that a
-    configuration lacks come last, with zero time. Fewer encode than decode groups: the groups
-    without one are taken to be ready when the last encoded one is.
+    encode_s: [configs, stages] one group's encode step; encode_rest_s: [configs, stages] those of
+    all other groups together; decode_s, decode_rest_s: [configs, max N_D, stages] likewise;
+    iterations: [configs] N_D, rows beyond it are ignored. Where groups are unequal, give the
+    slowest as the one: G unequal steps over equal stages take the sum of all plus
+    (stages - 1) times the slowest. Groups without an encode step are taken to be ready when the
+    last encoded one is. Stages that a configuration lacks come last, with zero time.
     """
-    assert (encode_groups <= decode_groups).all() and (encode_groups >= 1).all()
+    assert encode_s.shape == encode_rest_s.shape and decode_s.shape == decode_rest_s.shape
     assert (iterations >= 1).all() and decode_s.shape[1] >= iterations.max()
     order = np.argsort(-iterations, kind="stable")  # those still decoding are then a prefix
     state = _State(configs=len(order), stages=encode_s.shape[1])
-    rounds = _Rounds(encode_s=encode_s[order], decode_s=decode_s[order],
-                     encode_more=encode_groups[order].astype(float) - 1,
-                     decode_more=decode_groups[order].astype(float) - 1,
+    rounds = _Rounds(encode_s=encode_s[order], encode_rest_s=encode_rest_s[order],
+                     decode_s=decode_s[order], decode_rest_s=decode_rest_s[order],
                      iterations=iterations[order])
     for _ in range(STEADY_PHASES):
         begun = state.next_start()
@@ -74,17 +74,18 @@ class _State:
         return np.maximum(self.first, self.free[:, 0])
 
     def advance(self, count: int, step_s: FloatArray, through_s: FloatArray,
-                more: FloatArray) -> None:
-        """`1 + more` groups each take one step in the first `count` configurations.
+                rest_s: FloatArray) -> None:
+        """Every group takes one step in the first `count` configurations.
 
-        step_s: [count, stages]; through_s: its running sum over the stages. Along the stages
-        end(s) = max(end(s - 1), ready(s)) + step(s) is a running maximum of ready - through.
+        step_s: [count, stages] the first's, rest_s: all others'; through_s: running sum of step_s
+        over the stages, along which end(s) = max(end(s - 1), ready(s)) + step(s) is a running
+        maximum of ready - through.
         """
         free = self.free[:count]
         head = free + step_s - through_s
         head[:, 0] = np.maximum(head[:, 0], self.first[:count])
         first = np.maximum.accumulate(head, axis=1) + through_s
-        tail = first - through_s + more[:, None] * step_s
+        tail = first - through_s + rest_s
         tail[:, 0] = np.maximum(tail[:, 0], self.last[:count])
         np.maximum.accumulate(tail, axis=1, out=tail)
         np.add(tail, through_s, out=free)
@@ -96,18 +97,18 @@ class _Rounds:
     """The durations of one phase's rounds, configurations in falling order of N_D."""
 
     encode_s: FloatArray
+    encode_rest_s: FloatArray
     decode_s: FloatArray
-    encode_more: FloatArray
-    decode_more: FloatArray
+    decode_rest_s: FloatArray
     iterations: IntArray
 
     def run_phase(self, state: _State) -> tuple[FloatArray, FloatArray]:
         """Advance `state` by a phase; (encoded_s, finish_s) as in Timeline."""
         configs, max_iterations, _ = self.decode_s.shape
-        encode_before_last = self.encode_more * self.encode_s[:, 0]
+        encode_before_last = self.encode_rest_s[:, 0]
         first_start = state.next_start()
         last_start = np.maximum(state.last, first_start + encode_before_last)
-        decode_before_last = self.decode_more[:, None] * self.decode_s[:, :, 0]
+        decode_before_last = self.decode_rest_s[:, :, 0]
         following = np.concatenate([decode_before_last[:, 1:], encode_before_last[:, None]], axis=1)
         following[np.arange(configs), self.iterations - 1] = encode_before_last
 
@@ -117,13 +118,13 @@ class _Rounds:
             last = np.maximum(state.last, again + before_last)
             return np.maximum(again - first_start, last - last_start)
 
-        state.advance(configs, self.encode_s, np.cumsum(self.encode_s, axis=1), self.encode_more)
+        state.advance(configs, self.encode_s, np.cumsum(self.encode_s, axis=1), self.encode_rest_s)
         encoded = seen(decode_before_last[:, 0])
         finish = np.empty((configs, max_iterations))
         counts = np.searchsorted(-self.iterations, -np.arange(1, max_iterations + 1), side="right")
         through = np.cumsum(self.decode_s, axis=2)
         for u, count in enumerate(counts):
             state.advance(count, self.decode_s[:count, u], through[:count, u],
-                          self.decode_more[:count])
+                          self.decode_rest_s[:count, u])
             finish[:, u] = seen(following[:, u])
         return encoded, finish

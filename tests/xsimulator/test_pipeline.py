@@ -35,10 +35,11 @@ def step_by_step(encode_s, decode_s, groups, encode_groups=None, phases=8):
 
 
 def timeline_of(encode_s, decode_s, groups, encode_groups=None):
+    encode_s, decode_s = np.array([encode_s], float), np.array([decode_s], float)
+    encode_groups = groups if encode_groups is None else encode_groups
     return phase_timeline(
-        encode_s=np.array([encode_s], float), decode_s=np.array([decode_s], float),
-        encode_groups=np.array([groups if encode_groups is None else encode_groups]),
-        decode_groups=np.array([groups]), iterations=np.array([len(decode_s)]))
+        encode_s=encode_s, encode_rest_s=(encode_groups - 1) * encode_s, decode_s=decode_s,
+        decode_rest_s=(groups - 1) * decode_s, iterations=np.array([decode_s.shape[1]]))
 
 
 def random_case(rng, shrink):
@@ -71,9 +72,10 @@ def test_configurations_of_unequal_shape_do_not_disturb_each_other():
     for row, (encode, decode, _) in enumerate(cases):
         encode_s[row, : len(encode)] = encode
         decode_s[row, : len(decode), : decode.shape[1]] = decode
-    groups = np.array([c[2] for c in cases])
-    together = phase_timeline(encode_s=encode_s, decode_s=decode_s, encode_groups=groups,
-                              decode_groups=groups, iterations=np.array([len(c[1]) for c in cases]))
+    others = np.array([c[2] for c in cases])[:, None] - 1
+    together = phase_timeline(
+        encode_s=encode_s, encode_rest_s=others * encode_s, decode_s=decode_s,
+        decode_rest_s=others[..., None] * decode_s, iterations=np.array([len(c[1]) for c in cases]))
     for row, (encode, decode, group) in enumerate(cases):
         alone = timeline_of(encode, decode, group)
         assert together.period_s[row] == pytest.approx(alone.period_s[0], rel=1e-12)

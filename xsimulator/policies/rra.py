@@ -2,8 +2,10 @@
 
 Symbols: B_E = encode_batch, N_D = decode_iterations, G = decode_micro_batches (default: one per
 stage), B_D = decode_batch = B_E E[c(D)], c(d) = ceil(d / N_D). Within a phase n(u) queries are
-active at iteration u, n(u) / G in each group; a group that happens to be empty takes no step, so a
-step's time counts with the probability that there is one and holds n(u) / G over that probability.
+active at iteration u, n(u) / G in each group. A group that happens to be empty takes no step: the
+others hold the more. Groups are not equal either, and the pipeline waits for the slowest: its step
+is sized as the expected largest of G normals with the variance of a group's tokens (encode) or
+queries (decode).
 
     throughput = B_E / period      latency(d) = (c(d) - 1) period + finish(1 + (d - 1) mod N_D)
 
@@ -18,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
 
 from xgpt.errors import InputError, Mistake
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.lengths import FloatArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate, StageAssignment
 from xprofiler.timing import Operator, TimingSource
@@ -34,6 +37,7 @@ from xsimulator.stage_times import LayerTimes, PerDegree, StageTimes
 # the problem's queries need encoding and decoding.
 REFERENCE_ENCODE_QUERIES = 8
 REFERENCE_DECODE_QUERIES = 32
+_Steps = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, of all others'
 MAX_TIMELINE_ELEMENTS = 2_000_000  # configurations are evaluated in chunks of about this size
 
 
@@ -150,37 +154,44 @@ class Rra:
     def _timeline(self, plan: _Plan, configs: Sequence[RraConfig],
                   occupancies: Sequence[Occupancy]) -> tuple[Timeline, FloatArray]:
         """The phases' timeline, and seconds from the first to the last stage's end of encoding."""
-        batch = np.array([c.encode_batch for c in configs])
-        groups = np.array([_groups(plan, c) for c in configs])
-        encode_groups = np.minimum(groups, batch)
-        queries = batch / encode_groups
-        encode = plan.times.encode_s(
-            queries * self.problem.lengths.inputs.mean, queries,
-            {degree: queries * seconds for degree, seconds in plan.attention_s.items()})
-        decode = self._decode_s(plan, batch / groups, occupancies)
+        batch = np.array([c.encode_batch for c in configs], float)
+        groups = np.array([_groups(plan, c) for c in configs], float)
+        encode, encode_rest = self._encode_s(plan, batch, np.minimum(groups, batch))
+        decode, decode_rest = self._decode_s(plan, batch, groups, occupancies)
         timeline = phase_timeline(
-            encode_s=encode, decode_s=decode, encode_groups=encode_groups, decode_groups=groups,
+            encode_s=encode, encode_rest_s=encode_rest, decode_s=decode, decode_rest_s=decode_rest,
             iterations=np.array([c.decode_iterations for c in configs]))
-        return timeline, encode.sum(axis=1) + (encode_groups - 1) * encode.max(axis=1)
+        return timeline, encode.sum(axis=1) + encode_rest.max(axis=1)
 
-    def _decode_s(self, plan: _Plan, group_batch: FloatArray,
-                  occupancies: Sequence[Occupancy]) -> FloatArray:
-        """[configs, max N_D, stages] expected seconds of one group's step, zero where it has none."""
+    def _encode_s(self, plan: _Plan, batch: FloatArray, groups: FloatArray) -> _Steps:
+        inputs = self.problem.lengths.inputs
+        queries = batch / groups
+        odd = queries - np.floor(queries)  # that share of the groups encodes one query more
+        tokens = queries * inputs.mean
+        spread = np.sqrt(queries * inputs.std**2 + odd * (1 - odd) * inputs.mean**2)
+        most = tokens + _expected_maximum_z(groups) * spread
+
+        def seconds(tokens_each: FloatArray) -> FloatArray:
+            each = tokens_each / inputs.mean  # queries' worth of attention
+            attention = {degree: each * one for degree, one in plan.attention_s.items()}
+            return plan.times.encode_s(tokens_each, queries, attention)
+
+        return _slowest_and_rest(seconds(most), seconds(tokens), groups[:, None])
+
+    def _decode_s(self, plan: _Plan, batch: FloatArray, groups: FloatArray,
+                  occupancies: Sequence[Occupancy]) -> _Steps:
+        """[configs, max N_D, stages] expected seconds of one group's step and of the others'."""
         shape = (len(occupancies), max(o.decode_iterations for o in occupancies))
-        queries, context, busy = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        for row, (batch, occupancy) in enumerate(zip(group_batch, occupancies, strict=True)):
-            mean, to = batch * occupancy.active, occupancy.decode_iterations
-            # NOTE: -expm1 keeps a tiny chance of a step, which 1 - exp would round to none
-            chance = -np.expm1(batch * occupancy.log_absent)
-            is_possible = mean > 0
-            share = np.where(is_possible, chance, 1.0)
-            queries[row, :to] = mean / share
-            busy[row, :to] = np.where(is_possible, chance, 0.0)
-            own = occupancy.context / np.where(is_possible, occupancy.active, 1.0)
-            if occupancy.maximum_context is not None:
-                own = np.maximum(own, expected_maximum(occupancy.maximum_context, queries[row, :to]))
-            context[row, :to] = own
-        return plan.times.decode_s(queries, context) * busy[..., None]
+        queries, most, context, most_context, steps = (np.zeros(shape) for _ in range(5))
+        for row, occupancy in enumerate(occupancies):
+            to = occupancy.decode_iterations
+            load = _group_load(occupancy, batch[row] / groups[row], groups[row])
+            queries[row, :to], most[row, :to], steps[row, :to] = load
+            for charged, size in ((context, queries), (most_context, most)):
+                charged[row, :to] = _charged_context(occupancy, size[row, :to])
+        slowest = plan.times.decode_s(most, most_context)
+        usual = plan.times.decode_s(queries, context)
+        return _slowest_and_rest(slowest, usual, steps[..., None])
 
     def _latency(self, timeline: Timeline, configs: Sequence[RraConfig]) -> FloatArray:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
@@ -258,6 +269,41 @@ class Rra:
             else:
                 costs.append(StageCost(layer_s=encode + decode, fixed_s=fixed))
         return costs
+
+
+def _group_load(occupancy: Occupancy, group_batch: float,
+                groups: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """At each iteration: queries of a group that has any, of the largest group, and how many
+    groups have any. [N_D] each."""
+    mean = group_batch * occupancy.active
+    is_possible = mean > 0
+    # NOTE: expm1 keeps a tiny chance of a step, which 1 - exp would round to none
+    chance = np.where(is_possible, -np.expm1(group_batch * occupancy.log_absent), 1.0)
+    queries = mean / chance
+    square = (group_batch * occupancy.variance_active + mean**2) / chance
+    spread = np.sqrt(np.maximum(square - queries**2, 0.0))
+    steps = groups * np.where(is_possible, chance, 0.0)
+    return queries, queries + _expected_maximum_z(steps) * spread, steps
+
+
+def _charged_context(occupancy: Occupancy, queries: FloatArray) -> FloatArray:
+    """Tokens of context a query is charged in a step of `queries` [N_D]."""
+    mean = occupancy.context / np.where(occupancy.active > 0, occupancy.active, 1.0)
+    if occupancy.maximum_context is None:
+        return mean
+    return np.maximum(mean, expected_maximum(occupancy.maximum_context, queries))
+
+
+def _expected_maximum_z(count: FloatArray) -> FloatArray:
+    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
+    many = np.maximum(count, 1.0)
+    return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
+
+
+def _slowest_and_rest(slowest: FloatArray, usual: FloatArray, steps: FloatArray) -> _Steps:
+    """`steps` (expected number, fractional) steps of `usual` seconds in the mean, the slowest of
+    which takes `slowest`: that one, and the others together."""
+    return slowest * np.minimum(steps, 1.0), np.maximum(steps * usual - slowest, 0.0)
 
 
 def evaluate(problem: Problem, timing: TimingSource, configs: Sequence[RraConfig], *,
