@@ -230,6 +230,8 @@ def _read_normal(section: Section) -> LengthSpec:
             section.reject(key, "required: mean, std and max describe a length together")
     if mean is not None and maximum is not None and mean > maximum:
         section.reject("mean", f"must not exceed max = {maximum}")
+    if std is not None and maximum is not None and std > maximum:
+        section.reject("std", f"must not exceed max = {maximum}")
     return LengthSpec(kind="normal", mean=mean, std=std, maximum=maximum)
 
 

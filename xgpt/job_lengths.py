@@ -30,6 +30,7 @@ from xgpt.workload import Request
 
 # Cap on the output where neither the request, the job nor a distribution of outputs gives one.
 DEFAULT_MAX_TOKENS = 512
+_OBSERVE_NOTE = "every query taken to run to its cap, until observed"
 
 
 def resolve_lengths(job: Job, model: ModelSpec, requests: Sequence[Request] | None,
@@ -75,7 +76,10 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Sequence[Request],
         pairs = pairs[_can_run(job, pairs[:, 0], model.max_positions)]
         if is_observed:  # a cap beyond the positions ends where they do; a forced length cannot
             pairs[:, 1] = np.minimum(pairs[:, 1], model.max_positions - pairs[:, 0])
-    return joint_empirical(pairs, note=f"of {len(pairs)} requests")
+    note = f"of {len(pairs)} requests"
+    return JointLengths(inputs=empirical(pairs[:, 0], note),
+                        outputs=empirical(pairs[:, 1], _OBSERVE_NOTE if is_observed else note),
+                        pairs=pairs)
 
 
 def _can_run(job: Job, input_lengths: IntArray, max_positions: int) -> NDArray[np.bool_]:
@@ -107,7 +111,7 @@ def _outputs(job: Job, model: ModelSpec, requests: Sequence[Request] | None) -> 
         if model.max_positions is not None:
             room = model.max_positions - _marginal(job.workload.input_tokens, is_input=True).max
             caps = np.minimum(caps, max(room, 1))
-        return empirical(caps, note="every query taken to run to its cap, until observed")
+        return empirical(caps, note=_OBSERVE_NOTE)
     return _marginal(spec, is_input=False)
 
 
@@ -115,7 +119,9 @@ def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
     """One side of a spec that needs no requests."""
     if spec.kind == "normal":
         assert spec.mean is not None and spec.std is not None and spec.maximum is not None
-        return truncated_normal(spec.mean, spec.std, spec.maximum)
+        # a spread of millionths of the range (under two tokens of a million) is none
+        std = spec.std if spec.std > 4e-6 * spec.maximum else 0.0
+        return truncated_normal(spec.mean, std, spec.maximum)
     if spec.kind == "task":
         assert spec.task is not None, f"{spec = }"
         task = catalog.task(spec.task)

@@ -30,7 +30,8 @@ def read_lengths(path: Path, side: Side) -> IntArray:
     """One side's lengths, [num_rows]: the column of that name, or the file's only column."""
     rows = _read_rows(path)
     key = _column(rows[0][1], side)
-    if key is None and len(rows[0][1]) == 1:
+    if key is None and len(rows[0][1]) == 1 and not any(
+            _column(rows[0][1], other) for other in _NAMES):  # the other side's is no substitute
         key = next(iter(rows[0][1]))
     if key is None:
         raise _bad(path, rows[0][0], f"no column {side}; has {', '.join(map(str, rows[0][1]))}")
@@ -123,7 +124,10 @@ def _csv_rows(path: Path, text: str) -> Iterator[_Row]:
                     header = ["length"]
                 if not is_data:
                     continue
-            yield reader.line_num, dict(zip(header, cells, strict=False))
+            if len(cells) > len(header):
+                raise _bad(path, reader.line_num, f"more cells than columns ({len(header)})")
+            missing = [None] * (len(header) - len(cells))
+            yield reader.line_num, dict(zip(header, [*cells, *missing], strict=True))
     except csv.Error as cause:
         raise _bad(path, reader.line_num, f"not CSV: {cause}") from None
 

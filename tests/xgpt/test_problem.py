@@ -1,0 +1,261 @@
+"""Jobs resolved to Problems: shapes, devices, dtypes, lengths; what a fingerprint tells apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xgpt import catalog, local
+from xgpt.errors import InputError
+from xgpt.job import Job
+from xgpt.job_file import load_job
+from xgpt.job_lengths import DEFAULT_MAX_TOKENS
+from xgpt.problem import Problem, resolve, resolve_dtype
+from xgpt.workload import read_requests
+
+BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
+LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},
+         {"id": "b", "tokens": [1] * 10, "forced_tokens": 20, "max_tokens": 30}]
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
+         "vocab_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokens = "".join(json.dumps(line) + "\n" for line in LINES)
+    (tmp_path / "tokens.jsonl").write_text(tokens, encoding="utf-8")
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "a", "max_tokens": 9}\nbad\n{"prompt": "b"}\n', encoding="utf-8")
+    (tmp_path / "lengths.csv").write_text("input,output\n3,1\n30,10\n", encoding="utf-8")
+    (tmp_path / "one.csv").write_text("7\n9\n", encoding="utf-8")
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    return tmp_path
+
+
+def _job(folder: Path, *overrides: str) -> Job:
+    path = folder / "job.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    return load_job(path, overrides)
+
+
+def _resolve(folder: Path, *overrides: str) -> Problem:
+    return resolve(_job(folder, *overrides))
+
+
+def _refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        _resolve(folder, *overrides)
+    return str(caught.value)
+
+
+def test_a_catalog_job_resolves_to_its_rows(folder: Path) -> None:
+    problem = _resolve(folder)
+    assert problem.model == catalog.model("opt-13b")
+    assert problem.cluster == catalog.cluster("a40-4")
+    assert problem.lengths.outputs.quantile(0.99) == 63
+    assert (problem.dtype, problem.num_queries) == ("bfloat16", None)
+    assert problem.default_max_tokens == 80, "the longest output planned for"
+
+
+def test_synthetic_requests_are_counted(folder: Path) -> None:
+    assert _resolve(folder, "workload.requests={count: 2000}").num_queries == 2000
+
+
+def test_a_local_folders_config_is_the_model(folder: Path) -> None:
+    problem = _resolve(folder, "model=./toy", "workload={input_tokens: {mean: 9, std: 1, max: 20}, "
+                                              "output_tokens: {mean: 9, std: 1, max: 20}}")
+    assert (problem.model.name, problem.model.num_layers) == ("toy", 2)
+
+
+@pytest.mark.parametrize(("config", "reason"), [
+    ("{", "cannot be read"), ("[]", "not a JSON object"), ('{"model_type": "bert"}', "model_type"),
+    (json.dumps({**LLAMA, "hidden_size": "8"}), "hidden_size"),
+    (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_heads = 0"),
+    (json.dumps({**LLAMA, "rope_theta": None}), "config.json")])
+def test_a_config_that_is_no_model_is_wrong_input(folder: Path, config: str, reason: str) -> None:
+    (folder / "toy" / "config.json").write_text(config, encoding="utf-8")
+    assert reason in _refused(folder, "model=./toy")
+
+
+def test_a_hub_id_is_its_catalog_row_or_needs_the_fetched_shape(folder: Path) -> None:
+    assert _resolve(folder, "model=facebook/opt-125m").model.name == "opt-125m"
+    assert "config.json is fetched" in _refused(folder, "model=someone/something")
+    shape = catalog.model("opt-125m")
+    assert resolve(_job(folder, "model=someone/something"), model=shape).model is shape
+
+
+@pytest.mark.parametrize(("cluster", "ranks", "nodes", "per_node"), [
+    ("a40-4", 2, 1, 2), ("a40-48", 8, 1, 8), ("a40-48", 12, 2, 6), ("a40-48", 48, 6, 8)])
+def test_ranks_take_a_part_of_the_cluster_evenly(folder: Path, cluster: str, ranks: int, nodes: int,
+                                                 per_node: int) -> None:
+    part = _resolve(folder, f"cluster={cluster}", f"run.ranks={ranks}").cluster
+    assert (part.num_nodes, part.devices_per_node) == (nodes, per_node)
+
+
+@pytest.mark.parametrize(("ranks", "reason"), [(5, "at most 4"), (13, "at most 4")])
+def test_more_ranks_than_devices_are_refused(folder: Path, ranks: int, reason: str) -> None:
+    assert reason in _refused(folder, f"run.ranks={ranks}")
+
+
+def test_ranks_that_divide_unevenly_over_nodes_are_refused(folder: Path) -> None:
+    assert "evenly" in _refused(folder, "cluster=a40-16", "run.ranks=13")
+
+
+def test_local_makes_as_many_workers_as_ranks(folder: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_query_gpus", list)
+    problem = _resolve(folder, "cluster=local", "run.ranks=3")
+    assert (problem.cluster.num_devices, problem.cluster.device.kind) == (3, "cpu")
+
+
+def test_an_inline_cluster_is_built(folder: Path) -> None:
+    cluster = _resolve(folder, "cluster={device: {memory_bytes: 8 GiB, "
+                               "flops_per_s: {float32: 1e13}, bandwidth_bytes_per_s: 100 GB}, devices_per_node: 2, intra_link: "
+                               "{latency_s: 10 us, bandwidth_bytes_per_s: 1 GB}}").cluster
+    assert cluster.device.memory_bytes == 8 * 2**30 and cluster.num_devices == 2
+    assert cluster.device.bandwidth_bytes_per_s == 100e9
+    assert cluster.link_between(0, 1).latency_s == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("A40", "bfloat16"), ("T4", "float16")])
+def test_auto_takes_the_best_dtype_a_gpu_has(device: str, dtype: str) -> None:
+    assert resolve_dtype("auto", catalog.device(device)) == dtype
+    assert resolve_dtype("float32", catalog.device(device)) == "float32"
+
+
+def test_auto_on_a_cpu_is_bfloat16_only_with_a_unit_for_it() -> None:
+    cpu = replace(catalog.device("A40"), kind="cpu", flops_per_s=(("float32", 1e11),))
+    assert resolve_dtype("auto", cpu) == "float32"
+    half = replace(cpu, flops_per_s=(("float32", 1e11), ("float16", 1e11)))
+    assert resolve_dtype("auto", half) == "float32"
+    brain = replace(cpu, flops_per_s=(("float32", 1e11), ("bfloat16", 1e12)))
+    assert resolve_dtype("auto", brain) == "bfloat16"
+
+
+def test_requests_give_joint_lengths(folder: Path) -> None:
+    problem = _resolve(folder, "workload={requests: tokens.jsonl, output_tokens: from_requests}")
+    assert problem.lengths.pairs is not None and problem.num_queries == 2
+    assert problem.lengths.pairs.tolist() == [[3, 4], [10, 20]]
+
+
+def test_tokenised_lengths_are_taken_from_the_caller(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl, "
+                       "output_tokens: {mean: 5, std: 1, max: 9}}")
+    problem = resolve(job, token_lengths=np.array([7, 9]))
+    assert (problem.lengths.inputs.max, problem.lengths.outputs.max) == (9, 9)
+    assert problem.num_queries == 2, "the bad line is no query"
+
+
+def test_prompts_that_nobody_tokenised_are_refused_with_the_way_out(folder: Path) -> None:
+    reason = _refused(folder, "workload={requests: prompts.jsonl}")
+    assert "workload.input_tokens" in reason and "tokenised" in reason
+
+
+def test_requests_read_already_are_not_read_again(folder: Path) -> None:
+    job = _job(folder, "workload={requests: tokens.jsonl}")
+    requests, _ = read_requests(folder / "tokens.jsonl")
+    (folder / "tokens.jsonl").unlink()
+    assert resolve(job, requests=requests).num_queries == 2
+
+
+def test_outputs_that_nobody_forced_are_refused(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl, output_tokens: from_requests}")
+    with pytest.raises(InputError, match="2 of 2 requests have no forced_tokens"):
+        resolve(job, token_lengths=np.array([7, 9]))
+
+
+def test_a_file_without_a_usable_request_is_refused(folder: Path) -> None:
+    (folder / "prompts.jsonl").write_text("bad\n", encoding="utf-8")
+    reason = _refused(folder, "workload={requests: prompts.jsonl}")
+    assert "no usable request (1 bad lines; first, line 1: not JSON" in reason
+
+
+def test_observe_plans_every_query_to_its_cap(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}")
+    lengths = resolve(job, token_lengths=np.array([7, 9])).lengths
+    assert lengths.pairs is not None and lengths.pairs.tolist() == [[7, 9], [9, 40]]
+    assert "cap" in lengths.outputs.note
+
+
+def test_observe_without_any_cap_uses_the_documented_one(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl}")
+    problem = resolve(job, token_lengths=np.array([7, 9]))
+    assert problem.lengths.outputs.max == problem.default_max_tokens == DEFAULT_MAX_TOKENS
+
+
+def test_observed_caps_end_where_the_models_positions_do(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 4000}", "model=gpt2")
+    lengths = resolve(job, token_lengths=np.array([7, 1000])).lengths
+    assert lengths.pairs is not None and lengths.pairs.tolist() == [[7, 9], [1000, 24]]
+
+
+def test_observed_outputs_beside_given_inputs_end_there_too(folder: Path) -> None:
+    problem = _resolve(folder, "model=gpt2", "workload={requests: prompts.jsonl, max_tokens: 4000, "
+                               "input_tokens: {mean: 500, std: 9, max: 1000}}")
+    assert problem.lengths.outputs.max == 24
+
+
+def test_prompts_beyond_the_positions_are_left_out_of_the_plan(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=gpt2")
+    assert resolve(job, token_lengths=np.array([7, 1024])).lengths.inputs.max == 7
+    with pytest.raises(InputError, match="no prompt is shorter"):
+        resolve(job, token_lengths=np.array([2000, 1024]))
+
+
+def test_a_file_of_both_sides_is_joint_and_of_one_is_not(folder: Path) -> None:
+    both = _resolve(folder, "workload={input_tokens: {file: lengths.csv}, "
+                            "output_tokens: {file: lengths.csv}}").lengths
+    assert both.correlation == pytest.approx(1)
+    mixed = _resolve(folder, "workload={input_tokens: {file: one.csv}, "
+                             "output_tokens: {file: lengths.csv}}").lengths
+    assert mixed.pairs is None and (mixed.inputs.max, mixed.outputs.max) == (9, 10)
+    assert "columns input and output" in _refused(
+        folder, "workload={input_tokens: {file: one.csv}, output_tokens: {file: one.csv}}")
+
+
+def test_lengths_beyond_the_models_positions_are_refused(folder: Path) -> None:
+    reason = _refused(folder, "model=gpt2", "workload.task=C2")
+    assert "1664" in reason and "1024 positions of gpt2" in reason
+    assert _resolve(folder, "workload.task=C2").lengths.inputs.max == 1024
+
+
+def test_joint_lengths_are_checked_pair_by_pair(folder: Path) -> None:
+    (folder / "lengths.csv").write_text("1000,20\n20,1000\n", encoding="utf-8")
+    files = ("workload={input_tokens: {file: lengths.csv}, output_tokens: {file: lengths.csv}}",
+             "model=gpt2")
+    assert _resolve(folder, *files).lengths.inputs.max == 1000
+
+
+def test_a_model_of_relative_positions_has_no_limit(folder: Path) -> None:
+    lengths = _resolve(folder, "model=t5-11b", "workload={input_tokens: {mean: 9e4, std: 9, "
+                               "max: 100000}, output_tokens: {mean: 5, std: 1, max: 9}}").lengths
+    assert lengths.inputs.max == 100_000
+
+
+def test_a_hair_of_spread_is_none(folder: Path) -> None:
+    lengths = _resolve(folder, "workload={input_tokens: {mean: 9, std: 1e-9, max: 20}, "
+                               "output_tokens: {mean: 5, std: 0, max: 9}}").lengths
+    assert (lengths.inputs.mean, lengths.outputs.mean) == (9, 5)
+
+
+def test_a_schedule_fits_jobs_of_the_same_shape_dtype_and_ranks(folder: Path) -> None:
+    base = _resolve(folder).fingerprint
+    assert len(base) == 16 and base == _resolve(folder).fingerprint
+    same = [("workload.task=T",), ("constraint.latency_s=3",), ("cluster=h100-8", "run.ranks=4"),
+            ("schedule.encode_batch=3",)]
+    assert {_resolve(folder, *overrides).fingerprint for overrides in same} == {base}
+    other = [("model=opt-6.7b",), ("run.dtype=float16",), ("run.ranks=2",)]
+    found = {_resolve(folder, *overrides).fingerprint for overrides in other}
+    assert len(found) == 3 and base not in found
+
+
+def test_a_fingerprint_ignores_where_the_same_shape_came_from(folder: Path) -> None:
+    # config.json spells out what the row leaves to defaults
+    shape = replace(catalog.model("opt-13b"), name="mine", hub_id=None, source="config.json",
+                    num_kv_heads=40, head_size=128, has_qkv_bias=True)
+    assert resolve(_job(folder), model=shape).fingerprint == _resolve(folder).fingerprint

@@ -1,0 +1,92 @@
+"""A Schedule written and read back is the same, infinities included."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xgpt.errors import InputError
+from xgpt.schedule import (
+    Estimate,
+    Rejected,
+    Schedule,
+    StageAssignment,
+    load_schedule,
+    save_schedule,
+    schedule_from_dict,
+    with_estimate,
+)
+
+
+def _schedule(**changes: Any) -> Schedule:
+    stages = (StageAssignment(index=0, ranks=(0, 1), first_layer=0, num_layers=3),
+              StageAssignment(index=1, ranks=(2,), first_layer=3, num_layers=2, role="decode"))
+    estimate = Estimate(
+        policy="rra", encode_batch=8, decode_batch=31.5, decode_iterations=4, tp_degree=2,
+        decode_micro_batches=1, tp_gpus=2, throughput_qps=3.25, output_tokens_per_s=104.0,
+        latency_s=2.5, encode_s=0.5, decode_iteration_s=0.03, period_s=0.62, fits=True,
+        memory_bytes=(10, 20, 30), memory_capacity_bytes=40, kv_tokens=5000, stages=stages,
+        notes=("one",))
+    values: dict[str, Any] = {
+        "estimate": estimate, "latency_bound_s": 11.5, "constraint_kind": "sequence",
+        "quantile": 0.99, "status": "optimal", "bound_qps": 3.3, "gap": 0.0154, "nodes": 17,
+        "seconds": 0.2, "fingerprint": "0123456789abcdef", "rejected": (
+            Rejected(label="tp 4", throughput_qps=None, latency_s=None, reason="memory"),)}
+    return Schedule(**{**values, **changes})
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"latency_bound_s": math.inf, "gap": math.inf, "bound_qps": math.inf},
+    {"rejected": (), "unbounded_qps": 4.0},
+    pytest.param({"rejected": (Rejected(label="x", throughput_qps=1.0, latency_s=math.inf,
+                                        reason="slow"),)},
+                 marks=pytest.mark.xfail(strict=True, reason="rejected keeps text"))
+])
+def test_a_schedule_survives_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
+    schedule, path = _schedule(**changes), tmp_path / "schedule.json"
+    save_schedule(schedule, path)
+    assert load_schedule(path) == schedule
+    assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
+
+
+def test_the_file_is_json_that_any_reader_takes(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    save_schedule(_schedule(latency_bound_s=math.inf), path)
+
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} is no JSON")
+
+    raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    assert raw["latency_bound_s"] == "inf" and raw["encode_batch"] == 8
+
+
+@pytest.mark.parametrize("text", [
+    "", "[1]", "{}", '{"version": 99}', '{"version": 1}', "\x00", "null"])
+def test_a_file_that_is_no_schedule_is_wrong_input(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError):
+        load_schedule(path)
+
+
+def test_a_missing_file_is_wrong_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a readable schedule"):
+        load_schedule(tmp_path / "none.json")
+
+
+def test_foreign_keys_are_refused() -> None:
+    with pytest.raises(TypeError):
+        schedule_from_dict({**_schedule().to_dict(), "color": "red"})
+
+
+def test_an_estimate_is_replaced_in_place() -> None:
+    changed = with_estimate(_schedule(), throughput_qps=9.0)
+    assert changed.estimate.throughput_qps == 9.0 and changed.nodes == 17
+
+
+def test_a_stages_degree_is_its_number_of_ranks() -> None:
+    assert [stage.tp_degree for stage in _schedule().estimate.stages] == [2, 1]

@@ -1,0 +1,188 @@
+"""Reading requests: what runs, what becomes an error record, and synthetic ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xgpt.errors import InputError
+from xgpt.lengths import JointLengths, joint_empirical, truncated_normal
+from xgpt.workload import Request, RequestError, read_requests, synthetic_requests
+
+
+def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[
+        list[Request], list[RequestError]]:
+    raw = [line if isinstance(line, bytes) else (
+        line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
+    path = folder / "requests.jsonl"
+    path.write_bytes(b"\n".join(raw) + b"\n")
+    return read_requests(path)
+
+
+def _one(folder: Path, line: bytes | str | dict[str, Any]) -> Request:
+    (request,), errors = _read(folder, line)
+    assert not errors
+    return request
+
+
+def test_our_three_forms_are_read(tmp_path: Path) -> None:
+    requests, errors = _read(
+        tmp_path, {"id": "a", "prompt": "Hi"}, {"id": 7, "tokens": [1, 2]},
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stop": "."})
+    assert not errors
+    assert requests == [
+        Request(index=0, line=1, id="a", prompt="Hi"),
+        Request(index=1, line=2, id="7", tokens=(1, 2)),
+        Request(index=2, line=3, id="3", messages=({"role": "user", "content": "Hi"},),
+                max_tokens=5, stop=(".",))]
+
+
+def test_openai_batch_lines_are_read_and_their_other_keys_ignored(tmp_path: Path) -> None:
+    request = _one(tmp_path, {
+        "custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": {
+            "model": "gpt-4o", "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "Hi "},
+                                             {"type": "text", "text": "you"}]}],
+            "max_tokens": 5, "max_completion_tokens": 9, "temperature": 0, "top_p": 1,
+            "seed": -3, "stop": ["a", "b"], "logprobs": True, "n": 1, "user": "x"}})
+    assert request.is_openai and request.id == "r-1" and request.messages is not None
+    assert request.messages[1] == {"role": "user", "content": "Hi you"}
+    assert (request.max_tokens, request.temperature, request.top_p) == (9, 0.0, 1.0)
+    assert request.stop == ("a", "b") and request.seed is not None and request.seed >= 0
+
+
+def test_an_openai_completion_takes_a_prompt_or_its_tokens(tmp_path: Path) -> None:
+    body = {"url": "/v1/completions", "custom_id": "x"}
+    assert _one(tmp_path, {**body, "body": {"prompt": "Hi"}}).prompt == "Hi"
+    assert _one(tmp_path, {**body, "body": {"prompt": [3, 4]}}).tokens == (3, 4)
+
+
+def test_every_option_arrives(tmp_path: Path) -> None:
+    request = _one(tmp_path, {"prompt": "x", "forced_tokens": 4, "max_tokens": 4, "seed": 9,
+                              "temperature": 0.5, "top_k": 3, "top_p": 0.2})
+    assert (request.forced_tokens, request.max_tokens, request.seed) == (4, 4, 9)
+    assert (request.temperature, request.top_k, request.top_p) == (0.5, 3, 0.2)
+
+
+@pytest.mark.parametrize(("line", "reason"), [
+    ("{", "not JSON"), ("[1]", "not a JSON object"), ("NaN", "not a JSON object"),
+    (b'{"prompt": "\xff"}', "not UTF-8"), ("[" * 100_000, "nested too deeply"),
+    ('{"prompt": "x", "seed": ' + "9" * 5000 + "}", "not JSON"),
+    ('{"prompt": "\\ud800"}', "lone surrogate"), ('{"id": "\\ud800", "prompt": "x"}', "surrogate"),
+    ({"id": "a"}, "exactly one of prompt, messages, tokens"),
+    ({"prompt": "x", "tokens": [1]}, "has prompt, tokens"), ({"prompt": ""}, "not empty"),
+    ({"prompt": ["x"]}, "prompt must be text"), ({"tokens": []}, "at least one token"),
+    ({"tokens": [1, "2"]}, "token ids"), ({"tokens": [True]}, "token ids"),
+    ({"tokens": [-1]}, "token ids"), ({"tokens": "12"}, "token"),
+    ({"messages": []}, "at least one"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "user"}]}, "content"), ({"messages": ["Hi"]}, "role and content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"), ({"prompt": "x", "max_tokens": 2.0}, "max"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens"), ({"prompt": "x", "seed": "1"}, "seed"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ('{"prompt": "x", "temperature": NaN}', "temperature"),
+    ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "temperature"),
+    ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": -1}, "top_k"),
+    ({"prompt": "x", "stop": [""]}, "stop"), ({"prompt": "x", "stop": 3}, "stop"),
+    ({"prompt": "x", "forced_tokens": 9, "max_tokens": 8}, "exceeds max_tokens"),
+    ({"id": True, "prompt": "x"}, "id must be text"), ({"id": "", "prompt": "x"}, "id"),
+    ({"custom_id": "a"}, "body must be an object"),
+    ({"custom_id": "a", "body": {"input": "x"}, "url": "/v1/embeddings"}, "url"),
+    ({"custom_id": "a", "body": {"prompt": "x"}, "method": "GET"}, "method"),
+    ({"custom_id": "a", "body": {"prompt": "x", "n": 2}}, "one choice"),
+    ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),
+    ({"prompt": "x", "max_token": 5}, "did you mean 'max_tokens'"),
+    ({"prompt": "x", "temprature": 5}, "did you mean 'temperature'")])
+def test_a_bad_line_is_an_error_record_and_the_rest_runs(
+        tmp_path: Path, line: bytes | str | dict[str, Any], reason: str) -> None:
+    requests, errors = _read(tmp_path, {"id": "x1", "prompt": "a"}, line,
+                             {"id": "x3", "prompt": "b"})
+    assert [(r.index, r.line, r.id) for r in requests] == [(0, 1, "x1"), (1, 3, "x3")]
+    assert [error.line for error in errors] == [2] and reason in errors[0].error
+
+
+def test_columns_of_a_data_set_are_ignored(tmp_path: Path) -> None:
+    request = _one(tmp_path, {"prompt": "x", "idx": 3, "source": "web", "label": None, "text": "y"})
+    assert request.prompt == "x"
+
+
+def test_a_repeated_id_is_an_error_of_the_later_line(tmp_path: Path) -> None:
+    requests, errors = _read(tmp_path, {"id": "2", "prompt": "x"}, {"prompt": "y"})
+    assert [r.id for r in requests] == ["2"]
+    assert errors == [RequestError(line=2, id="2", error="id '2' is already that of line 1")]
+
+
+def test_the_id_of_a_bad_line_is_free_again_and_named_in_its_record(tmp_path: Path) -> None:
+    requests, errors = _read(tmp_path, {"id": "a"}, {"id": "a", "prompt": "x"})
+    assert [r.line for r in requests] == [2] and [e.id for e in errors] == ["a"]
+
+
+def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken(tmp_path: Path) -> None:
+    requests, errors = _read(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r', b"", b"  \r",
+                             b'{"prompt": "b\xe2\x80\xa8c"}\r')
+    assert not errors and [(r.line, r.id, r.prompt) for r in requests] == [
+        (1, "1", "a"), (4, "4", "b\u2028c")]
+
+
+def test_an_empty_file_has_no_requests_and_a_missing_one_is_wrong_input(tmp_path: Path) -> None:
+    assert _read(tmp_path, "") == ([], [])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_requests(tmp_path / "none.jsonl")
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["role", "content", "type", "text", "prompt", "messages"]), inner,
+        max_size=3), max_leaves=6)
+_RECORDS = st.dictionaries(st.sampled_from(
+    ["id", "custom_id", "body", "url", "method", "prompt", "messages", "tokens", "max_tokens",
+     "forced_tokens", "seed", "stop", "temperature", "top_k", "top_p", "n"]), _VALUES, max_size=5)
+
+
+@given(st.lists(_RECORDS.map(lambda r: json.dumps(r).encode())
+                | st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=6))
+@settings(max_examples=150, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(
+        tmp_path: Path, lines: list[bytes]) -> None:
+    requests, errors = _read(tmp_path, *lines)
+    told = [r.line for r in requests] + [e.line for e in errors]
+    whole = b"\n".join(lines).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    assert sorted(told) == [n for n, line in enumerate(whole, start=1) if line.strip()]
+    assert len({r.id for r in requests}) == len(requests)
+
+
+def test_a_requests_own_limit_comes_before_the_jobs() -> None:
+    base = Request(index=0, line=1, id="a", prompt="x")
+    assert base.output_cap(50) == 50
+    assert Request(index=0, line=1, id="a", prompt="x", max_tokens=7).output_cap(50) == 7
+    assert Request(index=0, line=1, id="a", prompt="x", max_tokens=7,
+                   forced_tokens=3).output_cap(50) == 3
+
+
+def test_synthetic_requests_have_the_lengths_asked_for_and_repeat_with_the_seed() -> None:
+    lengths = JointLengths(inputs=truncated_normal(20, 5, 40), outputs=truncated_normal(8, 3, 16))
+    requests = synthetic_requests(lengths, 500, seed=3, vocab_size=100)
+    inputs = np.array([len(r.tokens or ()) for r in requests])
+    outputs = np.array([r.forced_tokens or 0 for r in requests])
+    assert inputs.mean() == pytest.approx(lengths.inputs.mean, rel=0.05) and inputs.max() <= 40
+    assert outputs.mean() == pytest.approx(lengths.outputs.mean, rel=0.1) and outputs.min() >= 1
+    assert all(0 <= token < 100 for r in requests for token in r.tokens or ())
+    assert len({r.id for r in requests}) == 500 and [r.index for r in requests] == list(range(500))
+    assert requests == synthetic_requests(lengths, 500, seed=3, vocab_size=100)
+    assert requests != synthetic_requests(lengths, 500, seed=4, vocab_size=100)
+
+
+def test_synthetic_requests_keep_the_correlation_of_their_lengths() -> None:
+    lengths = joint_empirical(np.array([[3, 1], [9, 3]]))
+    for request in synthetic_requests(lengths, 50, seed=0, vocab_size=10):
+        assert len(request.tokens or ()) == 3 * (request.forced_tokens or 0)
