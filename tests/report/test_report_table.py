@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 from fake_run import fake_schedule
@@ -71,6 +73,18 @@ def test_a_stopped_run_and_an_empty_one_have_a_summary() -> None:
     assert summary_table({}) == "0 queries done"
 
 
+def test_an_open_search_claims_no_gap() -> None:
+    text = schedule_table(fake_schedule(gap=math.inf, bound_qps=math.inf))
+    assert "no gap proved" in text and "inf" not in text
+
+
 def test_a_stage_row_names_its_ranks_layers_and_memory() -> None:
     assert stage_table(fake_schedule()).splitlines()[2].split() == [
         "0", "rank", "0", "layers", "0-15", "encode,", "decode", "393", "MiB"]
+
+
+def test_tables_and_page_load_without_the_extras() -> None:
+    code = ("import sys, xgpt.report.table, xgpt.report.page; "
+            "print({'matplotlib', 'jinja2', 'torch', 'mpi4py'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ def render(output: Output) -> str:
     try:
         import jinja2
     except ImportError:
-        raise MissingExtraError("jinja2", "report", "writing report.html") from None
+        raise MissingExtraError("jinja2", "run", "writing report.html") from None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True,
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -132,8 +133,9 @@ def _schedule_facts(schedule: Schedule | None) -> list[tuple[str, str]]:
         ("Predicted throughput", f"{plain(e.throughput_qps)} queries/s, "
                                  f"{plain(e.output_tokens_per_s)} tokens/s"),
         ("Predicted latency", format_seconds(e.latency_s)),
-        ("Latency bound", f"{format_seconds(schedule.latency_bound_s)} "
-                          f"for {schedule.quantile * 100:g} % {of_latencies}"),
+        ("Latency bound", "none" if math.isinf(schedule.latency_bound_s) else
+         f"{format_seconds(schedule.latency_bound_s)} for {schedule.quantile * 100:g} % "
+         f"{of_latencies}"),
         ("One period", format_seconds(e.period_s)) if e.decode_iterations else None,
         ("Encoding", format_seconds(e.encode_s)),
         ("Decode iteration", format_seconds(e.decode_iteration_s)),

@@ -65,7 +65,7 @@ def latency_histogram(queries: Sequence[QueryFigures], bound_s: float | None,
             axes.text(0.99, 0.99, f"bound {format_seconds(bound_s)}, far to the right",
                       transform=axes.transAxes, ha="right", va="top", color=BAD)
         axes.set_xlabel("latency of a query, seconds")
-        axes.set_ylabel("queries")
+        _count_axis(axes)
         return to_inline_svg(figure, "latency", f"Histogram of {len(queries)} latencies: P50 "
                              f"{format_seconds(p50_s)}, P99 {format_seconds(p99_s)}")
 
@@ -118,7 +118,7 @@ def output_lengths(queries: Sequence[QueryFigures], expected: Lengths | None) ->
             axes.legend(loc="upper right")
         axes.set_xlim(0, edges[-1])
         axes.set_xlabel("output tokens of a query")
-        axes.set_ylabel("queries")
+        _count_axis(axes)
         return to_inline_svg(figure, "lengths", f"Output lengths of {len(lengths)} queries, mean "
                              f"{lengths.mean():.0f}, longest {lengths.max()}")
 
@@ -170,6 +170,12 @@ def _mark(axes: Axes, x: float, label: str, color: str, height: float,
     axes.annotate(f"{label} {format_seconds(x)}", (x, height), textcoords="offset points",
                   xytext=(-3 if is_right_half else 3, 1), ha="right" if is_right_half else "left",
                   va="top", color=color)
+
+
+def _count_axis(axes: Axes) -> None:
+    """Whole numbers of queries on the left."""
+    axes.locator_params(axis="y", integer=True, nbins=6)
+    axes.set_ylabel("queries")
 
 
 def _bins(values: NDArray[np.float64]) -> int:

@@ -33,7 +33,7 @@ def schedule_table(schedule: Schedule) -> str:
                        f"{format_seconds(e.decode_iteration_s)}, period "
                        f"{format_seconds(e.period_s)}"),
         ("memory", _memory(e)),
-        ("search", f"{schedule.status}, gap {percent(schedule.gap, digits=2)}, "
+        ("search", f"{schedule.status}, {_gap(schedule)}, "
                    f"{counted(schedule.nodes, 'configuration')} in "
                    f"{format_seconds(schedule.seconds)}"),
     ]
@@ -107,6 +107,12 @@ def _bound_cost(schedule: Schedule) -> str:
         return "costs nothing"
     return (f"costs {percent(lost, digits=1)} of the throughput "
             f"({plain(free)} queries/s without it)")
+
+
+def _gap(schedule: Schedule) -> str:
+    if not math.isfinite(schedule.gap):
+        return "no gap proved"
+    return f"gap {percent(schedule.gap, digits=2)}"
 
 
 def _memory(e: Estimate) -> str:

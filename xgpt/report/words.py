@@ -81,7 +81,9 @@ def bound_cost(schedule: Schedule) -> str:
 def proof(schedule: Schedule) -> str:
     """What the search proved, in one sentence."""
     looked = f"{counted(schedule.nodes, 'configuration')} in {format_seconds(schedule.seconds)}"
-    if schedule.gap <= 1e-9:
+    if not math.isfinite(schedule.gap):
+        quality = "how much faster another schedule could be is not proved"
+    elif schedule.gap <= 1e-9:
         quality = "no admissible schedule is faster, by the same estimates"
     else:
         quality = (f"no admissible schedule is more than {percent(schedule.gap, digits=2)} faster "
