@@ -115,8 +115,9 @@ def test_local_makes_as_many_workers_as_ranks(folder: Path,
 
 def test_an_inline_cluster_is_built(folder: Path) -> None:
     cluster = _resolve(folder, "cluster={device: {memory_bytes: 8 GiB, "
-                               "flops_per_s: {float32: 1e13}, bandwidth_bytes_per_s: 100 GB}, devices_per_node: 2, intra_link: "
-                               "{latency_s: 10 us, bandwidth_bytes_per_s: 1 GB}}").cluster
+                               "flops_per_s: {float32: 1e13}, bandwidth_bytes_per_s: 100 GB}, "
+                               "devices_per_node: 2, intra_link: {latency_s: 10 us, "
+                               "bandwidth_bytes_per_s: 1 GB}}").cluster
     assert cluster.device.memory_bytes == 8 * 2**30 and cluster.num_devices == 2
     assert cluster.device.bandwidth_bytes_per_s == 100e9
     assert cluster.link_between(0, 1).latency_s == pytest.approx(1e-5)
