@@ -72,22 +72,23 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Sequence[Request],
     is_observed = job.workload.output_tokens.kind == "observe"
     outputs = _caps(job, requests) if is_observed else _forced(job, requests)
     pairs = np.stack([_input_lengths(job, requests, token_lengths), outputs], axis=1)
-    if model.max_positions is not None:
-        pairs = pairs[_can_run(job, pairs[:, 0], model.max_positions)]
-        if is_observed:  # a cap beyond the positions ends where they do; a forced length cannot
-            pairs[:, 1] = np.minimum(pairs[:, 1], model.max_positions - pairs[:, 0])
+    pairs = pairs[_can_run(job, pairs[:, 0], model.max_positions)]
+    if is_observed and model.max_positions is not None:
+        # a cap beyond the positions ends where they do; a forced length cannot
+        pairs[:, 1] = np.minimum(pairs[:, 1], model.max_positions - pairs[:, 0])
     note = f"of {len(pairs)} requests"
     return JointLengths(inputs=empirical(pairs[:, 0], note),
                         outputs=empirical(pairs[:, 1], _OBSERVE_NOTE if is_observed else note),
                         pairs=pairs)
 
 
-def _can_run(job: Job, input_lengths: IntArray, max_positions: int) -> NDArray[np.bool_]:
-    """Which prompts leave room for a token; the run reports each of the others as an error."""
-    mask = input_lengths < max_positions
+def _can_run(job: Job, input_lengths: IntArray, max_positions: int | None) -> NDArray[np.bool_]:
+    """Which prompts have a token and leave room for one; the run reports the others as errors."""
+    limit = MAX_LENGTH_TOKENS + 1 if max_positions is None else max_positions
+    mask = (input_lengths > 0) & (input_lengths < limit)
     if not mask.any():
         raise _bad(job, "workload.requests", str(job.workload.requests),
-                   f"no prompt is shorter than the model's {max_positions} positions")
+                   f"no prompt has a token and is shorter than the model's {limit} positions")
     return np.asarray(mask)
 
 
@@ -97,8 +98,7 @@ def _inputs(job: Job, model: ModelSpec, requests: Sequence[Request] | None,
     if spec.kind != "from_requests":
         return _marginal(spec, is_input=True)
     lengths = _input_lengths(job, _needed(requests), token_lengths)
-    if model.max_positions is not None:
-        lengths = lengths[_can_run(job, lengths, model.max_positions)]
+    lengths = lengths[_can_run(job, lengths, model.max_positions)]
     return empirical(lengths, note=f"of {len(lengths)} requests")
 
 
@@ -140,7 +140,6 @@ def _input_lengths(job: Job, requests: Sequence[Request],
                    token_lengths: IntArray | None) -> IntArray:
     if token_lengths is not None:
         assert len(token_lengths) == len(requests), f"{len(token_lengths) = } {len(requests) = }"
-        assert bool((np.asarray(token_lengths) > 0).all()), "an input of no tokens"
         return np.asarray(token_lengths, dtype=np.int64)
     lengths = [len(request.tokens) for request in requests if request.tokens is not None]
     if len(lengths) < len(requests):

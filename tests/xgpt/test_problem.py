@@ -204,8 +204,13 @@ def test_observed_outputs_beside_given_inputs_end_there_too(folder: Path) -> Non
 def test_prompts_beyond_the_positions_are_left_out_of_the_plan(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=gpt2")
     assert resolve(job, token_lengths=np.array([7, 1024])).lengths.inputs.max == 7
-    with pytest.raises(InputError, match="no prompt is shorter"):
+    with pytest.raises(InputError, match="no prompt has a token and is shorter"):
         resolve(job, token_lengths=np.array([2000, 1024]))
+
+
+def test_prompts_that_tokenise_to_nothing_are_left_out_of_the_plan(folder: Path) -> None:
+    job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=t5-11b")
+    assert resolve(job, token_lengths=np.array([7, 0])).lengths.inputs.mean == 7
 
 
 def test_a_file_of_both_sides_is_joint_and_of_one_is_not(folder: Path) -> None:
