@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special
 
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
@@ -71,6 +70,8 @@ def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
     else:
         location, scale = parent
         note = f"truncated normal on (0, {maximum}] with mean {mean:g} and std {std:g}"
+    from scipy import special  # here, because a third of a second is much for `--help`
+
     edges = (np.arange(maximum + 1) - location) / scale
     # log-space differences stay exact where the parent's centre lies far outside (0, max]
     upper, lower = special.log_ndtr(edges[1:]), special.log_ndtr(edges[:-1])
@@ -129,6 +130,8 @@ def joint_empirical(pairs: IntArray, note: str = "") -> JointLengths:
 
 def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[float, float]:
     """Mean and std of the normal(location, scale) truncated to (0, maximum]."""
+    from scipy import special
+
     a, b = -location / scale, (maximum - location) / scale
     if a > 0:  # mirror, so that the log-space differences below stay in the accurate tail
         mean, std = _truncated_moments(maximum - location, scale, maximum)
@@ -143,6 +146,7 @@ def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[f
 
 def _solve_parent(mean: float, std: float, maximum: int) -> tuple[float, float] | None:
     """Parent (location, scale) whose truncation to (0, maximum] has this mean and std."""
+    from scipy import optimize
 
     def residual(x: FloatArray) -> FloatArray:
         got_mean, got_std = _truncated_moments(x[0] * maximum, float(np.exp(x[1])) * maximum, maximum)
