@@ -90,7 +90,7 @@ def _context(output: Output) -> dict[str, Any]:
         "can_plot": plots.can_plot(),
         "timeline": _timeline(output),
         "run_facts": _run_facts(output, metrics),
-        "profile_facts": _facts(output.profile or {}),
+        "profile_facts": _profile_facts(output.profile or {}),
         "answers": output.answers,
         "answers_shown": _answers_shown(output),
         "answer_rows": [_answer_row(answer) for answer in output.answers],
@@ -204,6 +204,13 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
     machine = metrics.get("machine")
     known = [(label, value) for label, value in facts if value is not None]
     return known + (_facts(machine) if isinstance(machine, Mapping) else [])
+
+
+def _profile_facts(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured where, and how many points of each operator (xprofiler.profile)."""
+    known = {key: profile[key] for key in ("metadata", "verdict", "tables") if key in profile}
+    return [(label.removeprefix("metadata: ").replace("tables: ", "timed: "),
+             text.replace("entries", "points")) for label, text in _facts(known)]
 
 
 def _facts(source: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
