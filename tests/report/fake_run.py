@@ -166,7 +166,8 @@ def _profile() -> dict[str, Any]:
                 "threads_per_rank": 1, "torch_version": "2.13.0+cpu", "kernels": "77aa",
                 "date": "2026-03-14T09:20:11+00:00"}
     points = [[float(x), 0.0, [1e-3 * x, 1.1e-3 * x]] for x in (1, 2, 4, 8)]
-    return {"version": 1, "metadata": metadata, "verdict": "good: 7 of 7 points within 10%", "columns": ["x", "y", "samples_s"],
+    return {"version": 1, "metadata": metadata, "columns": ["x", "y", "samples_s"],
+            "verdict": "good: 7 of 7 points within 10%",
             "tables": {"decode_attention": points, "layer_rest": points[:3]}}
 
 
