@@ -44,9 +44,9 @@ def reserved_tokens(occupancy: Occupancy, group_batch: ArrayLike, groups: ArrayL
     """
     batch, count = np.asarray(group_batch, float), np.asarray(groups, float)
     mean = batch * occupancy.mean_reserved
-    # the odd queries of an uneven split rotate: at times a group encodes one more
-    odd = np.where(batch == np.floor(batch), 0.0, max_reserve)
-    wanted = mean + KV_QUANTILE_Z * np.sqrt(batch * occupancy.variance_reserved) + odd
+    # one longest query more: the odd queries of an uneven split rotate, so at times a group
+    # encodes one more than its share, and few queries are not normally distributed
+    wanted = mean + KV_QUANTILE_Z * np.sqrt(batch * occupancy.variance_reserved) + max_reserve
     most = np.ceil(batch) * occupancy.max_present
     if num_queries is not None:
         most = np.minimum(most, np.ceil(num_queries / np.minimum(count, num_queries)))

@@ -1,0 +1,219 @@
+"""RRA's closed form against the replay of a long job by RRA's own rule, and its basic laws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from xgpt import catalog
+from xgpt.errors import InputError, UnknownNameError
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import JointLengths, empirical
+from xgpt.problem import Problem
+from xprofiler.roofline import Roofline
+from xrunner.rules.rra import RraRule, rra_rule
+from xsimulator.policies import policy_class
+from xsimulator.policies.rra import Rra, RraConfig, estimate, evaluate
+from xsimulator.replay.predict import predict_job, replay
+from xsimulator.stage_times import StageTimes
+
+
+def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf, lengths=None,
+               num_queries=None, kind="sequence"):
+    return Problem(
+        model=catalog.model(model), cluster=catalog.cluster(cluster),
+        lengths=lengths or catalog.task(task), dtype="float16", num_queries=num_queries,
+        constraint=Constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
+        default_max_tokens=1024)
+
+
+def roofline_of(problem):
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+def replayed(problem, found, num_queries, *, padded, rule=None, seed=0):
+    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
+                       found.stages)
+    inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
+    result = replay(rule or rra_rule(found), times, inputs=inputs, outputs=outputs,
+                    reserve_tokens=inputs + problem.lengths.outputs.max, padded=padded,
+                    is_encoder_decoder=problem.model.is_encoder_decoder)
+    return result, outputs
+
+
+def steady_throughput(result):
+    """Queries encoded per second between 40 % and 80 % of the phases."""
+    steps, queries = result.trace.steps, result.trace.queries
+    phases = np.array([step.phase for step in steps])
+    first, last = int(phases.max() * 0.4), int(phases.max() * 0.8)
+    begin, end = (result.step_start_s[np.flatnonzero(phases == p)[0]] for p in (first, last))
+    within = result.trace.is_encode & (phases >= first) & (phases < last)
+    return queries[within].sum() / (end - begin)
+
+
+CASES = [
+    ("opt-13b", "a40-4", "S", RraConfig(encode_batch=49, decode_iterations=7), True),
+    ("opt-13b", "a40-4", "S", RraConfig(encode_batch=49, decode_iterations=7), False),
+    ("opt-13b", "a40-4", "S",
+     RraConfig(encode_batch=49, decode_iterations=7, tp_degree=4, tp_gpus=4), True),
+    ("opt-13b", "a40-4", "S",
+     RraConfig(encode_batch=20, decode_iterations=16, tp_degree=2, tp_gpus=2), True),
+    ("opt-13b", "a40-4", "T", RraConfig(encode_batch=8, decode_iterations=40), True),
+    ("opt-13b", "a40-4", "S", RraConfig(encode_batch=3, decode_iterations=30), True),
+    ("t5-11b", "a40-8", "C1", RraConfig(encode_batch=20, decode_iterations=16), True),
+]
+
+
+@pytest.mark.parametrize(("model", "cluster", "task", "config", "padded"), CASES)
+def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, config, padded):
+    problem = problem_of(model, cluster, task)
+    found = estimate(problem, roofline_of(problem), config, padded=padded)
+    result, outputs = replayed(problem, found, max(2500, 250 * config.encode_batch), padded=padded)
+    assert found.throughput_qps == pytest.approx(steady_throughput(result), rel=0.03)
+    longest = problem.lengths.outputs.quantile(0.99)
+    alike = np.abs(outputs - longest) <= 1
+    alike &= result.encode_start_s < 0.7 * result.makespan_s
+    assert found.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_query_is_encoded_once_and_gets_its_tokens(seed):
+    problem = problem_of()
+    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=5))
+    result, outputs = replayed(problem, found, 300, padded=True, seed=seed)
+    assert (result.trace.tokens_made == outputs - 1).all()
+    assert sorted(result.trace.encoded.tolist()) == list(range(300))
+    decodes = ~result.trace.is_encode
+    assert result.trace.queries[decodes].sum() == (outputs - 1).sum()
+    assert (result.latency_s > 0).all()
+    assert result.makespan_s == pytest.approx((result.encode_start_s + result.latency_s).max())
+    assert (np.diff(result.step_end_s) > 0).all()
+
+
+def test_no_step_of_a_group_starts_before_its_tokens_are_back():
+    problem = problem_of()
+    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=5))
+    result, _ = replayed(problem, found, 100, padded=True)
+    back = {}
+    for step, start, end in zip(result.trace.steps, result.step_start_s, result.step_end_s,
+                                strict=True):
+        assert start >= back.get(step.group, 0.0)
+        back[step.group] = end
+
+
+def test_replay_of_one_query_is_the_sum_of_its_steps():
+    lengths = JointLengths(inputs=empirical([10]), outputs=empirical([3]))
+    problem = problem_of(lengths=lengths)
+    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
+    result, _ = replayed(problem, found, 1, padded=True)
+    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), "float16", found.stages)
+    attention = times.attention_s(np.array([10]))
+    expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
+    expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()
+    assert result.makespan_s == pytest.approx(expected)
+    assert result.latency_s.tolist() == pytest.approx([expected])
+
+
+def test_context_of_a_step_is_that_of_its_queries():
+    """Two groups' worth by hand: inputs 10 and 4 together, then the longer one leaves."""
+    lengths = JointLengths(inputs=empirical([10, 4]), outputs=empirical([2, 4]))
+    problem = problem_of(lengths=lengths)
+    found = estimate(problem, roofline_of(problem), RraConfig(
+        encode_batch=2, decode_iterations=3, decode_micro_batches=1))
+    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), "float16", found.stages)
+    rule = RraRule(encode_batch=2, decode_iterations=3, num_groups=1, max_active=2, kv_tokens=100)
+    result = replay(rule, times, inputs=np.array([10, 4]), outputs=np.array([2, 4]),
+                    reserve_tokens=np.array([14, 8]), is_encoder_decoder=False, padded=True)
+    decodes = ~result.trace.is_encode
+    assert result.trace.queries.tolist() == [2, 2, 1, 1]
+    assert result.trace.context_max[decodes].tolist() == [11, 6, 7]
+    assert result.trace.context_mean[decodes].tolist() == [8, 6, 7]
+
+
+def test_prediction_of_a_job_lies_below_the_steady_state_and_above_its_share():
+    problem = problem_of()
+    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=8))
+    short, long = (predict_job(problem, roofline_of(problem), found, count,
+                               np.random.default_rng(0), replays=2) for count in (72, 1500))
+    assert short.throughput_qps < long.throughput_qps < 1.03 * found.throughput_qps
+    assert long.throughput_qps > 0.9 * found.throughput_qps
+    assert short.wall_s == pytest.approx(72 / short.throughput_qps, rel=0.05)
+    assert 0 < short.latency_p50_s <= short.latency_p99_s <= short.wall_s
+
+
+def test_prediction_depends_on_the_generator_alone():
+    problem = problem_of()
+    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=8))
+    twice = [predict_job(problem, roofline_of(problem), found, 60, np.random.default_rng(4),
+                         inputs=np.full(60, 100)) for _ in range(2)]
+    assert twice[0] == twice[1]
+
+
+def test_arrays_equal_one_configuration_at_a_time():
+    problem = problem_of()
+    configs = [RraConfig(encode_batch=b, decode_iterations=n, tp_degree=t, tp_gpus=g)
+               for b in (1, 3, 40) for n in (1, 7, 79) for t, g in ((1, 0), (2, 4), (4, 4))]
+    together = evaluate(problem, roofline_of(problem), configs)
+    for row, config in enumerate(configs):
+        alone = estimate(problem, roofline_of(problem), config)
+        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
+        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
+        assert together.fits[row] == alone.fits
+        assert together.memory_bytes[row] == pytest.approx(max(alone.memory_bytes), abs=1)
+
+
+def test_stages_hold_every_layer_once_in_order():
+    problem = problem_of("gpt3-39b", "a40-16")
+    rra = Rra(problem, roofline_of(problem))
+    for degree, gpus in ((1, 0), (2, 6), (4, 8), (8, 16)):
+        stages = rra.stages(degree, gpus)
+        ranks = [rank for stage in stages for rank in stage.ranks]
+        assert ranks == list(range(16))
+        first = 0
+        for stage in stages:
+            assert stage.first_layer == first and stage.num_layers >= 1
+            first += stage.num_layers
+        assert first == problem.model.num_layers
+
+
+def test_encoder_decoder_stages_split_both_kinds_of_layers():
+    problem = problem_of("t5-11b", "a40-8")
+    stages = Rra(problem, roofline_of(problem)).stages(1, 0)
+    assert sum(stage.num_layers for stage in stages) == problem.model.num_layers
+    assert sum(s.num_encoder_layers for s in stages) == problem.model.num_encoder_layers
+    assert all(stage.num_encoder_layers >= 1 for stage in stages)
+
+
+@pytest.mark.parametrize(("degree", "gpus", "what"), [
+    (3, 3, "attention heads"), (4, 6, "multiple"), (2, 0, "degree 1"), (4, 8, "4 devices")])
+def test_plans_the_model_or_cluster_cannot_hold_are_refused(degree, gpus, what):
+    problem = problem_of()
+    with pytest.raises(InputError, match=what):
+        estimate(problem, roofline_of(problem), RraConfig(
+            encode_batch=1, decode_iterations=1, tp_degree=degree, tp_gpus=gpus))
+
+
+def test_outputs_of_one_token_need_no_decoding():
+    lengths = JointLengths(inputs=empirical([50, 70]), outputs=empirical([1]))
+    problem = problem_of(lengths=lengths)
+    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=8, decode_iterations=1))
+    assert found.decode_batch == 0
+    assert found.latency_s >= found.encode_s / 2
+    assert found.period_s == pytest.approx(found.encode_s, rel=0.5)
+
+
+def test_both_kinds_of_bound_are_met_by_the_quantile_of_the_output_length():
+    config = RraConfig(encode_batch=8, decode_iterations=8)
+    latencies = []
+    for kind in ("sequence", "queries"):
+        problem = problem_of(kind=kind)
+        latencies.append(estimate(problem, roofline_of(problem), config).latency_s)
+    assert latencies[0] == latencies[1]
+
+
+def test_unknown_policy_names_the_known_ones():
+    assert policy_class("rra") is Rra
+    with pytest.raises(UnknownNameError, match="rra"):
+        policy_class("rr")

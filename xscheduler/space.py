@@ -1,0 +1,77 @@
+"""RRA's control variables as a search space (paper sections 4.2 and 5).
+
+    encode_batch       up    raises throughput, latency and memory
+    decode_iterations  down  raises latency and memory, and nearly always throughput
+    tp_gpus            down  raises throughput and latency where collectives are dear
+
+Only the first two are searched as a box. Neither memory nor, over fast links, throughput is
+monotone in tp_gpus, and there are few values: every (tp_degree, tp_gpus) is a root of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xgpt.cluster import Cluster
+from xgpt.errors import InputError, Mistake
+from xgpt.job import FixedSchedule
+from xgpt.model import ModelSpec
+from xscheduler.branch_and_bound import Box
+from xsimulator.allocation import refuse_plan
+
+MAX_ENCODE_BATCH = 1 << 14
+_DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """Partial tensor parallelism: the first `tp_gpus` GPUs in groups of `tp_degree`."""
+
+    tp_degree: int
+    tp_gpus: int
+
+
+def tensor_plans(model: ModelSpec, cluster: Cluster, fixed: FixedSchedule) -> list[TensorPlan]:
+    """Every plan the model and the cluster can hold and the job has not excluded, by degree, then
+    GPUs. Raises InputError if what the job fixes leaves none, with the reason."""
+    degrees = _DEGREES if fixed.tp_degree is None else (fixed.tp_degree,)
+    plans, reasons = [], []
+    for degree in degrees:
+        counts = [0] if degree == 1 else list(range(degree, cluster.num_devices + 1, degree))
+        if fixed.tp_gpus is not None:
+            # degree 1 has no groups: every count of GPUs comes to the same
+            counts = [0] if degree == 1 else [fixed.tp_gpus]
+        for gpus in counts:
+            reason = refuse_plan(model, cluster, degree, gpus)
+            if reason is None:
+                plans.append(TensorPlan(tp_degree=degree, tp_gpus=gpus))
+            else:
+                reasons.append(reason)
+    if fixed.tp_gpus and fixed.tp_degree is None:
+        plans = [plan for plan in plans if plan.tp_degree > 1]
+    if not plans:
+        key = "schedule.tp_degree" if fixed.tp_gpus is None else "schedule.tp_gpus"
+        value = fixed.tp_degree if fixed.tp_gpus is None else fixed.tp_gpus
+        allowed = reasons[0] if reasons else f"{cluster.num_devices} devices cannot form a group"
+        raise InputError([Mistake(file="schedule", line=None, key=key, value=value,
+                                  allowed=allowed)])
+    return plans
+
+
+def root_box(root: int, fixed: FixedSchedule, max_iterations: int, max_batch: int,
+             is_possible: Callable[[int], bool]) -> Box:
+    """(encode_batch, decode_iterations) of one plan. `is_possible(batch)` says whether a batch
+    fits in the easiest case; the range ends before twice the largest that does."""
+    batch = (1, max_batch)
+    if fixed.encode_batch is not None:
+        batch = (fixed.encode_batch, fixed.encode_batch)
+    else:
+        top = 1
+        while top < max_batch and is_possible(top):
+            top = min(2 * top, max_batch)
+        batch = (1, top)
+    iterations = (1, max_iterations)
+    if fixed.decode_iterations is not None:
+        iterations = (fixed.decode_iterations, fixed.decode_iterations)
+    return Box(root=root, lower=(batch[0], iterations[0]), upper=(batch[1], iterations[1]))
