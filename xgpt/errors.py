@@ -75,7 +75,7 @@ class MissingExtraError(XgptError):
 
 
 class StoppedEarly(XgptError):
-    """The run was interrupted; what is written is valid, and the same command goes on from there."""
+    """The run was interrupted; what is written is valid, the same command goes on from there."""
 
     exit_code = EXIT_RESUMABLE
 

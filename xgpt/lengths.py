@@ -39,12 +39,12 @@ class Lengths:
 
     @property
     def std(self) -> float:
-        return float(np.sqrt(max(self.pmf @ (self.support - self.mean) ** 2, 0.0)))
+        return float(np.sqrt(max(float(self.pmf @ (self.support - self.mean) ** 2), 0.0)))
 
     def quantile(self, q: float) -> int:
         """Smallest length k with P(length <= k) >= q."""
         assert 0 < q <= 1, f"{q = }"
-        return int(min(np.searchsorted(np.cumsum(self.pmf), q - 1e-12) + 1, self.max))
+        return min(int(np.searchsorted(np.cumsum(self.pmf), q - 1e-12)) + 1, self.max)
 
     def sample(self, count: int, rng: np.random.Generator) -> IntArray:
         return rng.choice(self.support, size=count, p=self.pmf)
@@ -76,7 +76,8 @@ def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
     # log-space differences stay exact where the parent's centre lies far outside (0, max]
     upper, lower = special.log_ndtr(edges[1:]), special.log_ndtr(edges[:-1])
     flip = edges[:-1] > 0
-    upper[flip], lower[flip] = special.log_ndtr(-edges[:-1][flip]), special.log_ndtr(-edges[1:][flip])
+    upper[flip] = special.log_ndtr(-edges[:-1][flip])
+    lower[flip] = special.log_ndtr(-edges[1:][flip])
     log_pmf = upper + np.log1p(-np.exp(np.minimum(lower - upper, -1e-300)))
     pmf = np.exp(log_pmf - log_pmf.max())
     return Lengths(pmf=pmf / pmf.sum(), note=note)
@@ -149,15 +150,17 @@ def _solve_parent(mean: float, std: float, maximum: int) -> tuple[float, float] 
     from scipy import optimize
 
     def residual(x: FloatArray) -> FloatArray:
-        got_mean, got_std = _truncated_moments(x[0] * maximum, float(np.exp(x[1])) * maximum, maximum)
+        scale = float(np.exp(x[1])) * maximum
+        got_mean, got_std = _truncated_moments(x[0] * maximum, scale, maximum)
         return np.array([(got_mean - mean) / maximum, (got_std - std) / maximum])
 
+    lower, upper = np.array([-30.0, np.log(1e-6)]), np.array([31.0, np.log(30.0)])
     best = None
     for start_scale in (1.0, 3.0, 0.5):
-        start = np.array([mean / maximum, np.log(start_scale * std / maximum)])
+        start = np.clip([mean / maximum, np.log(start_scale * std / maximum)], lower, upper)
         with np.errstate(all="ignore"):
             found = optimize.least_squares(residual, start, xtol=1e-14, ftol=1e-14, gtol=1e-14,
-                                           bounds=([-30.0, np.log(1e-6)], [31.0, np.log(30.0)]))
+                                           bounds=(lower, upper))
         if np.isfinite(found.cost) and (best is None or found.cost < best.cost):
             best = found
     if best is None or np.abs(best.fun).max() > 1e-6:

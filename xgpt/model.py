@@ -81,7 +81,8 @@ class ModelSpec:
     def decoder_layer_params(self) -> int:
         """One decoder layer, with cross-attention where the model has an encoder."""
         attentions = 2 if self.is_encoder_decoder else 1
-        return attentions * self.attention_params + self.mlp_params + self._norm_params(attentions + 1)
+        return (attentions * self.attention_params + self.mlp_params
+                + self._norm_params(attentions + 1))
 
     @property
     def embedding_params(self) -> int:

@@ -103,7 +103,7 @@ class Schedule:
         """Flat: the Estimate's keys, then the Schedule's own. Infinity is the string "inf"."""
         own = asdict(self)
         flat = {"version": SCHEDULE_VERSION, **own.pop("estimate"), **own}
-        return _infinities_to_text(flat)
+        return {k: _infinities_to_text(v) for k, v in flat.items()}
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -129,11 +129,12 @@ def load_schedule(path: Path) -> Schedule:
 
 def schedule_from_dict(raw: Mapping[str, Any]) -> Schedule:
     """Inverse of `Schedule.to_dict`. Raises KeyError/TypeError on missing or foreign keys."""
-    data = {k: math.inf if v == "inf" else v for k, v in raw.items() if k != "version"}
+    data = {k: _text_to_infinities(v) for k, v in raw.items() if k != "version"}
     stages = tuple(StageAssignment(**{**s, "ranks": tuple(s["ranks"])}) for s in data.pop("stages"))
     rejected = tuple(Rejected(**r) for r in data.pop("rejected"))
     names = set(Estimate.__dataclass_fields__)
-    estimate = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
+    estimate: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
+                                for k, v in data.items() if k in names}
     own = {k: v for k, v in data.items() if k not in names}
     return Schedule(estimate=Estimate(stages=stages, **estimate), rejected=rejected, **own)
 
@@ -150,6 +151,14 @@ def _infinities_to_text(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_infinities_to_text(v) for v in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+def _text_to_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _text_to_infinities(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_text_to_infinities(v) for v in value]
+    return math.inf if value == "inf" else value
 
 
 def _bad(path: Path, key: str, value: object, allowed: str) -> InputError:

@@ -1,4 +1,4 @@
-"""Units at the edges: inside xgpt there are only seconds, bytes, FLOPs, tokens and per-second rates."""
+"""Units at the edges: inside xgpt are only seconds, bytes, FLOPs, tokens and rates per second."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ _TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/s
 
 def model_shape(spec: ModelSpec) -> str:
     """Fingerprint of what a layer's cost depends on; names and sources do not."""
-    shape = {k: v for k, v in asdict(spec).items() if k not in ("name", "hub_id", "wheel", "source")}
+    labels = ("name", "hub_id", "wheel", "source")
+    shape = {k: v for k, v in asdict(spec).items() if k not in labels}
     shape.pop("norm_eps")  # a checkpoint's config rounds it differently; it costs nothing
     return _digest(json.dumps(shape, sort_keys=True))
 
@@ -30,9 +31,11 @@ def kernels_fingerprint() -> str:
 
 
 def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
-    """Where the profile with this metadata lies, whether or not it exists; the date does not count."""
+    """Where the profile with this metadata lies, existing or not; the date does not count."""
     key = {k: v for k, v in asdict(metadata).items() if k != "date"}
-    return folder / f"{metadata.dtype}-{metadata.ranks}x{metadata.threads_per_rank}-{_digest(json.dumps(key, sort_keys=True))}.json"
+    digest = _digest(json.dumps(key, sort_keys=True))
+    machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
+    return folder / f"{metadata.dtype}-{machine}-{digest}.json"
 
 
 def find_cached(folder: Path, metadata: ProfileMetadata) -> Profile | None:

@@ -75,7 +75,8 @@ class Profile:
         points = [p for table in self.tables.values() for p in table]
         noisy = [p for p in points if p.spread > SPREAD_LIMIT]
         if len(noisy) * 5 <= len(points):
-            return f"good: {len(points) - len(noisy)} of {len(points)} points within {SPREAD_LIMIT:.0%}"
+            steady = len(points) - len(noisy)
+            return f"good: {steady} of {len(points)} points within {SPREAD_LIMIT:.0%}"
         return (f"noisy: {len(noisy)} of {len(points)} points spread by more than "
                 f"{SPREAD_LIMIT:.0%}; is something else running here?")
 
@@ -137,16 +138,16 @@ class ProfileTiming:
         if not self._transfer:
             return np.zeros_like(np.asarray(num_bytes, float))
         xs = np.array([p.x for p in self._transfer])
-        return _line(np.asarray(num_bytes, float), xs, np.array([p.median_s for p in self._transfer]),
-                     through_zero=False)
+        seconds = np.array([p.median_s for p in self._transfer])
+        return _line(np.asarray(num_bytes, float), xs, seconds, through_zero=False)
 
     def step_overhead_s(self) -> float:
         return self._overhead_s
 
     def provenance(self) -> str:
         m = self.profile.metadata
-        return (f"measured on {m.device}, {m.dtype}, {m.ranks} ranks x {m.threads_per_rank} threads, "
-                f"{m.date}")
+        return (f"measured on {m.device}, {m.dtype}, {m.ranks} ranks x "
+                f"{m.threads_per_rank} threads, {m.date}")
 
 
 class _Grid:
@@ -171,7 +172,8 @@ class _Grid:
         rows = np.stack([_line(x, self.xs, row, through_zero=True) for row in self.values])
         low = np.take_along_axis(rows, (at - 1)[None], 0)[0]
         high = np.take_along_axis(rows, at[None], 0)[0]
-        return np.maximum(low + np.maximum(share, 0.0) * (high - low), 0.0)
+        times: NDArray[np.float64] = np.maximum(low + np.maximum(share, 0.0) * (high - low), 0.0)
+        return times
 
 
 def _line(x: NDArray[np.float64], xs: NDArray[np.float64], values: NDArray[np.float64], *,

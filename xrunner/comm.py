@@ -9,6 +9,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +89,7 @@ class MpiComm:
     def flush(self) -> None:
         while self._pending:
             request, _ = self._pending.popleft()
-            wait_politely(lambda request=request: bool(_is_sent(request)))
+            wait_politely(partial(_is_sent, request))
 
     def _keep(self, request: Any, buffer: object) -> None:
         self._pending.append((request, buffer))
@@ -101,7 +102,8 @@ class MpiComm:
 class LocalComm:
     """In-process ranks (threads), for tests and for a single rank that needs no MPI."""
 
-    def __init__(self, rank: int, size: int, boxes: dict[tuple[int, int], queue.Queue[Any]]) -> None:
+    def __init__(self, rank: int, size: int,
+                 boxes: dict[tuple[int, int], queue.Queue[Any]]) -> None:
         self.rank, self.size, self._boxes = rank, size, boxes
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:

@@ -41,7 +41,6 @@ class Head:
         self._removed: dict[int, list[int]] = {}  # group -> slots to free with its next step
         self._outstanding: dict[int, list[int]] = {}  # group -> queries awaiting a token
         self._returned: dict[int, Tensor] = {}
-        self.steps: list[Step] = []
 
     def submit(self, query: PreparedQuery) -> bool:
         """False if the query can never fit the schedule's KV budget."""
@@ -93,7 +92,8 @@ class Head:
         else:
             ids = [self._active[index].output_ids[-1] for index in slots]
         message = StepMessage(kind=step.kind, group=step.group, phase=step.phase,
-                              iteration=step.iteration, removed=tuple(removed), joined=tuple(joined))
+                              iteration=step.iteration, removed=tuple(removed),
+                              joined=tuple(joined))
         return message, torch.tensor(ids)
 
     def _compact(self, group: int, removed: list[int]) -> list[int]:

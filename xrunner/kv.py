@@ -4,7 +4,8 @@ Layout [layers, 2, slots, kv_heads, capacity, head_dim]. Active queries hold slo
 decode step reads plain views. On the CPU, pages never written are never resident.
 
 NOTE: the store starts as zeros. Attention reads a group's rows up to its longest context, and a
-masked score still multiplies what lies there: uninitialised memory may hold NaN, and 0 * NaN is NaN.
+masked score still multiplies what lies there: uninitialised memory may hold NaN, and 0 * NaN is
+NaN.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class KvCache:
         assert len(self.queries) == len(self.lengths) == len(set(self.queries)), (
             f"{self.queries = } {self.lengths = }")
         assert self.num_active <= self._slots, f"{self.num_active = } {self._slots = }"
-        assert all(0 < n <= self._capacity for n in self.lengths), f"{self.lengths = } {self._capacity = }"
+        assert all(0 < n <= self._capacity for n in self.lengths), (
+            f"{self.lengths = } {self._capacity = }")
 
     def _ensure(self, slots: int, capacity: int) -> None:
         if slots <= self._slots and capacity <= self._capacity:

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 # History of the file format.
 #   1: first version
@@ -45,8 +46,8 @@ class RunPlan:
     def save(self) -> Path:
         path = self.output / "run.json"
         values = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
-        text = json.dumps({"version": PLAN_VERSION, "fingerprint": self.fingerprint, **values}, indent=1)
-        write_atomically(path, text + "\n")
+        content = {"version": PLAN_VERSION, "fingerprint": self.fingerprint, **values}
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
         return path
 
 
@@ -55,7 +56,8 @@ def load_plan(path: Path) -> RunPlan:
     assert raw.pop("version") == PLAN_VERSION, f"{path} is of another version of xgpt"
     raw.pop("fingerprint")
     paths = ("output", "model_dir", "requests")
-    return RunPlan(**{k: Path(v) if k in paths else v for k, v in raw.items()})
+    values: dict[str, Any] = {k: Path(v) if k in paths else v for k, v in raw.items()}
+    return RunPlan(**values)
 
 
 def saved_fingerprint(output: Path) -> str | None:

@@ -38,7 +38,8 @@ def sample(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int]
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) from (seed, position) alone (splitmix64 of the pair)."""
-    state = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & _MASK64
+    state = seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7
+    state &= _MASK64
     for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         state = ((state ^ (state >> 30)) * multiplier) & _MASK64
     return ((state ^ (state >> 31)) >> 11) / (1 << 53)

@@ -92,7 +92,8 @@ def _run(plan: RunPlan, comm: Comm, barrier: Callable[[], None],
     queries, errors, done_before = work
     writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
                           model=plan.model_name)
-    progress = ProgressFile(plan.output / "progress.json", total=len(queries), done_before=done_before)
+    progress = ProgressFile(plan.output / "progress.json", total=len(queries),
+                            done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
     head = Head(rule=rra_rule(schedule.estimate), executor=executor, comm=comm, sink=sink,
                 eos_ids=eos_ids(plan.model_dir), decode_text=TextTokenizer(plan.model_dir).decode,
@@ -154,7 +155,8 @@ def _report(rank: int, executor: StageExecutor, load_s: float, bytes_read: int) 
                        peak_memory_bytes=peak)
 
 
-def _connect() -> tuple[Comm, Callable[[], None], Callable[[StageReport], Any], Callable[[int], None]]:
+def _connect() -> tuple[
+        Comm, Callable[[], None], Callable[[StageReport], Any], Callable[[int], None]]:
     """(comm, barrier, gather to rank 0, abort). One rank without a launcher needs no MPI."""
     if "mpi4py" not in sys.modules:
         local: LocalComm = local_comms(1)[0]

@@ -44,7 +44,6 @@ def test_any_moments_give_a_distribution_within_its_range(maximum: int, part: fl
     assert lengths.max == maximum and 1 <= lengths.mean <= maximum
 
 
-@pytest.mark.xfail(strict=True, reason="the solver's start lies outside its own bounds")
 def test_a_hair_of_spread_is_a_distribution_too() -> None:
     assert truncated_normal(40, 1e-6, 80).quantile(0.5) == 40
 

@@ -64,7 +64,9 @@ class StepBar:
             return
         done, total = int(text[0]), int(text[1])
         elapsed_s = time.monotonic() - self._start_s
-        left = f", {format_seconds(elapsed_s / done * (total - done))} left" if 0 < done < total else ""
+        left = ""
+        if 0 < done < total:
+            left = f", {format_seconds(elapsed_s / done * (total - done))} left"
         self._line.show(f"{self._label} {_bar(done, total)} {done}/{total} points{left}",
                         force=done == total)
 

@@ -15,7 +15,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("xgpt.cli.run:submit", "Do all of it: profile, schedule, run, report."),
     "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
     "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule within the latency bound."),
-    "simulate": ("xgpt.cli.simulate:simulate", "Estimate a given schedule: closed form and replay."),
+    "simulate": ("xgpt.cli.simulate:simulate",
+                 "Estimate a given schedule: closed form and replay."),
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
@@ -79,4 +80,4 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-assert EXIT_BAD_INPUT == click.UsageError.exit_code, "click's usage errors are wrong input too"
+assert click.UsageError.exit_code == EXIT_BAD_INPUT, "click's usage errors are wrong input too"

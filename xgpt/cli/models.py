@@ -10,7 +10,8 @@ from xgpt.units import format_bytes
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one machine-readable object on stdout.")
+@click.option("--json", "as_json", is_flag=True,
+              help="Print one machine-readable object on stdout.")
 def models(as_json: bool) -> None:
     """List the catalog: models, devices, clusters and tasks."""
     if as_json:

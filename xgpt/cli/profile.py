@@ -43,7 +43,8 @@ def profile_table(profile: Profile) -> str:
     lines = []
     for name, points in profile.tables.items():
         lines.append(f"{name} (x{', y' if any(p.y for p in points) else ''}: median)")
-        cells = [f"{p.x:g}{f',{p.y:g}' if p.y else ''}: {format_seconds(p.median_s)}" for p in points]
+        cells = [f"{p.x:g}{f',{p.y:g}' if p.y else ''}: {format_seconds(p.median_s)}"
+                 for p in points]
         lines += ["  " + "".join(f"{cell:<19}" for cell in cells[i:i + 4]).rstrip()
                   for i in range(0, len(cells), 4)]
     return "\n".join(lines)

@@ -134,7 +134,7 @@ def find(session: Session, timing: TimingSource) -> Schedule:
 
 
 def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
-    """What this finite job is expected to measure, fill and drain included; None without queries."""
+    """What this finite job is expected to measure, with fill and drain; None without queries."""
     from xsimulator.replay.predict import predict_job
 
     if session.problem.num_queries is None:

@@ -53,7 +53,8 @@ def _configuration(session: Session, schedule_file: Path | None) -> Configuratio
         return Configuration(encode_batch=given.encode_batch, tp_gpus=given.tp_gpus,
                              decode_iterations=given.decode_iterations, tp_degree=given.tp_degree)
     fixed = replace(session.problem.fixed, tp_degree=session.problem.fixed.tp_degree or 1)
-    missing = [name for name in ("encode_batch", "decode_iterations") if getattr(fixed, name) is None]
+    needed = ("encode_batch", "decode_iterations")
+    missing = [name for name in needed if getattr(fixed, name) is None]
     if fixed.tp_degree != 1 and fixed.tp_gpus is None:
         missing.append("tp_gpus")
     if missing:

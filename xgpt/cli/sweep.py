@@ -48,8 +48,9 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
 def _at(session: Session, timing: TimingSource, bound_s: float) -> Schedule | str:
     """The best schedule at this bound, or why there is none."""
     constraint = replace(session.problem.constraint, latency_s=bound_s)
+    problem = replace(session.problem, constraint=constraint)
     try:
-        return find(replace(session, problem=replace(session.problem, constraint=constraint)), timing)
+        return find(replace(session, problem=problem), timing)
     except InfeasibleError as why:
         return str(why)
 

@@ -1,1 +1,1 @@
-"""Measures XRunner's own layers. All ranks measure at once, since in a run they share the machine."""
+"""Measures XRunner's own layers. All ranks measure at once, as in a run they share the machine."""

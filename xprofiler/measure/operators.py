@@ -40,9 +40,10 @@ class LayerBench:
     def operator(self, operator: Operator, x: int, y: int) -> tuple[Callable[[], object], int]:
         """(work, calls it stands for): seconds of `work` over `calls` is the operator's time."""
         build = {
-            Operator.LAYER_REST: self._layer_rest, Operator.ENCODE_ATTENTION: self._encode_attention,
-            Operator.DECODE_ATTENTION: self._decode_attention, Operator.EMBED: self._embed,
-            Operator.HEAD: self._head,
+            Operator.LAYER_REST: self._layer_rest,
+            Operator.ENCODE_ATTENTION: self._encode_attention,
+            Operator.DECODE_ATTENTION: self._decode_attention,
+            Operator.EMBED: self._embed, Operator.HEAD: self._head,
         }[operator]
         return build(x, y)
 
@@ -83,7 +84,8 @@ class LayerBench:
 
     def _embed(self, tokens: int, _y: int) -> tuple[Callable[[], object], int]:
         ids, positions = torch.arange(tokens) % self.spec.vocab_size, torch.arange(tokens) % 64
-        return lambda: (self.ends.embed(ids, positions), self.ends.prepare(positions, self.dtype)), 1
+        return lambda: (self.ends.embed(ids, positions),
+                        self.ends.prepare(positions, self.dtype)), 1
 
     def _head(self, queries: int, _y: int) -> tuple[Callable[[], object], int]:
         hidden, choices = self._hidden(queries), [Sampling()] * queries

@@ -10,7 +10,8 @@ _MIN_TOTAL_S = 0.06
 _MIN_SAMPLES, _MAX_SAMPLES = 3, 30
 
 
-def time_samples(work: Callable[[], object], *, min_total_s: float = _MIN_TOTAL_S) -> tuple[float, ...]:
+def time_samples(work: Callable[[], object], *,
+                 min_total_s: float = _MIN_TOTAL_S) -> tuple[float, ...]:
     """Seconds of one call of `work`, sampled: each sample is the mean of a calibrated number of
     calls; the first call is a warm-up and is dropped."""
     work()

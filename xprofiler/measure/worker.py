@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def _step_overhead(bench: LayerBench, tables: dict[str, list[Sample]], metadata:
     timing = ProfileTiming(Profile(metadata=metadata, tables={**full, "step_overhead": zero}))
     residuals: list[float] = []
     for queries, context in ((1, 32), (4, 64), (8, 96), (16, 128)):
-        measured = _together(world, lambda q=queries, c=context: _decode_steps(bench, q, c))
+        measured = _together(world, partial(_decode_steps, bench, queries, context))
         layer_s = (timing.operator_s(Operator.LAYER_REST, queries)
                    + timing.operator_s(Operator.DECODE_ATTENTION, queries, context))
         expected_s = bench.num_layers * layer_s + timing.operator_s(Operator.EMBED, queries)
@@ -163,11 +164,12 @@ def _decode_steps(bench: LayerBench, queries: int, context: int, steps: int = 8)
     model = bench.model if not bench.model.is_last else StageModel(
         bench.spec, RandomWeights(bench.dtype), stage, bench.dtype)
     executor = StageExecutor(model, 1)
-    joined = tuple(Joined(query=i, input_tokens=context - steps // 2, reserve_tokens=context + steps,
-                          sampling=Sampling()) for i in range(queries))
+    joined = tuple(Joined(query=i, input_tokens=context - steps // 2,
+                          reserve_tokens=context + steps, sampling=Sampling())
+                   for i in range(queries))
     tokens = torch.ones(queries * (context - steps // 2), dtype=torch.long)
-    executor.execute(StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=joined),
-                     tokens)
+    executor.execute(StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0,
+                                 joined=joined), tokens)
     times = []
     for iteration in range(1, steps + 1):
         start = time.perf_counter()

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 from xgpt.errors import MissingExtraError
 
@@ -24,8 +25,9 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         from transformers.utils import logging
     except ImportError as cause:
         raise MissingExtraError(str(cause.name), "run", "reading a GGUF model") from None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet: Any = logging  # its functions carry no annotations
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars of the dequantiser
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,

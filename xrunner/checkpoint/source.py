@@ -88,7 +88,11 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
     try:

@@ -68,7 +68,8 @@ def _unusable(request: Request, ids: list[int], plan: RunPlan, spec: ModelSpec) 
         return f"token {wrong} is outside the vocabulary (0..{spec.vocab_size - 1})"
     room = (spec.max_positions or len(ids) + plan.max_tokens) - len(ids)
     if room < 1:
-        return f"{len(ids)} input tokens leave no room in the model's {spec.max_positions} positions"
+        return (f"{len(ids)} input tokens leave no room in the model's "
+                f"{spec.max_positions} positions")
     if request.forced_tokens is not None and request.forced_tokens > room:
         return (f"forced_tokens {request.forced_tokens} after {len(ids)} input tokens exceed the "
                 f"model's {spec.max_positions} positions")

@@ -73,7 +73,8 @@ def write_errors(path: Path, errors: Sequence[RequestError]) -> None:
 
 def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
     query = result.query
-    times = {"latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6)}
+    times = {"latency_s": round(result.latency_s, 6),
+             "encode_start_s": round(result.encode_start_s, 6)}
     if query.is_openai:
         return _openai_line(result, model, times)
     return {"id": query.id, "index": query.index, "text": result.text,
@@ -83,7 +84,8 @@ def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
 
 def _openai_line(result: FinishedQuery, model: str, times: dict[str, float]) -> dict[str, Any]:
     """The batch response object of the OpenAI batch format, our figures under `xgpt`."""
-    query, input_tokens, output_tokens = result.query, len(result.query.input_ids), len(result.output_ids)
+    query = result.query
+    input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
     choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
     if query.is_chat:
         choice["message"] = {"role": "assistant", "content": result.text}

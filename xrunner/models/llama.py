@@ -25,7 +25,8 @@ class LlamaLayer:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, index: int) -> None:
         hidden, dim = spec.hidden_size, spec.head_dim
-        self.heads, self.kv_heads, self.dim, self.eps = spec.num_heads, spec.kv_heads, dim, spec.norm_eps
+        self.heads, self.kv_heads, self.dim = spec.num_heads, spec.kv_heads, dim
+        self.eps = spec.norm_eps
         prefix = f"model.layers.{index}."
         widths = {"q": self.heads * dim, "k": self.kv_heads * dim, "v": self.kv_heads * dim}
 
@@ -66,7 +67,8 @@ class LlamaEnds:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool) -> None:
         table = (spec.vocab_size, spec.hidden_size)
-        self.eps, self.dim, self.inverse_frequency = spec.norm_eps, spec.head_dim, _frequencies(spec)
+        self.eps, self.dim = spec.norm_eps, spec.head_dim
+        self.inverse_frequency = _frequencies(spec)
         self.embedding = weights.get("model.embed_tokens.weight", table) if first else None
         self.norm = self.head_weight = None
         if last:
@@ -89,7 +91,8 @@ class LlamaEnds:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, V]."""
-        assert self.norm is not None and self.head_weight is not None, "only the last stage has a head"
+        assert self.norm is not None and self.head_weight is not None, (
+            "only the last stage has a head")
         return F.linear(rms_norm(hidden, self.norm, self.eps), self.head_weight)
 
 

@@ -66,8 +66,9 @@ class OptEnds:
             self.positions = weights.get("model.decoder.embed_positions.weight",
                                          (rows, spec.hidden_size))
         if last:
-            self.norm = tuple(weights.get(f"model.decoder.final_layer_norm.{n}", (spec.hidden_size,))
-                              for n in ("weight", "bias"))
+            norm = "model.decoder.final_layer_norm"
+            self.norm = (weights.get(f"{norm}.weight", (spec.hidden_size,)),
+                         weights.get(f"{norm}.bias", (spec.hidden_size,)))
             tied = spec.tied_embeddings or not weights.has("lm_head.weight")
             shared = self.embedding if tied else None
             name = "model.decoder.embed_tokens.weight" if tied else "lm_head.weight"
@@ -75,7 +76,8 @@ class OptEnds:
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""
-        assert self.embedding is not None and self.positions is not None, "only the first stage embeds"
+        assert self.embedding is not None and self.positions is not None, (
+            "only the first stage embeds")
         return (F.embedding(tokens, self.embedding)
                 + F.embedding(positions + POSITION_OFFSET, self.positions))
 
@@ -84,6 +86,7 @@ class OptEnds:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, V]."""
-        assert self.norm is not None and self.head_weight is not None, "only the last stage has a head"
+        assert self.norm is not None and self.head_weight is not None, (
+            "only the last stage has a head")
         normed = F.layer_norm(hidden, (hidden.shape[-1],), *self.norm, self.eps)
         return F.linear(normed, self.head_weight)

@@ -73,4 +73,5 @@ class StageModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> logits [n, V]; last stage only."""
-        return self.ends.logits(hidden)
+        logits: Tensor = self.ends.logits(hidden)
+        return logits

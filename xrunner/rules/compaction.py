@@ -1,4 +1,4 @@
-"""Which cache rows move when queries finish: one pure function, obeyed by the head and every stage."""
+"""Which cache rows move when queries finish: one pure function that head and stages obey."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from xrunner.rules.steps import Step, StepKind
 
 
 class RraRule:
-    """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each group."""
+    """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each."""
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int) -> None:

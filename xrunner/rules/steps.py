@@ -1,4 +1,4 @@
-"""What a batching rule decides: `Step`, the unit of work one group of queries takes through all stages."""
+"""What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
 
 from __future__ import annotations
 

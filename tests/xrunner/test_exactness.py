@@ -1,0 +1,133 @@
+"""Greedy float32 tokens equal transformers' `generate`, query by query."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import Collector, generate, random_queries, run_in_process, spec_of
+
+from xrunner.sampling import Sampling
+
+
+@pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)])
+def test_tokens_equal_generate_for_batches_that_join_and_leave(
+        toy: tuple[Path, Any], num_stages: int, num_groups: int) -> None:
+    directory, model = toy
+    queries = random_queries(17)
+    sink, executors = run_in_process(directory, queries, num_stages=num_stages,
+                                        num_groups=num_groups)
+    answers = {r.query.index: list(r.output_ids) for r in sink.results}
+    assert answers == {q.index: generate(model, q) for q in queries}
+    assert all(e.rows_compacted > 0 for e in executors)  # else compaction went untested
+    assert len({len(a) for a in answers.values()}) > 5
+
+
+def test_end_of_sequence_ends_a_query_unless_its_length_is_forced(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    queries = [replace(q, max_new_tokens=60) for q in random_queries(25, seed=3)]
+    sink, _ = run_in_process(directory, queries, num_stages=2, num_groups=2)
+    stopped = [r for r in sink.results if r.finish_reason == "stop"]
+    assert stopped and all(r.output_ids[-1] == 5 and len(r.output_ids) <= 60 for r in stopped)
+    forced = [replace(q, is_forced=True) for q in queries]
+    sink, _ = run_in_process(directory, forced, num_stages=2, num_groups=2)
+    assert all(len(r.output_ids) == 60 and r.finish_reason == "length" for r in sink.results)
+    first = min(stopped, key=lambda r: r.query.index).query
+    again = next(r for r in sink.results if r.query.index == first.index)
+    assert list(again.output_ids) == generate(model, replace(first, is_forced=True))
+
+
+def test_a_query_of_one_output_token_never_joins_decoding(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    queries = [replace(q, max_new_tokens=1) for q in random_queries(6)]
+    sink, executors = run_in_process(directory, queries, num_stages=2, num_groups=2)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
+        q.index: generate(model, q) for q in queries}
+    assert not [record for e in executors for record in e.log if record.kind == "decode"]
+
+
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(llama: tuple[Path, Any]) -> None:
+    directory, _ = llama
+    queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
+        temperature=0.9, top_k=20, top_p=0.9, seed=q.index)) for q in random_queries(9)]
+    texts = []
+    for stages, groups, batch, iterations in ((1, 1, 9, 30), (2, 2, 3, 4), (3, 3, 1, 2)):
+        sink, _ = run_in_process(directory, queries, num_stages=stages, num_groups=groups,
+                                    encode_batch=batch, decode_iterations=iterations)
+        texts.append({r.query.index: r.output_ids for r in sink.results})
+    assert texts[0] == texts[1] == texts[2]
+    other = [replace(q, sampling=replace(q.sampling, seed=q.index + 1000)) for q in queries]
+    sink, _ = run_in_process(directory, other, num_stages=1, num_groups=1)
+    assert {r.query.index: r.output_ids for r in sink.results} != texts[0]
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_query(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    query = replace(random_queries(4)[2], max_new_tokens=20, is_forced=True)
+    answer = generate(model, query)
+    stop = f" {answer[6]} {answer[7]} "
+    sink, _ = run_in_process(directory, [replace(query, stop=(stop,), index=0)], num_stages=1,
+                                num_groups=1)
+    result = sink.results[0]
+    assert result.finish_reason == "stop"
+    assert result.text == " ".join(map(str, result.output_ids)).split(stop)[0]
+    assert len(result.output_ids) < 20
+
+
+def test_stages_load_disjoint_layers_and_together_the_whole_model(toy: tuple[Path, Any]) -> None:
+    directory, model = toy
+    spec = spec_of(directory)
+    _, executors = run_in_process(directory, random_queries(1), num_stages=3, num_groups=1)
+    assert sum(len(e.model.layers) for e in executors) == spec.num_layers
+    held = [sum(t.numel() for t in _tensors(e)) for e in executors]
+    total = sum(p.numel() for p in model.parameters())
+    copied_head = spec.head_params if spec.tied_embeddings else 0
+    assert sum(held) == total + copied_head
+    assert max(held) < total
+
+
+def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    queries = random_queries(20)
+    sink, _ = run_in_process(directory, queries, num_stages=3, num_groups=3,
+                                sink=Collector(stop_after=5))
+    assert 5 <= len(sink.results) < 20
+    for result in sink.results:
+        assert list(result.output_ids) == generate(model, result.query)
+
+
+def test_bfloat16_logits_stay_near_transformers_in_bfloat16(toy: tuple[Path, Any]) -> None:
+    directory, model = toy
+    spec = spec_of(directory)
+    from toys import split_stages
+
+    from xrunner.checkpoint.reader import CheckpointReader
+    from xrunner.models.stage_model import StageModel
+
+    tokens = torch.arange(6, 30)
+    stage = split_stages(spec.num_layers, 1)[0]
+    dtype = torch.bfloat16
+    ours_model = StageModel(spec, CheckpointReader(directory, dtype), stage, dtype)
+    cache = torch.zeros(spec.num_layers, 2, 1, spec.kv_heads, 24, spec.head_dim, dtype=dtype)
+    with torch.inference_mode():
+        ours = ours_model.logits(ours_model.encode(tokens, cache, 0, [24])).float()
+        exact = model(tokens[None]).logits[0]
+        theirs = model.to(torch.bfloat16)(tokens[None]).logits[0].float()
+        model.to(torch.float32)
+    # rounding differs with the order of operations; ours may err as much as theirs, not more
+    scale = exact.std()
+    assert (ours - exact).abs().mean() / scale < 1.5 * (theirs - exact).abs().mean() / scale + 0.01
+
+
+def _tensors(executor: Any) -> list[torch.Tensor]:
+    found = []
+    for owner in (*executor.model.layers, executor.model.ends):
+        for name, value in vars(owner).items():
+            if name == "inverse_frequency":  # computed, not loaded
+                continue
+            found += [t for t in (value if isinstance(value, tuple) else (value,))
+                      if isinstance(t, torch.Tensor)]
+    return found

@@ -1,0 +1,142 @@
+"""Toy models of random weights as Hugging Face directories, and what transformers answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xgpt.model import ModelSpec, from_hf_config
+from xgpt.schedule import StageAssignment
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.comm import local_comms
+from xrunner.head import Head
+from xrunner.models.stage_model import StageModel
+from xrunner.pipeline import serve_stage
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.rra import RraRule
+from xrunner.stage import StageExecutor
+
+VOCAB, EOS = 97, 5
+FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "opt")
+
+
+def make_model(family: str, directory: Path) -> Any:
+    """Writes a 5-layer model of `family` to `directory`; returns transformers' own instance."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        OPTConfig,
+        OPTForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
+    if family == "opt":
+        model: Any = OPTForCausalLM(OPTConfig(
+            vocab_size=VOCAB, hidden_size=48, ffn_dim=80, num_hidden_layers=5,
+            num_attention_heads=6, max_position_embeddings=128, word_embed_proj_dim=48,
+            init_std=0.3, bos_token_id=1, eos_token_id=EOS, pad_token_id=0))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+    elif family == "llama3-rope":
+        scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+                   "rope_theta": 10000.0}
+        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=scaling))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=family == "llama-tied"))
+    for parameter in model.parameters():  # norms and biases away from 1 and 0, or they go unseen
+        if parameter.ndim == 1:
+            centre = 1.0 if float(parameter.detach().mean()) > 0.5 else 0.0
+            torch.nn.init.normal_(parameter, centre, 0.3)
+    model.eval().save_pretrained(directory)
+    return model
+
+
+def spec_of(directory: Path) -> ModelSpec:
+    return from_hf_config(json.loads((directory / "config.json").read_text()), directory.name)
+
+
+def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:
+    """Queries whose inputs and outputs all differ in length."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, size: int = 1) -> list[int]:
+        values: list[int] = torch.randint(low, high, (size,), generator=generator).tolist()
+        return values
+
+    return [PreparedQuery(index=i, id=f"q{i}", input_ids=tuple(draw(6, VOCAB, draw(1, longest)[0])),
+                          max_new_tokens=draw(1, 30)[0]) for i in range(count)]
+
+
+def generate(model: Any, query: PreparedQuery) -> list[int]:
+    """What transformers' generate answers to one query alone, greedily."""
+    inputs = torch.tensor([query.input_ids])
+    with torch.no_grad():
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                             max_new_tokens=query.max_new_tokens,
+                             eos_token_id=None if query.is_forced else EOS, pad_token_id=0)
+    answer: list[int] = out[0, len(query.input_ids):].tolist()
+    return answer
+
+
+class Collector:
+    """A Sink that keeps what it is told; stops after `stop_after` results, if given."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.results: list[FinishedQuery] = []
+        self._stop_after = stop_after
+
+    def finished(self, result: FinishedQuery) -> None:
+        self.results.append(result)
+
+    def progress(self, elapsed_s: float) -> None:
+        """Nobody watches."""
+
+    def should_stop(self) -> bool:
+        return self._stop_after is not None and len(self.results) >= self._stop_after
+
+
+def split_stages(num_layers: int, num_stages: int) -> list[StageAssignment]:
+    cuts = [round(i * num_layers / num_stages) for i in range(num_stages + 1)]
+    return [StageAssignment(index=s, ranks=(s,), first_layer=cuts[s],
+                            num_layers=cuts[s + 1] - cuts[s]) for s in range(num_stages)]
+
+
+def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_stages: int,
+                   num_groups: int, encode_batch: int = 4, decode_iterations: int = 5,
+                   max_active: int = 12, kv_tokens: int = 10_000, sink: Collector | None = None,
+                   dtype: torch.dtype = torch.float32,
+                   ) -> tuple[Collector, list[StageExecutor]]:
+    """The whole runner on threads instead of MPI ranks: (what finished, stages)."""
+    torch.set_num_threads(max(2 // num_stages, 1))  # as many as cores: more is a disaster
+    spec, sink = spec_of(directory), sink or Collector()
+    comms = local_comms(num_stages)
+    executors = [StageExecutor(StageModel(spec, CheckpointReader(directory, dtype), stage, dtype),
+                               num_groups, check=True)
+                 for stage in split_stages(spec.num_layers, num_stages)]
+    rule = RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
+                   num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
+    head = Head(rule=rule, executor=executors[0], comm=comms[0], sink=sink,
+                eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)))
+    for query in queries:
+        assert head.submit(query)
+    threads = [threading.Thread(target=serve_stage, args=(comms[s], executors[s]))
+               for s in range(1, num_stages)]
+    for thread in threads:
+        thread.start()
+    head.run()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    return sink, executors
