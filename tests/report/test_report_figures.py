@@ -49,12 +49,6 @@ def test_there_is_no_ratio_without_a_usable_prediction(predicted: object) -> Non
     assert row.ratio is None and row.verdict_text == ""
 
 
-def test_the_steady_state_stands_beside_the_schedules_own_figure() -> None:
-    metrics = {"throughput_qps": {"measured": 2.0, "predicted": 2.0}, "steady_state_qps": 2.31}
-    steady = comparisons(metrics, fake_schedule())[1]
-    assert steady.label == "Throughput, steady" and steady.ratio == pytest.approx(1.0)
-
-
 def test_queries_bound_is_kept_by_exactly_the_share_asked_for() -> None:
     latencies = [1.0] * 99 + [9.0]
     kept = check_bound(output_of([query(s) for s in latencies], 2.0, "queries"))

@@ -141,7 +141,13 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
         return None
     return predict_job(session.problem, timing, schedule.estimate, session.problem.num_queries,
                        np.random.default_rng(session.job.run.seed), inputs=session.input_lengths,
-                       padded=is_padded(session))
+                       max_outputs=_output_caps(session), padded=is_padded(session))
+
+
+def _output_caps(session: Session) -> list[int] | None:
+    """Most tokens each request may generate; None for a workload without requests."""
+    cap = session.problem.default_max_tokens
+    return [request.output_cap(cap) for request in session.requests] or None
 
 
 def _is_unknown_shape(job: Job) -> bool:

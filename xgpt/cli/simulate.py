@@ -13,9 +13,7 @@ from xgpt.cli.session import Session, is_padded, open_session, timing_of
 from xgpt.errors import InputError, Mistake
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
-from xprofiler.timing import TimingSource
-from xsimulator.policies.rra import Configuration
-from xsimulator.policies.rra import estimate as estimate_rra
+from xsimulator.policies.rra import Rra, RraConfig
 from xsimulator.replay.predict import predict_job
 
 _REPLAYED_QUERIES = 4000  # of a job without a number of its own: enough to be near steady state
@@ -31,7 +29,7 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
     config = _configuration(session, schedule_file)
-    found = estimate_rra(session.problem, timing, config, padded=is_padded(session))
+    found = Rra(session.problem, timing, padded=is_padded(session)).estimate(config)
     count = session.problem.num_queries or _REPLAYED_QUERIES
     replayed = predict_job(session.problem, timing, found, count,
                            np.random.default_rng(session.job.run.seed),
@@ -40,17 +38,17 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         print_json({**asdict(found), "replay": {"queries": count, **asdict(replayed)}})
         return
     click.echo(f"times: {timing.provenance()}")
-    click.echo(estimate_table(found))
+    click.echo(estimate_table(found, session.problem.constraint.quantile))
     click.echo(f"replay of {count} queries, start and end included: {replayed.throughput_qps:.4g} "
                f"queries/s, {replayed.output_tokens_per_s:.4g} tokens/s,\n"
                f"  latency p50 {replayed.latency_p50_s:.3g} s, p99 {replayed.latency_p99_s:.3g} s, "
                f"wall {replayed.wall_s:.4g} s")
 
 
-def _configuration(session: Session, schedule_file: Path | None) -> Configuration:
+def _configuration(session: Session, schedule_file: Path | None) -> RraConfig:
     if schedule_file is not None:
         given: Estimate = load_schedule(schedule_file).estimate
-        return Configuration(encode_batch=given.encode_batch, tp_gpus=given.tp_gpus,
+        return RraConfig(encode_batch=given.encode_batch, tp_gpus=given.tp_gpus,
                              decode_iterations=given.decode_iterations, tp_degree=given.tp_degree)
     fixed = replace(session.problem.fixed, tp_degree=session.problem.fixed.tp_degree or 1)
     needed = ("encode_batch", "decode_iterations")
@@ -63,5 +61,5 @@ def _configuration(session: Session, schedule_file: Path | None) -> Configuratio
             allowed="simulate needs it (or --schedule FILE, from `xgpt schedule --out FILE`)")
             for name in missing])
     assert fixed.encode_batch is not None and fixed.decode_iterations is not None
-    return Configuration(encode_batch=fixed.encode_batch, tp_degree=fixed.tp_degree or 1,
+    return RraConfig(encode_batch=fixed.encode_batch, tp_degree=fixed.tp_degree or 1,
                          decode_iterations=fixed.decode_iterations, tp_gpus=fixed.tp_gpus or 0)

@@ -58,8 +58,7 @@ def verdict_of(ratio: float | None) -> Verdict:
     return "good" if off <= GOOD_WITHIN else "fair" if off <= FAIR_WITHIN else "bad"
 
 
-def comparisons(metrics: Mapping[str, Any], schedule: Schedule | None = None,
-                ) -> tuple[Comparison, ...]:
+def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
     """The rows of 'predicted beside measured'; quantities that metrics lack have no row."""
     rows = [_row(metrics, key, label, unit) for key, label, unit in (
         ("throughput_qps", "Throughput", "queries/s"),
@@ -70,10 +69,6 @@ def comparisons(metrics: Mapping[str, Any], schedule: Schedule | None = None,
         ("load_s", "Time to load", "s"),
         ("overhead_share", "Overhead", "%"),
     )]
-    steady = number(metrics, "steady_state_qps")
-    if steady is not None and schedule is not None:
-        expected = schedule.estimate.throughput_qps
-        rows.insert(1, _comparison("Throughput, steady", expected, steady, "queries/s"))
     return tuple(row for row in rows if row is not None)
 
 

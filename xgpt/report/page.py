@@ -82,7 +82,7 @@ def _context(output: Output) -> dict[str, Any]:
         "banner": words.banner(output),
         "is_done": output.metrics is not None and text_at(output.metrics, "status") != "stopped",
         "tiles": _tiles(metrics, check),
-        "comparisons": comparisons(metrics, output.schedule),
+        "comparisons": comparisons(metrics),
         "schedule": output.schedule,
         "schedule_facts": _schedule_facts(output.schedule),
         "words": words,

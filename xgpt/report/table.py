@@ -25,17 +25,28 @@ def schedule_table(schedule: Schedule) -> str:
     facts = [
         ("chosen", _chosen(e)),
         ("parallel", _parallel(e)),
-        ("throughput", f"{plain(e.throughput_qps)} queries/s, "
-                       f"{plain(e.output_tokens_per_s)} output tokens/s"),
+        ("throughput", _throughput(e)),
         ("latency", _latency(schedule)),
         ("the bound", _bound_cost(schedule)),
-        ("step times", f"encode {format_seconds(e.encode_s)}, decode iteration "
-                       f"{format_seconds(e.decode_iteration_s)}, period "
-                       f"{format_seconds(e.period_s)}"),
+        ("step times", _step_times(e)),
         ("memory", _memory(e)),
         ("search", f"{schedule.status}, {_gap(schedule)}, "
                    f"{counted(schedule.nodes, 'configuration')} in "
                    f"{format_seconds(schedule.seconds)}"),
+    ]
+    return "\n".join(_fact(label, value) for label, value in facts)
+
+
+def estimate_table(estimate: Estimate, quantile: float) -> str:
+    """The same figures of an Estimate that no search stands behind."""
+    facts = [
+        ("simulated", _chosen(estimate)),
+        ("parallel", _parallel(estimate)),
+        ("throughput", _throughput(estimate)),
+        ("latency", f"{format_seconds(estimate.latency_s)} for {quantile * 100:g} % of the output "
+                    "lengths"),
+        ("step times", _step_times(estimate)),
+        ("memory", _memory(estimate)),
     ]
     return "\n".join(_fact(label, value) for label, value in facts)
 
@@ -67,6 +78,16 @@ def stage_table(schedule: Schedule) -> str:
         phase = {"both": "encode, decode"}.get(stage.role, stage.role)
         body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
     return _table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
+
+
+def _throughput(e: Estimate) -> str:
+    return (f"{plain(e.throughput_qps)} queries/s, {plain(e.output_tokens_per_s)} output tokens/s "
+            "in steady state")
+
+
+def _step_times(e: Estimate) -> str:
+    return (f"encode {format_seconds(e.encode_s)}, decode iteration "
+            f"{format_seconds(e.decode_iteration_s)}, period {format_seconds(e.period_s)}")
 
 
 def _chosen(e: Estimate) -> str:

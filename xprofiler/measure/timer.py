@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 _MIN_SAMPLE_S = 2e-3  # one raw sample lasts at least this long: far above the clock's grain
-_MIN_TOTAL_S = 0.06
+_MIN_TOTAL_S = 0.03
 _MIN_SAMPLES, _MAX_SAMPLES = 3, 30
 
 

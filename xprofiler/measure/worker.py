@@ -51,6 +51,7 @@ GRID: dict[Operator, tuple[tuple[int, ...], tuple[int, ...]]] = {
     Operator.HEAD: ((1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128), (0,)),
 }
 _ATTEMPTS = 3
+_OVERHEAD_STEPS = 8
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
 
 
@@ -149,7 +150,9 @@ def _step_overhead(bench: LayerBench, tables: dict[str, list[Sample]], metadata:
     zero = (Sample(x=0, y=0, samples_s=(0.0,)),)
     timing = ProfileTiming(Profile(metadata=metadata, tables={**full, "step_overhead": zero}))
     residuals: list[float] = []
+    longest = bench.spec.max_positions or _CONTEXTS[-1]
     for queries, context in ((1, 32), (4, 64), (8, 96), (16, 128)):
+        context = min(context, longest - _OVERHEAD_STEPS)
         measured = _together(world, partial(_decode_steps, bench, queries, context))
         layer_s = (timing.operator_s(Operator.LAYER_REST, queries)
                    + timing.operator_s(Operator.DECODE_ATTENTION, queries, context))
@@ -158,7 +161,8 @@ def _step_overhead(bench: LayerBench, tables: dict[str, list[Sample]], metadata:
     return Sample(x=0, y=0, samples_s=tuple(residuals))
 
 
-def _decode_steps(bench: LayerBench, queries: int, context: int, steps: int = 8) -> tuple[float, ...]:
+def _decode_steps(bench: LayerBench, queries: int, context: int,
+                  steps: int = _OVERHEAD_STEPS) -> tuple[float, ...]:
     """Seconds of real decode steps of an executor that already holds `queries` queries."""
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=bench.num_layers)
     model = bench.model if not bench.model.is_last else StageModel(

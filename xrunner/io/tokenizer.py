@@ -14,9 +14,13 @@ from typing import Any
 
 from xgpt.errors import MissingExtraError, XgptError
 
+# Any of these makes a directory one with a tokenizer; without, requests must give tokens.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
 
 class TextTokenizer:
-    """The tokenizer of one checkpoint directory."""
+    """The tokenizer of one checkpoint directory. A directory without one (random weights) serves
+    requests that give tokens; their answers have no text."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -28,13 +32,12 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Plain text, with the special tokens the model's tokenizer adds by itself."""
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
-
     def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Tokens of several texts at once (the library works them in parallel)."""
+        if not texts:
+            return []
+        if self._backend is None:
+            raise XgptError(f"{self.directory} has no tokenizer: requests must give tokens")
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=special)]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -60,6 +63,8 @@ class TextTokenizer:
             raise ValueError(f"chat template: {cause}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._backend is None:
+            return ""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -74,6 +79,9 @@ def eos_ids(directory: Path) -> frozenset[int]:
 
 
 def _load_backend(directory: Path) -> Any:
+    """The `tokenizers` object; None where the directory has no vocabulary. Raises XgptError."""
+    if not any((directory / name).is_file() for name in _VOCABULARIES):
+        return None
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -84,7 +92,10 @@ def _load_backend(directory: Path) -> Any:
     else:
         from transformers import AutoTokenizer
 
-        backend = AutoTokenizer.from_pretrained(directory, use_fast=True).backend_tokenizer
+        try:
+            backend = AutoTokenizer.from_pretrained(directory, use_fast=True).backend_tokenizer
+        except (ValueError, OSError, ImportError) as cause:
+            raise XgptError(f"{directory}: its tokenizer cannot be read: {cause}") from None
     # a checkpoint may carry the padding and truncation of its training
     backend.no_padding()
     backend.no_truncation()

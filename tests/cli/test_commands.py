@@ -1,0 +1,133 @@
+"""The command line as a user meets it: exit codes, messages, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OPT_13B = """
+model: opt-13b
+cluster: a40-4
+workload: {requests: {count: 2000}, task: S}
+constraint: {latency_s: 11.5}
+"""
+
+
+def xgpt(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs `xgpt ARGUMENTS` in a fresh interpreter; `code` runs after it, whatever the exit."""
+    program = ("import sys\nfrom xgpt.cli.main import main\n"
+               f"sys.argv = ['xgpt', *{[str(a) for a in arguments]!r}]\n"
+               f"try:\n    main()\nfinally:\n    {code or 'pass'}\n")
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=False, timeout=120)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(OPT_13B)
+    return path
+
+
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    heavy = ("[print('IMPORTED', m) for m in ('torch', 'mpi4py', 'numpy', 'scipy', 'yaml') "
+             "if m in sys.modules]")
+    done = xgpt("--help", code=heavy)
+    assert done.returncode == 0 and "IMPORTED" not in done.stdout
+    for name in ("profile", "simulate", "schedule", "run", "submit", "sweep", "report", "status",
+                 "models"):
+        assert f"\n  {name} " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
+    done = xgpt("schedule", job, code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & "
+                                      "set(sys.modules))")
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY set()" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_schedule_of_opt_13b_is_confirmed_by_simulate(job: Path, tmp_path: Path) -> None:
+    found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json")
+    assert found.returncode == 0, found.stderr
+    schedule = json.loads(found.stdout)
+    assert schedule["latency_s"] <= 11.5 and schedule["fits"] and schedule["status"] == "optimal"
+    assert schedule["bound_qps"] >= schedule["throughput_qps"] > 0
+    checked = xgpt("simulate", job, "--json", "--schedule", tmp_path / "s.json")
+    assert checked.returncode == 0, checked.stderr
+    estimate = json.loads(checked.stdout)
+    for key in ("throughput_qps", "latency_s", "period_s", "memory_bytes", "decode_batch"):
+        assert estimate[key] == schedule[key], key
+    by_keys = xgpt("simulate", job, "--json", *(
+        f"--set=schedule.{key}={schedule[key]}"
+        for key in ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus")))
+    assert json.loads(by_keys.stdout)["throughput_qps"] == schedule["throughput_qps"]
+    # the replay of the whole job is an independent account; its ramp costs a few per cent
+    replayed_qps = estimate["replay"]["throughput_qps"]
+    assert replayed_qps == pytest.approx(schedule["throughput_qps"], rel=0.2)
+
+
+def test_five_mistakes_are_five_lines_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: opt-13c\ncluster: a40-5\nworkload: {requests: {count: 0}, task: S}\n"
+                    "constraint: {latency_s: -1}\nschdule: auto\n")
+    done = xgpt("schedule", path)
+    assert done.returncode == 2 and done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 5
+    for key, line in (("model", 1), ("cluster", 2), ("count", 3), ("latency_s", 4), ("schdule", 5)):
+        assert any(key in e and f"bad.yaml:{line}:" in e for e in errors), (key, errors)
+    assert "opt-13b" in done.stderr and "did you mean" in done.stderr
+
+
+def test_a_bound_that_cannot_be_met_is_exit_code_3_with_the_tightest_that_can(job: Path) -> None:
+    done = xgpt("schedule", job, "--set", "constraint.latency_s=0.01")
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "tightest" in done.stderr
+
+
+def test_unknown_files_options_and_overrides_are_exit_code_2(job: Path, tmp_path: Path) -> None:
+    assert xgpt("schedule", tmp_path / "none.yaml").returncode == 2
+    assert xgpt("schedule", job, "--fast").returncode == 2
+    assert xgpt("schedule", job, "--set", "constraint.latenzy_s=3").returncode == 2
+    assert xgpt("schedul", job).returncode == 2
+    wrong = xgpt("simulate", job)
+    assert wrong.returncode == 2 and "schedule.encode_batch" in wrong.stderr
+
+
+def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
+    done = xgpt("run", job, "--set", "model=no-such-model")
+    assert done.returncode == 2
+    done = xgpt("profile", job)
+    assert done.returncode == 2 and "local" in done.stderr
+
+
+def test_sweep_rises_with_the_bound(job: Path) -> None:
+    done = xgpt("sweep", job, "--json", "--bounds", "0.01,8,20,inf")
+    rows = json.loads(done.stdout)
+    assert "infeasible" in rows[0]
+    rates = [row["throughput_qps"] for row in rows[1:]]
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+    assert xgpt("sweep", job, "--bounds", "soon").returncode == 2
+
+
+def test_the_options_are_frozen() -> None:
+    """A job's meaning belongs in its file; a new flag needs a reason and a line here."""
+    from xgpt.cli.main import COMMANDS, LazyGroup, cli
+
+    assert isinstance(cli, LazyGroup)
+    context = cli.make_context("xgpt", ["models"])
+    flags = {name: {flag for p in command.params for flag in p.opts if flag.startswith("--")}
+             for name in COMMANDS if (command := cli.get_command(context, name)) is not None}
+    shared = {"--set", "--json"}
+    assert flags == {
+        "submit": shared, "profile": shared | {"--out", "--again"}, "schedule": shared | {"--out"},
+        "simulate": shared | {"--schedule"}, "sweep": shared | {"--bounds"},
+        "run": shared | {"--schedule"}, "report": shared, "status": shared, "models": {"--json"},
+    }

@@ -1,0 +1,178 @@
+"""Real mpiexec runs of the whole command on toy models: exact, complete, and stopped in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import toys  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+
+
+def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
+              encode_batch: int = 3, decode_iterations: int = 4) -> Path:
+    (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
+    job = folder / "job.yaml"
+    job.write_text(f"""
+model: {model}
+cluster: local
+workload:
+  requests: requests.jsonl
+  output_tokens: {{mean: 15, std: 8, max: 40}}
+schedule: {{policy: rra, encode_batch: {encode_batch}, decode_iterations: {decode_iterations}}}
+run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
+output: out
+""")
+    return job
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One profile cache for all runs of this file: a toy's profile serves every job on it."""
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="module", params=["llama", "opt"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
+          ) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, toys.make_model(request.param, directory)
+
+
+def as_requests(queries: list[Any]) -> list[dict[str, Any]]:
+    return [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
+            for q in queries]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks: int,
+                                                 tmp_path: Path, cache: dict[str, str]) -> None:
+    directory, reference = model
+    queries = toys.random_queries(14, seed=ranks)
+    requests: list[dict[str, Any]] = as_requests(queries)
+    requests.insert(3, {"id": "bad", "tokens": []})
+    requests.insert(7, {"id": "alien", "tokens": [1, toys.VOCAB + 4]})
+    job = write_job(tmp_path, directory, requests, ranks=ranks)
+    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
+                          env=cache, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries]
+    assert {r["id"]: r["output_ids"] for r in results} == {
+        q.id: toys.generate(reference, q) for q in queries}
+    errors = read_lines(tmp_path / "out" / "errors.jsonl")
+    assert [(e["line"], e["id"]) for e in errors] == [(4, "bad"), (8, "alien")]
+    metrics = json.loads(done.stdout)
+    assert metrics["queries"] == 14 and metrics["errors"] == 2 and metrics["status"] == "done"
+    assert metrics["throughput_qps"]["predicted"] > 0
+    stages = json.loads((tmp_path / "out" / "schedule.json").read_text())["stages"]
+    assert len(stages) == ranks
+    read = [s["bytes_read"] for s in metrics["stages"]]
+    size = (directory / "model.safetensors").stat().st_size
+    assert ranks == 1 or max(read) < size, "a rank loaded the whole model"
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+def start_long_run(folder: Path, directory: Path, cache: dict[str, str]) -> subprocess.Popen[str]:
+    requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(400)]
+    job = write_job(folder, directory, requests, ranks=2)
+    process = subprocess.Popen([*XGPT, "submit", str(job)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True, env=cache)
+    results = folder / "out" / "results.jsonl"
+    deadline = time.monotonic() + 200
+    while not (results.is_file() and results.read_bytes().count(b"\n") >= 12):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def rank_pids(folder: Path) -> list[int]:
+    """Processes that run the worker on this folder's run.json."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            is_rank = b"mpiexec" not in command[0] and b"hydra" not in command[0]
+            plan = str(folder / "out/run.json").encode()
+            if is_rank and b"xrunner.worker" in command and plan in command:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
+def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
+        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> None:
+    directory = tmp_path_factory.mktemp("killed")
+    reference = toys.make_model("llama", directory)
+    process = start_long_run(tmp_path, directory, cache)
+    pids = rank_pids(tmp_path)
+    assert len(pids) == 2
+    os.kill(pids[-1], signal.SIGKILL)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in messages, messages
+    assert not rank_pids(tmp_path), "ranks die together"
+    text = (tmp_path / "out" / "results.jsonl").read_bytes()
+    whole = text[:text.rfind(b"\n") + 1].splitlines()
+    assert 12 <= len(whole) < 400
+    assert [json.loads(line)["id"] for line in whole] == [f"q{i}" for i in range(len(whole))]
+
+    again = subprocess.run([*XGPT, "submit", str(tmp_path / "job.yaml")], capture_output=True,
+                           text=True, env=cache, timeout=240, check=False)
+    assert again.returncode == 0, again.stderr
+    assert f"going on after the {len(whole)} queries" in again.stderr
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    assert [r["id"] for r in results] == [f"q{i}" for i in range(400)]
+    query = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40,
+                               is_forced=True)
+    expected = toys.generate(reference, query)
+    assert all(r["output_ids"] == expected for r in results)
+
+
+def test_an_interrupt_stops_in_good_order_with_exit_code_75(
+        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> None:
+    directory = tmp_path_factory.mktemp("interrupted")
+    toys.make_model("llama", directory)
+    process = start_long_run(tmp_path, directory, cache)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 75, messages
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    assert 12 <= len(results) < 400
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["status"] == "stopped" and metrics["queries"] == len(results)
+    assert metrics["throughput_qps"]["predicted"] is None
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_a_failing_rank_is_reported_in_words(tmp_path: Path, cache: dict[str, str],
+                                             tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("broken")
+    toys.make_model("llama", directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["num_hidden_layers"] = 6  # one more than the weights have
+    (directory / "config.json").write_text(json.dumps(config))
+    job = write_job(tmp_path, directory, as_requests(toys.random_queries(14)), ranks=2)
+    done = subprocess.run([*XGPT, "submit", str(job)], capture_output=True, text=True, env=cache,
+                          timeout=240, check=False)
+    assert done.returncode == 1
+    assert "model.layers.5" in done.stderr and "no tensor" in done.stderr
