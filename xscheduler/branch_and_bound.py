@@ -2,9 +2,10 @@
 
 Nothing here knows what is searched. The caller's `examine` looks at boxes in batches and says of
 each: an upper bound on the objective of every admissible point in it, the best admissible point it
-happened to see, whether that settles the box, and if there is no admissible point, why. What is
-proved is as true as those upper bounds are; this file only keeps the books: a box is split until
-its bound is within `gap` of the incumbent, and the bound of the whole is that of the best box left.
+happened to see, a smaller box that holds the same admissible points if it found one, whether the
+box is settled, and if it holds no admissible point, why. What is proved is as true as those upper
+bounds are; this file only keeps the books: a box is split until its bound is within `gap` of the
+incumbent, and the bound of the whole is the highest of those given up.
 
 Order is explicit: boxes by (bound, age), incumbents by (objective, then the smaller point), so the
 same input gives the same answer whatever the clock, unless `max_seconds` cuts it short.
@@ -71,8 +72,9 @@ class NodeResult:
 
     upper_bound: float  # of the objective over its admissible points; -inf if there is none
     best: Candidate | None  # best admissible point seen in it
-    is_settled: bool  # `best` is its optimum, or it has no admissible point
-    reason: str  # why it holds none, or what the bound rests on; counted
+    box: Box  # as examined, or contracted
+    is_settled: bool  # nothing would be gained by splitting it
+    reason: str  # why it is settled; counted
 
 
 class Status(Enum):
@@ -85,82 +87,97 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The incumbent and what was proved. `closed` counts discarded boxes by reason."""
+    """The incumbent and what was proved. `closed` counts discarded boxes by reason; `per_root` has
+    each root's best candidate and upper bound (-inf: no admissible point)."""
 
     status: Status
     best: Candidate | None
     upper_bound: float
     nodes: int
     closed: tuple[tuple[str, int], ...]
+    per_root: tuple[tuple[Candidate | None, float], ...]
 
 
 def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *,
-             gap: float, max_nodes: int | None = None, max_seconds: float | None = None) -> Outcome:
-    """The best admissible point of the roots, within the relative `gap` of the optimum."""
-    assert gap >= 0, f"{gap = }"
+             gap: float, max_nodes: int | None = None, max_seconds: float | None = None,
+             split: Callable[[Box], Sequence[Box]] = Box.split) -> Outcome:
+    """The best admissible point of the roots, within the relative `gap` of the optimum.
+
+    roots: numbered 0, 1, ... by their `root`. The roots are always examined; `max_nodes` and
+    `max_seconds` are looked at after each batch of boxes.
+    """
+    assert gap >= 0 and [box.root for box in roots] == list(range(len(roots))), f"{gap = } {roots = }"
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    search = _Search(gap)
-    search.add(roots, examine(roots) if roots else [])
-    while search.queue and search.queue_bound > search.cutoff:
+    search = _Search(gap, len(roots))
+    search.add(examine(roots) if roots else [])
+    while search.is_open:
         if (max_nodes is not None and search.nodes >= max_nodes) or time.monotonic() > deadline:
             return search.outcome(Status.LIMIT)
-        children = [child for box in search.pop(BATCH) for child in box.split()]
-        search.add(children, examine(children))
+        children = [child for box in search.pop(BATCH) for child in split(box)]
+        search.add(examine(children))
     return search.outcome(Status.INFEASIBLE if search.best is None else Status.OPTIMAL)
 
 
 class _Search:
-    """Open boxes, the incumbent, and the count of what was closed and why."""
+    """Open boxes, the incumbent, and what was closed and why."""
 
-    def __init__(self, gap: float) -> None:
-        self.queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
+    def __init__(self, gap: float, num_roots: int) -> None:
         self.best: Candidate | None = None
         self.nodes = 0
         self._gap = gap
+        self._queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
         self._closed: Counter[str] = Counter()
-        self._closed_bound = -math.inf  # of boxes given up although their bound was higher
+        self._root_best: list[Candidate | None] = [None] * num_roots
+        self._root_bound = [-math.inf] * num_roots  # of boxes closed
 
     @property
-    def queue_bound(self) -> float:
-        return -self.queue[0][0]
+    def is_open(self) -> bool:
+        """A box is left that could improve the incumbent by more than the gap."""
+        return bool(self._queue) and -self._queue[0][0] > self._cutoff
 
     @property
-    def cutoff(self) -> float:
-        """Boxes whose bound does not exceed it cannot improve the incumbent by more than the gap."""
+    def _cutoff(self) -> float:
         return -math.inf if self.best is None else self.best.objective * (1 + self._gap)
 
-    def add(self, boxes: Sequence[Box], results: Sequence[NodeResult]) -> None:
+    def add(self, results: Sequence[NodeResult]) -> None:
         for result in results:
-            if result.best is not None and (self.best is None or result.best.rank < self.best.rank):
-                self.best = result.best
-        for box, result in zip(boxes, results, strict=True):
+            if result.best is not None:
+                root = result.best.root
+                self.best = _better(self.best, result.best)
+                self._root_best[root] = _better(self._root_best[root], result.best)
+        for result in results:
             self.nodes += 1
             if result.is_settled:
-                self._closed[result.reason] += 1
-            elif result.upper_bound <= self.cutoff:
-                self._close(result.upper_bound)
+                self._close(result.box, result.upper_bound, result.reason)
+            elif result.upper_bound <= self._cutoff:
+                self._close(result.box, result.upper_bound, "no better than the incumbent")
             else:
-                heapq.heappush(self.queue, (-result.upper_bound, self.nodes, box))
+                heapq.heappush(self._queue, (-result.upper_bound, self.nodes, result.box))
 
     def pop(self, count: int) -> list[Box]:
         """The `count` boxes of highest bound that can still matter."""
         boxes = []
-        while self.queue and self.queue_bound > self.cutoff and len(boxes) < count:
-            boxes.append(heapq.heappop(self.queue)[2])
+        while self.is_open and len(boxes) < count:
+            boxes.append(heapq.heappop(self._queue)[2])
         return boxes
 
     def outcome(self, status: Status) -> Outcome:
-        while self.queue and status is not Status.LIMIT:
-            self._close(-heapq.heappop(self.queue)[0])
+        reason = "left open" if status is Status.LIMIT else "no better than the incumbent"
+        for bound, _, box in self._queue:
+            self._close(box, -bound, reason)
         found = -math.inf if self.best is None else self.best.objective
-        left = self.queue_bound if self.queue else -math.inf
         return Outcome(status=status, best=self.best, nodes=self.nodes,
-                       upper_bound=max(found, left, self._closed_bound),
-                       closed=tuple(sorted(self._closed.items())))
+                       upper_bound=max(found, *self._root_bound),
+                       closed=tuple(sorted(self._closed.items())),
+                       per_root=tuple(zip(self._root_best, self._root_bound, strict=True)))
 
-    def _close(self, bound: float) -> None:
-        self._closed["no better than the incumbent"] += 1
-        self._closed_bound = max(self._closed_bound, bound)
+    def _close(self, box: Box, upper_bound: float, reason: str) -> None:
+        self._closed[reason] += 1
+        self._root_bound[box.root] = max(self._root_bound[box.root], upper_bound)
+
+
+def _better(one: Candidate | None, other: Candidate) -> Candidate:
+    return other if one is None or other.rank < one.rank else one
 
 
 def _replaced(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:

@@ -33,13 +33,11 @@ def best_of_grid(problem: Problem, timing: TimingSource, *, encode_batches: Iter
     keys = [(root, (batch, n)) for root in range(len(plans)) for batch in encode_batches
             for n in iterations]
     admission.evaluate(keys)
-    rows = [(key, admission.figures(*key)) for key in keys]
     bound_s = problem.constraint.latency_s
-    admitted = [(-f.throughput_qps, key) for key, f in rows
-                if admission.forbidden(f, bound_s) is None]
-    fitting = [f.latency_s for _, f in rows if admission.forbidden(f, float("inf")) is None]
-    best = min(admitted, default=None)
+    best = min(((-admission.figures(key).throughput_qps, key) for key in keys
+                if admission.forbidden(key, bound_s) is None), default=None)
     return BruteForceResult(
-        config=None if best is None else admission.config(*best[1]),
-        throughput_qps=None if best is None else -best[0],
-        tightest_latency_s=min(fitting, default=None), num_configs=len(keys))
+        config=None if best is None else admission.config(best[1]),
+        throughput_qps=None if best is None else -best[0], num_configs=len(keys),
+        tightest_latency_s=min((admission.figures(key).latency_s for key in keys
+                                if admission.crowding(key) is None), default=None))

@@ -2,59 +2,52 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 
 from xgpt.errors import InfeasibleError
 from xgpt.units import format_bytes, format_seconds
-from xscheduler.admission import Admission, Figures, Point
-from xscheduler.branch_and_bound import Box
+from xscheduler.admission import Admission, Key
+from xscheduler.space import batch_range, iteration_range
 
 LATENCY_SAMPLES = 64  # values of decode_iterations looked at for the tightest latency
 
 
-def explain(admission: Admission, roots: Sequence[Box], *, is_proved: bool) -> InfeasibleError:
-    """The error to raise: names the binding constraint, the tightest latency and its configuration."""
-    seen = _easiest(admission, roots)
-    bound_s = admission.problem.constraint.latency_s
-    start = "no schedule satisfies the bound" if is_proved else (
-        "none found within the search's limit")
-    fitting = {key: f for key, f in seen.items() if admission.forbidden(f, math.inf) is None}
-    if not fitting:
-        return InfeasibleError(_without_room(admission, seen))
-    (root, point), tightest = min(fitting.items(), key=lambda item: (item[1].latency_s, item[0]))
-    config = admission.config(root, point)
-    problem = admission.problem
+def explain(admission: Admission, *, is_proved: bool) -> InfeasibleError:
+    """The error to raise: the binding constraint, the tightest latency and who reaches it."""
+    keys = _easiest(admission)
+    with_room = [key for key in keys if admission.crowding(key) is None]
+    if not with_room:
+        return InfeasibleError(_without_room(admission, keys))
+    admission.evaluate(with_room)
+    key = min(with_room, key=lambda key: (admission.figures(key).latency_s, key))
+    tightest, config, problem = admission.figures(key), admission.config(key), admission.problem
     longest = problem.lengths.outputs.quantile(problem.constraint.quantile)
+    start = "no schedule satisfies" if is_proved else "the search's limit came before any that met"
     return InfeasibleError(
-        f"{start} of {format_seconds(bound_s)} on a query of {longest} output tokens "
-        f"(quantile {problem.constraint.quantile:g}): latency binds. The tightest latency that can "
-        f"be met is {format_seconds(tightest.latency_s)}, by policy rra, encode_batch "
-        f"{config.encode_batch}, decode_iterations {config.decode_iterations}, tp_degree "
-        f"{config.tp_degree}, tp_gpus {config.tp_gpus} ({tightest.throughput_qps:.3g} queries/s)")
+        f"{start} the bound of {format_seconds(problem.constraint.latency_s)} for a query of "
+        f"{longest} output tokens (quantile {problem.constraint.quantile:g}); latency binds. The "
+        f"tightest that can be met is {format_seconds(tightest.latency_s)}, by policy rra, "
+        f"encode_batch {config.encode_batch}, decode_iterations {config.decode_iterations}, "
+        f"tp_degree {config.tp_degree}, tp_gpus {config.tp_gpus} "
+        f"({tightest.throughput_qps:.3g} queries/s)")
 
 
-def _easiest(admission: Admission, roots: Sequence[Box]) -> dict[tuple[int, Point], Figures]:
+def _easiest(admission: Admission) -> list[Key]:
     """Smallest batch over the range of decode_iterations, of every plan."""
-    keys = []
-    for box in roots:
-        low, up = box.lower[1], box.upper[1]
-        values = sorted({round(v) for v in np.linspace(low, up, min(up - low + 1, LATENCY_SAMPLES))})
-        keys += [(box.root, (box.lower[0], n)) for n in values]
-    admission.evaluate(keys)
-    return {(root, point): admission.figures(root, point) for root, point in keys}
+    problem = admission.problem
+    batch, _ = batch_range(problem.fixed, problem.num_queries)
+    low, up = iteration_range(problem.fixed, admission.rra.flow.max_iterations)
+    samples = np.linspace(low, up, min(up - low + 1, LATENCY_SAMPLES))
+    values = sorted({round(value) for value in samples})
+    return [(root, (batch, n)) for root in range(len(admission.plans)) for n in values]
 
 
-def _without_room(admission: Admission, seen: dict[tuple[int, Point], Figures]) -> str:
-    obstacles = {admission.forbidden(figures, math.inf) for figures in seen.values()}
-    if obstacles == {"number of queries"}:
-        present = min(figures.present for figures in seen.values())
+def _without_room(admission: Admission, keys: list[Key]) -> str:
+    memory_bytes, present = admission.rra.room([admission.config(key) for key in keys])
+    if {admission.crowding(key) for key in keys} == {"number of queries"}:
         return (f"no schedule: the job has {admission.problem.num_queries} queries, and the fixed "
-                f"values keep {present:.0f} present at a time")
-    needed = min(figures.memory_bytes for figures in seen.values())
+                f"values keep {present.min():.0f} present at a time")
     return (f"no schedule: memory binds. {admission.problem.model.name} needs at least "
-            f"{format_bytes(needed)} on its fullest device, of which "
-            f"{format_bytes(admission.rra.capacity_bytes)} can be used; more devices or a smaller "
-            "model, dtype or length of output would fit")
+            f"{format_bytes(memory_bytes.min())} on its fullest device, of which "
+            f"{format_bytes(admission.rra.capacity_bytes)} can be used; it takes more devices, or a "
+            "smaller model, dtype or maximum output")

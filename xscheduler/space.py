@@ -4,23 +4,21 @@
     decode_iterations  down  raises latency and memory, and nearly always throughput
     tp_gpus            down  raises throughput and latency where collectives are dear
 
-Only the first two are searched as a box. Neither memory nor, over fast links, throughput is
+Only the first two are searched as a box (xscheduler.search says what it relies on). Neither memory nor, over fast links, throughput is
 monotone in tp_gpus, and there are few values: every (tp_degree, tp_gpus) is a root of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from xgpt.cluster import Cluster
 from xgpt.errors import InputError, Mistake
 from xgpt.job import FixedSchedule
 from xgpt.model import ModelSpec
-from xscheduler.branch_and_bound import Box
 from xsimulator.allocation import refuse_plan
 
-MAX_ENCODE_BATCH = 1 << 14
+MAX_ENCODE_BATCH = 1 << 20
 _DEGREES = (1, 2, 4, 8, 16)
 
 
@@ -59,19 +57,15 @@ def tensor_plans(model: ModelSpec, cluster: Cluster, fixed: FixedSchedule) -> li
     return plans
 
 
-def root_box(root: int, fixed: FixedSchedule, max_iterations: int, max_batch: int,
-             is_possible: Callable[[int], bool]) -> Box:
-    """(encode_batch, decode_iterations) of one plan. `is_possible(batch)` says whether a batch
-    fits in the easiest case; the range ends before twice the largest that does."""
-    batch = (1, max_batch)
+def batch_range(fixed: FixedSchedule, num_queries: int | None) -> tuple[int, int]:
+    """Smallest and largest encode_batch to consider. No job encodes more than all its queries."""
     if fixed.encode_batch is not None:
-        batch = (fixed.encode_batch, fixed.encode_batch)
-    else:
-        top = 1
-        while top < max_batch and is_possible(top):
-            top = min(2 * top, max_batch)
-        batch = (1, top)
-    iterations = (1, max_iterations)
+        return fixed.encode_batch, fixed.encode_batch
+    return 1, min(num_queries or MAX_ENCODE_BATCH, MAX_ENCODE_BATCH)
+
+
+def iteration_range(fixed: FixedSchedule, max_iterations: int) -> tuple[int, int]:
+    """Smallest and largest decode_iterations to consider."""
     if fixed.decode_iterations is not None:
-        iterations = (fixed.decode_iterations, fixed.decode_iterations)
-    return Box(root=root, lower=(batch[0], iterations[0]), upper=(batch[1], iterations[1]))
+        return fixed.decode_iterations, fixed.decode_iterations
+    return 1, max_iterations

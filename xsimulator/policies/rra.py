@@ -113,6 +113,15 @@ class Rra:
         fits = columns["memory_bytes"] <= self.capacity_bytes
         return EstimateArrays(**columns, fits=fits)
 
+    def room(self, configs: Sequence[RraConfig]) -> tuple[FloatArray, FloatArray]:
+        """(bytes on the fullest rank, queries present in the mean) of each: quick, no timeline."""
+        memory_bytes, present = np.empty(len(configs)), np.empty(len(configs))
+        for row, config in enumerate(configs):
+            plan = self._plan(config.tp_degree, config.tp_gpus)
+            memory_bytes[row] = self._memory_bytes(plan, [config]).max()
+            present[row] = config.encode_batch * self._occupancy(config).mean_present
+        return memory_bytes, present
+
     def estimate(self, config: RraConfig) -> Estimate:
         """One configuration as the artefact that is shown, and executed."""
         plan, problem = self._plan(config.tp_degree, config.tp_gpus), self.problem

@@ -1,0 +1,100 @@
+"""The generic branch and bound on functions whose optimum is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscheduler.branch_and_bound import Box, Candidate, NodeResult, Status, maximise
+
+
+def examiner(objective, limit, counter=None):
+    """Objective and weight x + 2 y both grow; admissible within `limit`."""
+    def examine(boxes):
+        results = []
+        for box in boxes:
+            if counter is not None:
+                counter.append(box)
+            x, y = box.lower
+            is_point = box.num_points == 1
+            if x + 2 * y > limit:
+                results.append(NodeResult(upper_bound=-math.inf, best=None, box=box,
+                                          is_settled=True, reason="weight"))
+                continue
+            best = Candidate(objective=objective(x, y), root=box.root, point=box.lower)
+            results.append(NodeResult(upper_bound=objective(*box.upper), best=best, box=box,
+                                      is_settled=is_point, reason="a single point"))
+        return results
+    return examine
+
+
+def product(x, y):
+    return float(x * y + x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(limit=st.integers(0, 80), width=st.integers(1, 40), height=st.integers(1, 40))
+def test_finds_the_optimum_of_a_monotone_objective(limit, width, height):
+    outcome = maximise([Box(root=0, lower=(1, 1), upper=(width, height))],
+                       examiner(product, limit), gap=0.0)
+    values = [product(x, y) for x in range(1, width + 1) for y in range(1, height + 1)
+              if x + 2 * y <= limit]
+    if not values:
+        assert outcome.status is Status.INFEASIBLE and outcome.best is None
+        assert dict(outcome.closed) == {"weight": outcome.nodes}
+    else:
+        assert outcome.status is Status.OPTIMAL
+        assert outcome.best.objective == max(values) == outcome.upper_bound
+
+
+@pytest.mark.parametrize("gap", [0.01, 0.1, 0.5])
+def test_a_gap_saves_nodes_and_is_kept(gap):
+    root = [Box(root=0, lower=(1, 1), upper=(60, 60))]
+    exact, loose = (maximise(root, examiner(product, 90), gap=g) for g in (0.0, gap))
+    assert loose.nodes < exact.nodes
+    assert exact.best.objective <= loose.upper_bound <= (1 + gap) * loose.best.objective
+
+
+def test_a_node_limit_is_told_apart_and_leaves_a_valid_bound():
+    root = [Box(root=0, lower=(1, 1), upper=(60, 60))]
+    exact = maximise(root, examiner(product, 90), gap=0.0)
+    cut = maximise(root, examiner(product, 90), gap=0.0, max_nodes=5)
+    assert cut.status is Status.LIMIT
+    assert cut.best.objective <= exact.best.objective <= cut.upper_bound
+    assert dict(cut.closed)["left open"] > 0
+
+
+def test_ties_go_to_the_earlier_root_and_the_smaller_point():
+    roots = [Box(root=r, lower=(1, 1), upper=(9, 9)) for r in range(2)]
+    outcome = maximise(roots, examiner(lambda x, y: 1.0, 12), gap=0.0)
+    assert (outcome.best.root, outcome.best.point) == (0, (1, 1))
+
+
+def test_every_root_has_its_own_best_and_bound():
+    roots = [Box(root=0, lower=(1, 1), upper=(4, 4)), Box(root=1, lower=(50, 50), upper=(60, 60))]
+    outcome = maximise(roots, examiner(product, 12), gap=0.0)
+    (best, bound), (none, empty) = outcome.per_root
+    assert best == outcome.best and bound == best.objective
+    assert none is None and empty == -math.inf
+
+
+def test_splitting_keeps_every_point_once():
+    box = Box(root=0, lower=(1, 5), upper=(7, 9))
+    pending, points = [box], []
+    while pending:
+        piece = pending.pop()
+        if piece.num_points == 1:
+            points.append(piece.lower)
+        else:
+            pending += piece.split()
+    assert sorted(points) == [(x, y) for x in range(1, 8) for y in range(5, 10)]
+
+
+def test_same_input_same_order_of_boxes():
+    runs = [[], []]
+    for run in runs:
+        maximise([Box(root=0, lower=(1, 1), upper=(30, 30))], examiner(product, 40, run), gap=0.0)
+    assert runs[0] == runs[1]
