@@ -1,0 +1,70 @@
+"""Reading checkpoints: shards, wrong shapes, missing tensors, and where a model comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import make_model, random_queries, run_in_process, spec_of
+
+from xgpt.errors import XgptError
+from xrunner.checkpoint import source
+from xrunner.checkpoint.reader import CheckpointReader
+
+
+def test_shards_and_pytorch_files_give_the_same_tokens(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "single")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    (tmp_path / "bin").mkdir()
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    config = (tmp_path / "single" / "config.json").read_text()
+    (tmp_path / "bin" / "config.json").write_text(config)
+    answers = []
+    for name in ("single", "sharded", "bin"):
+        sink, _ = run_in_process(tmp_path / name, random_queries(5), num_stages=2, num_groups=2)
+        answers.append({r.query.index: r.output_ids for r in sink.results})
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_missing_or_misshapen_tensor_is_named(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    reader = CheckpointReader(llama[0], torch.float32)
+    assert reader.get("model.norm.weight", (48,)).shape == (48,)
+    with pytest.raises(XgptError, match=r"model.norm.weight.*\[48\].*\[49\]"):
+        reader.get("model.norm.weight", (49,))
+    with pytest.raises(XgptError, match="no tensor 'model.nothing'"):
+        reader.get("model.nothing", (1,))
+    with pytest.raises(XgptError, match="no model.safetensors"):
+        CheckpointReader(tmp_path, torch.float32)
+
+
+def test_names_one_level_up_are_found(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(llama[0] / "model.safetensors")
+    save_file({k.removeprefix("model."): v for k, v in tensors.items()},
+              tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path, torch.float32)
+    ours = reader.get("model.layers.0.mlp.up_proj.weight", (80, 48))
+    assert torch.equal(ours, tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_local_directory_serves_itself_and_says_so(llama: tuple[Path, Any]) -> None:
+    files = source.find_model(str(llama[0]), say=lambda message: None)
+    assert files.directory == llama[0] and "local directory" in files.served_by
+    assert files.spec == spec_of(llama[0]) or files.spec.num_layers == 5
+
+
+def test_a_model_nobody_has_is_refused_with_every_reason(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def no_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> None:
+        if not local_only:
+            reasons.append(f"hub {hub_id}: unreachable")
+
+    monkeypatch.setattr(source, "_from_hub", no_hub)
+    with pytest.raises(XgptError, match="no local directory.*someone/nothing: unreachable"):
+        source.find_model("someone/nothing", say=lambda message: None)

@@ -1,0 +1,73 @@
+"""The KV cache: slots, compaction against a plain model of it, growth, zeros."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xgpt.model import ModelSpec
+from xrunner.kv import KvCache
+from xrunner.rules.compaction import apply_moves, compaction_moves
+
+SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,
+                 num_kv_heads=1, vocab_size=11, intermediate_size=8)
+
+
+@given(st.integers(0, 40).flatmap(lambda n: st.tuples(
+    st.just(n), st.sets(st.integers(0, n - 1)) if n else st.just(set()))))
+def test_compaction_keeps_the_survivors_with_the_fewest_moves(case: tuple[int, set[int]]) -> None:
+    num_active, removed = case
+    survivors = apply_moves(list(range(num_active)), removed)
+    assert sorted(survivors) == sorted(set(range(num_active)) - removed)
+    moves = compaction_moves(num_active, removed)
+    behind = set(range(len(survivors), num_active)) - removed
+    assert {m.source for m in moves} == behind  # only rows behind the new end move
+    assert {m.target for m in moves} <= removed
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data: st.DataObject) -> None:
+    cache, expected, next_query = KvCache(SPEC, 2, torch.float32), {}, 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        if cache.num_active:
+            gone = data.draw(st.sets(st.integers(0, cache.num_active - 1)))
+            for slot in gone:
+                del expected[cache.queries[slot]]
+            cache.free(sorted(gone))
+        inputs = data.draw(st.lists(st.integers(1, 6), max_size=4))
+        queries = list(range(next_query, next_query + len(inputs)))
+        next_query += len(inputs)
+        first = cache.allocate(queries, inputs, [n + 9 for n in inputs])
+        for i, (query, length) in enumerate(zip(queries, inputs, strict=True)):
+            values = torch.randn(2, 2, 1, length, 4)
+            cache.store[:, :, first + i, :, :length] = values
+            expected[query] = values
+        cache.check_integrity()
+        assert sorted(cache.queries) == sorted(expected)
+        for slot, query in enumerate(cache.queries):
+            length = cache.lengths[slot]
+            assert torch.equal(cache.store[:, :, slot, :, :length], expected[query])
+    assert torch.isfinite(cache.store).all(), "masked scores multiply what lies here"
+
+
+def test_decoding_within_the_reserve_never_reallocates() -> None:
+    cache = KvCache(SPEC, 2, torch.bfloat16)
+    cache.allocate([1, 2], [3, 4], [10, 12])
+    before = cache.store.data_ptr()
+    for _ in range(7):
+        cache.extend()
+        cache.check_integrity()
+    assert cache.lengths == [10, 11] and cache.store.data_ptr() == before
+    assert cache.num_tokens == 21
+
+
+def test_a_slot_freed_is_a_slot_reused() -> None:
+    cache = KvCache(SPEC, 2, torch.float32)
+    cache.allocate([1, 2, 3], [1, 1, 1], [5, 5, 5])
+    size = cache.store.numel()
+    for query in range(4, 30):
+        cache.free([0])
+        cache.allocate([query], [1], [5])
+    assert cache.store.numel() == size

@@ -1,0 +1,68 @@
+"""results.jsonl: in the input's order, a valid prefix at any moment, resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from xgpt.workload import RequestError
+from xrunner.io.results import ResultWriter, count_results, write_errors
+from xrunner.query import FinishedQuery, PreparedQuery
+
+
+def finished(index: int, *, text: str = "täxt\n", openai: bool = False) -> FinishedQuery:
+    query = PreparedQuery(index=index, id=f"id{index}", input_ids=(1, 2, 3), max_new_tokens=5,
+                          is_openai=openai, is_chat=openai)
+    return FinishedQuery(query=query, output_ids=(4, 5), finish_reason="stop", encode_start_s=0.5,
+                         latency_s=1.25, text=text)
+
+
+def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    writer = ResultWriter(path, first_index=0, model="toy")
+    seen = []
+    for index in (2, 0, 3, 1, 4):
+        writer.write(finished(index))
+        seen.append([json.loads(line)["index"] for line in path.read_text().splitlines()])
+    assert seen == [[], [0], [0], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert writer.num_held == 0
+    writer.close()
+    line = json.loads(path.read_text().splitlines()[0])
+    assert line == {"id": "id0", "index": 0, "text": "täxt\n", "output_ids": [4, 5],
+                    "input_tokens": 3, "output_tokens": 2, "finish_reason": "stop",
+                    "latency_s": 1.25, "encode_start_s": 0.5}
+
+
+def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert count_results(path) == 0
+    path.write_text('{"index": 0}\n{"index": 1}\n{"index": 2, "te')
+    assert count_results(path) == 2
+    assert path.read_text() == '{"index": 0}\n{"index": 1}\n'
+    writer = ResultWriter(path, first_index=2, model="toy")
+    writer.write(finished(2))
+    writer.close()
+    assert count_results(path) == 3
+
+
+def test_an_openai_request_is_answered_with_a_batch_response(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    writer = ResultWriter(path, first_index=0, model="toy")
+    writer.write(finished(0, text="Hello", openai=True))
+    writer.close()
+    line = json.loads(path.read_text())
+    body = line["response"]["body"]
+    assert line["custom_id"] == "id0" and line["response"]["status_code"] == 200
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert line["xgpt"]["latency_s"] == 1.25
+
+
+def test_errors_are_written_in_line_order_and_no_file_when_there_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "errors.jsonl"
+    write_errors(path, [RequestError(line=9, id=None, error="b"),
+                        RequestError(line=2, id="x", error="a")])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"line": 2, "id": "x", "error": "a"}, {"line": 9, "id": None, "error": "b"}]
+    write_errors(path, [])
+    assert not path.exists()

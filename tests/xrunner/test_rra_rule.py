@@ -1,0 +1,94 @@
+"""The batching rule: order, quotas, limits, and that every query is served once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import Step, StepKind
+
+
+def drive(rule: RraRule, outputs: dict[int, int]) -> list[Step]:
+    """Runs the rule to its end; query q needs outputs[q] tokens, the first from its encoding."""
+    steps: list[Step] = []
+    left = dict(outputs)
+    active: list[list[int]] = [[] for _ in range(rule.num_groups)]
+    while (group := rule.next_group()) is not None:
+        for query in [q for q in active[group] if left[q] == 0]:
+            active[group].remove(query)
+            rule.finish(query)
+        step = rule.decide()
+        if step is None:
+            continue
+        steps.append(step)
+        active[group] += step.joined
+        for query in step.joined if step.kind is StepKind.ENCODE else active[group]:
+            left[query] -= 1
+        assert len(active[group]) <= rule.group_max_active
+        assert len(steps) < 100_000
+    assert not any(left.values())
+    return steps
+
+
+def test_a_phase_encodes_every_group_then_decodes_each_in_turn() -> None:
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=20, kv_tokens=1000)
+    for query in range(8):
+        assert rule.submit(query, 10)
+    steps = drive(rule, dict.fromkeys(range(8), 4))
+    first = [(s.kind.value, s.group, s.iteration) for s in steps[:6]]
+    assert first == [("encode", 0, 0), ("encode", 1, 0), ("decode", 0, 1), ("decode", 1, 1),
+                     ("decode", 0, 2), ("decode", 1, 2)]
+    assert [s.joined for s in steps[:2]] == [(0, 1), (2, 3)]
+    assert [s.joined for s in steps[6:8]] == [(4, 5), (6, 7)] and steps[6].phase == 1
+
+
+@given(encode_batch=st.integers(1, 40), num_groups=st.integers(1, 8), phase=st.integers(0, 30))
+def test_quotas_of_a_phase_sum_to_the_encode_batch_and_stay_even(
+        encode_batch: int, num_groups: int, phase: int) -> None:
+    rule = RraRule(encode_batch=encode_batch, decode_iterations=1, num_groups=num_groups,
+                   max_active=99, kv_tokens=99)
+    quotas = [rule.quota(group, phase) for group in range(num_groups)]
+    assert sum(quotas) == encode_batch and max(quotas) - min(quotas) <= 1
+    over_time = [sum(rule.quota(g, p) for p in range(num_groups)) for g in range(num_groups)]
+    assert set(over_time) == {encode_batch}
+
+
+@settings(deadline=None, max_examples=60)
+@given(encode_batch=st.integers(1, 9), iterations=st.integers(1, 7), num_groups=st.integers(1, 4),
+       max_active=st.integers(1, 12), capacity=st.integers(40, 200),
+       outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))
+def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
+        encode_batch: int, iterations: int, num_groups: int, max_active: int, capacity: int,
+        outputs: list[int]) -> None:
+    rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
+                   max_active=max_active, kv_tokens=capacity)
+    wanted = {q: n for q, n in enumerate(outputs) if rule.submit(q, n)}
+    assert all(outputs[q] > rule.group_kv_tokens for q in set(range(len(outputs))) - set(wanted))
+    steps = drive(rule, wanted)
+    joined = Counter(q for s in steps for q in s.joined)
+    assert joined == Counter(wanted.keys())
+    order = [q for s in steps for q in s.joined]
+    assert order == sorted(order), "admission keeps the input's order"
+    assert rule.num_active == rule.num_waiting == rule.reserved_tokens == 0
+    for phase in {s.phase for s in steps}:
+        assert sum(len(s.joined) for s in steps if s.phase == phase) <= encode_batch
+
+
+def test_reserved_tokens_never_exceed_a_groups_share() -> None:
+    rule = RraRule(encode_batch=10, decode_iterations=3, num_groups=2, max_active=50, kv_tokens=100)
+    assert not rule.submit(99, 51), "can never fit: told at once"
+    for query in range(12):
+        assert rule.submit(query, 20)
+    drive_limits = []
+    rule_finish = rule.finish
+
+    def watch(query: int) -> None:
+        drive_limits.append(rule.reserved_tokens)
+        rule_finish(query)
+
+    rule.finish = watch  # type: ignore[method-assign]
+    drive(rule, dict.fromkeys(range(12), 5))
+    assert max(drive_limits) == 80  # two queries of 20 in each group's 50
