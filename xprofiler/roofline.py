@@ -43,8 +43,8 @@ class Roofline:
         return np.where(size > 0, seconds, 0.0)
 
     def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
-        """Ring bandwidth (2 (t - 1) / t of the bytes), tree latency (2 log2 t hops: small messages take
-        that way), and the skew of the group's ranks."""
+        """Ring bandwidth (2 (t - 1) / t of the bytes), tree latency (2 log2 t hops: small messages
+        take that way), and the skew of the group's ranks."""
         volume = np.asarray(num_bytes, float)
         if tp_degree == 1:
             return np.zeros_like(volume)
@@ -52,8 +52,9 @@ class Roofline:
         share = constants.SLOW_ALL_REDUCE_SHARE if is_slow else constants.ALL_REDUCE_SHARE
         moved = 2 * (tp_degree - 1) / tp_degree * volume
         hops = 2 * np.log2(tp_degree)
-        return (moved / (link.bandwidth_bytes_per_s * share) + hops * link.latency_s
-                + self._synchronisation_s(tp_degree))
+        seconds: FloatArray = (moved / (link.bandwidth_bytes_per_s * share)
+                               + hops * link.latency_s + self._synchronisation_s(tp_degree))
+        return seconds
 
     def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
         """One message between consecutive stages: latency plus bytes over bandwidth."""
@@ -94,7 +95,8 @@ class Roofline:
         del tp_degree
         c = self._constants
         touched = 3 * self._model.hidden_size * self._item_bytes
-        return tokens * touched / self._bandwidth(c.elementwise_bytes_share) + c.elementwise_launch_s
+        moved_s = tokens * touched / self._bandwidth(c.elementwise_bytes_share)
+        return moved_s + c.elementwise_launch_s
 
     def _encode_attention(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         model, c = self._model, self._constants
@@ -143,7 +145,7 @@ class Roofline:
 
 
 def rest_params(model: ModelSpec) -> int:
-    """Weights that LAYER_REST multiplies: a decoder layer's, without cross key and value projections."""
+    """Weights that LAYER_REST multiplies: a decoder layer's but for cross key and value ones."""
     return model.decoder_layer_params - cross_kv_params(model)
 
 

@@ -90,7 +90,8 @@ class Frontier:
 
 
 class Frontiers:
-    """Finds frontiers by bisection, many at once: memory, presence and latency grow with the batch."""
+    """Finds frontiers by bisection, many at once: memory, presence and latency grow with the
+    batch."""
 
     def __init__(self, admission: Admission, latency_bound_s: float, *,
                  latency_tolerance: float) -> None:
@@ -99,7 +100,7 @@ class Frontiers:
         self._known: dict[tuple[int, int], Frontier] = {}
 
     def find(self, wanted: Sequence[tuple[int, int]], smallest: int, largest: int) -> None:
-        """Make the frontiers of these (plan, decode_iterations) known, within a range of batches."""
+        """Make the frontiers of these (plan, decode_iterations) known, in a range of batches."""
         new = sorted(set(wanted) - self._known.keys())
         roomy = {line: self._roomy(line, smallest, largest) for line in new}
         outer = self._bisect(roomy, smallest, self._tolerance)

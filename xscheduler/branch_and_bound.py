@@ -48,8 +48,9 @@ class Box:
         low, up = self.lower[axis], self.upper[axis]
         assert low < up, f"a single point cannot be split: {self = }"
         middle = min(max(math.isqrt(max(low, 1) * up), low), up - 1)
-        return (Box(root=self.root, lower=self.lower, upper=_replaced(self.upper, axis, middle)),
-                Box(root=self.root, lower=_replaced(self.lower, axis, middle + 1), upper=self.upper))
+        below, above = _replaced(self.upper, axis, middle), _replaced(self.lower, axis, middle + 1)
+        return (Box(root=self.root, lower=self.lower, upper=below),
+                Box(root=self.root, lower=above, upper=self.upper))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,8 @@ def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[N
     roots: numbered 0, 1, ... by their `root`. The roots are always examined; `max_nodes` and
     `max_seconds` are looked at after each batch of boxes.
     """
-    assert gap >= 0 and [box.root for box in roots] == list(range(len(roots))), f"{gap = } {roots = }"
+    assert gap >= 0, f"{gap = }"
+    assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
     search = _Search(gap, len(roots))
     search.add(examine(roots) if roots else [])
@@ -156,7 +158,7 @@ class _Search:
 
     def pop(self, count: int) -> list[Box]:
         """The `count` boxes of highest bound that can still matter."""
-        boxes = []
+        boxes: list[Box] = []
         while self.is_open and len(boxes) < count:
             boxes.append(heapq.heappop(self._queue)[2])
         return boxes

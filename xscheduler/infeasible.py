@@ -49,5 +49,5 @@ def _without_room(admission: Admission, keys: list[Key]) -> str:
                 f"values keep {present.min():.0f} present at a time")
     return (f"no schedule: memory binds. {admission.problem.model.name} needs at least "
             f"{format_bytes(memory_bytes.min())} on its fullest device, of which "
-            f"{format_bytes(admission.rra.capacity_bytes)} can be used; it takes more devices, or a "
-            "smaller model, dtype or maximum output")
+            f"{format_bytes(admission.rra.capacity_bytes)} can be used; it takes more devices, or "
+            "a smaller model, dtype or maximum output")

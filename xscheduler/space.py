@@ -4,8 +4,9 @@
     decode_iterations  down  raises latency and memory, and nearly always throughput
     tp_gpus            down  raises throughput and latency where collectives are dear
 
-Only the first two are searched as a box (xscheduler.search says what it relies on). Neither memory nor, over fast links, throughput is
-monotone in tp_gpus, and there are few values: every (tp_degree, tp_gpus) is a root of its own.
+Only the first two are searched as a box (xscheduler.search says what it relies on). Neither memory
+nor, over fast links, throughput is monotone in tp_gpus, and there are few values: every
+(tp_degree, tp_gpus) is a root of its own.
 """
 
 from __future__ import annotations

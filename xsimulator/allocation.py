@@ -1,4 +1,4 @@
-"""Layers onto stages: partial tensor parallelism (paper section 4.2) with an uneven split done exactly.
+"""Layers onto stages: partial tensor parallelism (paper section 4.2), uneven splits done exactly.
 
 The first `tp_gpus` devices form groups of `tp_degree`, the others are single; each group or single
 is a stage. Layers go where they finish earliest: a stage's load is its layers' time plus, on the

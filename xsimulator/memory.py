@@ -51,12 +51,13 @@ def reserved_tokens(occupancy: Occupancy, group_batch: ArrayLike, groups: ArrayL
     if num_queries is not None:
         most = np.minimum(most, np.ceil(num_queries / np.minimum(count, num_queries)))
     group_tokens = np.clip(wanted, max_reserve, np.maximum(most, 1) * max_reserve)
-    return np.ceil(group_tokens) * count
+    reserved: FloatArray = np.ceil(group_tokens) * count
+    return reserved
 
 
 def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str) -> FloatArray:
     """[stages] bytes of weights on each rank of a stage. The embedding lies whole on every rank of
-    the first stage; layers and the head are sharded. An encoder-decoder model embeds on the first."""
+    the first stage; layers and the head are sharded."""
     elements = np.array([
         (s.num_layers * model.decoder_layer_params
          + s.num_encoder_layers * model.encoder_layer_params) / s.tp_degree for s in stages])
@@ -71,7 +72,8 @@ def kv_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,
     lies in the cross-attention's cache and its output in the self-attention's: as much together."""
     per_token = model.kv_elements_per_token_layer * DTYPE_BYTES[dtype]
     share = np.array([s.num_layers / s.tp_degree for s in stages])
-    return np.asarray(kv_tokens, float)[..., None] * share * per_token
+    held: FloatArray = np.asarray(kv_tokens, float)[..., None] * share * per_token
+    return held
 
 
 def activation_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str, *,

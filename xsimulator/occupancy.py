@@ -184,7 +184,8 @@ def expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
     lower = np.minimum(position.astype(np.int64), table.shape[1] - 2)
     rows = np.arange(table.shape[0])
     left, right = table[rows, lower], table[rows, lower + 1]
-    return left + (position - lower) * (right - left)
+    between: FloatArray = left + (position - lower) * (right - left)
+    return between
 
 
 def _mean_squared_input_given_output(lengths: JointLengths) -> FloatArray:

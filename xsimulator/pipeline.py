@@ -134,10 +134,10 @@ class _Rounds:
         last_start = np.maximum(state.last, first_start + self._encode_rest_s[:, 0])
 
         def seen(before_last: FloatArray) -> FloatArray:
-            """Until the head takes up the tokens: the last group waits for the others' next step."""
+            """Until the head takes up the tokens; the last group waits for the others' steps."""
             again = state.next_start()
-            return np.maximum(again - first_start,
-                              np.maximum(state.last, again + before_last) - last_start)
+            last: FloatArray = np.maximum(state.last, again + before_last) - last_start
+            return np.maximum(again - first_start, last)
 
         self._encode(state)
         encoded = seen(self._before_last[:, 0])

@@ -47,7 +47,8 @@ class LayerTimes:
             return rest
         tokens = np.asarray(tokens, float)
         reduce_s = self.timing.all_reduce_s(tokens * self.row_bytes, degree, self._link)
-        return rest + all_reduces * np.where(tokens > 0, reduce_s, 0.0)
+        total: FloatArray = rest + all_reduces * np.where(tokens > 0, reduce_s, 0.0)
+        return total
 
     def encode_layer_s(self, tokens: ArrayLike, attention_s: ArrayLike, degree: int) -> FloatArray:
         """One layer's encoding: an encoder layer where the model has them, else a decoder layer."""
@@ -57,7 +58,8 @@ class LayerTimes:
         reduces = ALL_REDUCES_PER_LAYER
         plain = self.rest_s(tokens, degree, all_reduces=0)
         collectives = self.rest_s(tokens, degree, all_reduces=reduces) - plain
-        return ratio * plain + collectives + np.asarray(attention_s, float)
+        total: FloatArray = ratio * plain + collectives + np.asarray(attention_s, float)
+        return total
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """One decoder layer's projection of the encoder's output to keys and values."""

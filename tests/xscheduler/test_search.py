@@ -29,7 +29,8 @@ SLOW = Link(name="slow", bandwidth_bytes_per_s=10e9, latency_s=10e-6)
 
 
 def toy_problem(*, latency_s=math.inf, devices=4, memory=6e8, link=FAST, fixed=None,
-                inputs=(40, 20, 80), outputs=(9, 4, 20), num_queries=None, quantile=0.99, pairs=None):
+                inputs=(40, 20, 80), outputs=(9, 4, 20), num_queries=None,
+                quantile=0.99, pairs=None):
     device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
                     flops_per_s=(("float32", 1e13), ("float16", 5e13)))
     cluster = Cluster(name="toy", device=device, num_nodes=1, devices_per_node=devices,

@@ -108,7 +108,8 @@ def test_replay_of_one_query_is_the_sum_of_its_steps():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
     result, _ = replayed(problem, found, 1, padded=True)
-    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), "float16", found.stages)
+    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
+                       found.stages)
     attention = times.attention_s(np.array([10]))
     expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
     expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()
@@ -122,7 +123,8 @@ def test_context_of_a_step_is_that_of_its_queries():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(
         encode_batch=2, decode_iterations=3, decode_micro_batches=1))
-    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), "float16", found.stages)
+    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
+                       found.stages)
     rule = RraRule(encode_batch=2, decode_iterations=3, num_groups=1, max_active=2, kv_tokens=100)
     result = replay(rule, times, inputs=np.array([10, 4]), outputs=np.array([2, 4]),
                     reserve_tokens=np.array([14, 8]), is_encoder_decoder=False, padded=True)

@@ -1,4 +1,4 @@
-"""RRA in closed form (paper sections 4.1 and 6; design.md section 3.2), over arrays of configurations.
+"""RRA in closed form (paper sections 4.1 and 6; design.md section 3.2), for many configurations.
 
 Symbols: B_E = encode_batch, N_D = decode_iterations, G = decode_micro_batches (default: one per
 stage), B_D = decode_batch = B_E E[c(D)], c(d) = ceil(d / N_D). Within a phase n(u) queries are
@@ -150,7 +150,8 @@ class Rra:
         timeline, encode_s = self._timeline(plan, configs, occupancies)
         memory_bytes = self._memory_bytes(plan, configs).max(axis=1)
         return {
-            "throughput_qps": batch / timeline.period_s, "latency_s": self._latency(timeline, configs),
+            "throughput_qps": batch / timeline.period_s,
+            "latency_s": self._latency(timeline, configs),
             "period_s": timeline.period_s, "encode_s": encode_s,
             "decode_batch": batch * np.array([o.mean_phases for o in occupancies]),
             "present": batch * np.array([o.mean_present for o in occupancies]),
@@ -268,7 +269,8 @@ class Rra:
             degree = len(group)
             one = layers.encode_attention_s(problem.lengths.inputs.mean, degree)
             encode = float(layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree))
-            decode = rounds * float(layers.decode_layer_s(REFERENCE_DECODE_QUERIES, context, degree))
+            decode = rounds * float(
+                layers.decode_layer_s(REFERENCE_DECODE_QUERIES, context, degree))
             fixed = total(Operator.EMBED, tokens, degree) if index == 0 else 0.0
             if index == len(ranks) - 1:
                 fixed += total(Operator.HEAD, REFERENCE_ENCODE_QUERIES, degree)

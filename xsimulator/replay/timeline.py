@@ -33,7 +33,8 @@ def step_seconds(times: StageTimes, steps: Trace, inputs: IntArray, *, padded: b
         place = np.searchsorted(encodes, steps.encoded_step)
 
         def per_step(values: FloatArray) -> FloatArray:
-            return np.bincount(place, weights=values, minlength=len(encodes))
+            sums = np.bincount(place, weights=values, minlength=len(encodes))
+            return np.asarray(sums, dtype=np.float64)
 
         attention = {d: per_step(v) for d, v in times.attention_s(tokens).items()}
         seconds[encodes] = times.encode_s(

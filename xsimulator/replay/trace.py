@@ -9,7 +9,6 @@ that two pools feed at their own pace (WAA) will need events ordered by (time, p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +42,8 @@ class Trace:
         return np.array([step.kind is StepKind.ENCODE for step in self.steps], dtype=bool)
 
 
-def trace(rule: BatchingRule, inputs: Sequence[int] | IntArray, iterations: Sequence[int] | IntArray,
-          reserve_tokens: Sequence[int] | IntArray) -> Trace:
+def trace(rule: BatchingRule, inputs: IntArray, iterations: IntArray,
+          reserve_tokens: IntArray) -> Trace:
     """Drive `rule` until every query is done. Per query: input tokens, decode iterations it needs
     (0: done when encoded), KV tokens it reserves. Raises XgptError for one that can never fit."""
     driver = _Driver([int(n) for n in inputs], [int(n) for n in iterations])
@@ -109,7 +108,8 @@ class _Driver:
         sizes = np.array(self._sizes, float).reshape(-1, 3)
         encoded = np.array(self._encoded, np.int64).reshape(-1, 2)
         return Trace(
-            turns=tuple(self._turns), steps=tuple(self._steps), queries=sizes[:, 0].astype(np.int64),
+            turns=tuple(self._turns), steps=tuple(self._steps),
+            queries=sizes[:, 0].astype(np.int64),
             context_mean=sizes[:, 1], context_max=sizes[:, 2], encoded=encoded[:, 0],
             encoded_step=encoded[:, 1], first_step=np.array(self._first, np.int64),
             last_step=np.array(self._last, np.int64), tokens_made=np.array(self._made, np.int64))
