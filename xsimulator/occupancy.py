@@ -44,8 +44,12 @@ class Occupancy:
 class QueryFlow:
     """Derives an Occupancy for any N_D from the joint distribution of lengths; keeps each."""
 
-    def __init__(self, lengths: JointLengths, *, is_encoder_decoder: bool) -> None:
+    def __init__(self, lengths: JointLengths, *, is_encoder_decoder: bool,
+                 reserved_output_tokens: int = 0) -> None:
+        """`reserved_output_tokens`: output tokens a query may generate, and so reserves, where that
+        is more than the distribution's longest."""
         self.lengths = lengths
+        self._reserved_output_tokens = max(reserved_output_tokens, lengths.outputs.max)
         self._iterations_fewer = 0 if is_encoder_decoder else 1
         self._known: dict[tuple[int, bool], Occupancy] = {}
 
@@ -62,7 +66,7 @@ class QueryFlow:
     @property
     def max_reserve_tokens(self) -> int:
         """KV tokens the longest query reserves at admission."""
-        return self.lengths.inputs.max + self.lengths.outputs.max
+        return self.lengths.inputs.max + self._reserved_output_tokens
 
     def iterations_of(self, output_tokens: int) -> int:
         """D of a query with that many output tokens."""
@@ -135,7 +139,7 @@ class QueryFlow:
 
     @cached_property
     def _reserve_per_output(self) -> tuple[FloatArray, FloatArray]:
-        pmf, cap = self.lengths.outputs.pmf, self.lengths.outputs.max
+        pmf, cap = self.lengths.outputs.pmf, self._reserved_output_tokens
         mean = self.lengths.mean_input_given_output()
         square = _mean_squared_input_given_output(self.lengths)
         return pmf * (mean + cap), pmf * (square + 2 * cap * mean + cap**2)

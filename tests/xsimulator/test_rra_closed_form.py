@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf
         model=catalog.model(model), cluster=catalog.cluster(cluster),
         lengths=lengths or catalog.task(task), dtype="float16", num_queries=num_queries,
         constraint=Constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
-        default_max_tokens=1024)
+        default_max_tokens=1)
 
 
 def roofline_of(problem):
@@ -204,6 +205,17 @@ def test_outputs_of_one_token_need_no_decoding():
     assert found.decode_batch == 0
     assert found.latency_s >= found.encode_s / 2
     assert found.period_s == pytest.approx(found.encode_s, rel=0.5)
+
+
+def test_a_query_that_reserves_more_than_the_longest_output_is_planned_for():
+    config = RraConfig(encode_batch=8, decode_iterations=8)
+    plain = problem_of()
+    generous = replace(plain, default_max_tokens=400)
+    small, large = (estimate(p, roofline_of(p), config) for p in (plain, generous))
+    assert large.kv_tokens > small.kv_tokens
+    assert large.throughput_qps == small.throughput_qps
+    assert rra_rule(large).submit(0, plain.lengths.inputs.max + 400)
+    predict_job(generous, roofline_of(generous), large, 20, np.random.default_rng(0), replays=1)
 
 
 def test_both_kinds_of_bound_are_met_by_the_quantile_of_the_output_length():

@@ -85,7 +85,9 @@ class Rra:
         """`padded`: decode attention works every query of a micro-batch at the longest context
         among them (our runner); False where a source's engine reads each query's own."""
         self.problem, self.timing, self._padded = problem, timing, padded
-        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder)
+        self.flow = QueryFlow(
+            problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+            reserved_output_tokens=problem.default_max_tokens)
         self._plans: dict[tuple[int, int], _Plan] = {}
 
     @property

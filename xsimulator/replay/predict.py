@@ -49,13 +49,14 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     """Predict a job of `num_queries` executed by `estimate`.
 
     inputs: [num_queries] known input lengths in order, else sampled. max_outputs: [num_queries]
-    most tokens each query may generate (what it reserves), else the distribution's maximum.
+    most tokens each query may generate (what it reserves), else what the problem plans with.
     Raises XgptError for a query that the schedule's KV budget can never hold.
     """
     assert inputs is None or len(inputs) == num_queries, f"{num_queries = }"
     lengths = problem.lengths
     times = StageTimes(problem.model, problem.cluster, timing, problem.dtype, estimate.stages)
-    most = np.full(num_queries, lengths.outputs.max) if max_outputs is None else np.asarray(
+    planned = max(lengths.outputs.max, problem.default_max_tokens)
+    most = np.full(num_queries, planned) if max_outputs is None else np.asarray(
         max_outputs, np.int64)
     figures = []
     for _ in range(replays):
