@@ -12,7 +12,7 @@ from xgpt.model import ModelSpec
 from xprofiler.profile import Profile, ProfileMetadata, load_profile
 
 _TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
-               "xrunner/comm.py", "xprofiler/measure")
+               "xrunner/comm.py", "xrunner/head.py", "xprofiler/measure")
 
 
 def model_shape(spec: ModelSpec) -> str:

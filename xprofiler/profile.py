@@ -119,7 +119,7 @@ class ProfileTiming:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._grids = {op: _Grid(profile.tables[op.value]) for op in Operator}
+        self._grids = {op: Grid(profile.tables[op.value]) for op in Operator}
         self._transfer = profile.tables.get("transfer", ())
         self._overhead_s = profile.tables["step_overhead"][0].median_s
 
@@ -150,7 +150,7 @@ class ProfileTiming:
                 f"{m.threads_per_rank} threads, {m.date}")
 
 
-class _Grid:
+class Grid:
     """A table as values over (x) or (x, y), made monotone (more work never takes less time)."""
 
     def __init__(self, points: Sequence[Sample]) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from xrunner.comm import Comm
-from xrunner.messages import Joined, StepMessage, StopMessage, TokensMessage
+from xrunner.messages import Joined, StartMessage, StepMessage, StopMessage, TokensMessage
 from xrunner.query import ActiveQuery, FinishedQuery, PreparedQuery
 from xrunner.rules.compaction import apply_moves
 from xrunner.rules.steps import BatchingRule, Step, StepKind
-from xrunner.stage import StageExecutor
 
 
 class Sink(Protocol):
@@ -27,10 +26,18 @@ class Sink(Protocol):
     def should_stop(self) -> bool: ...
 
 
+class Executor(Protocol):
+    """The first stage: xrunner.stage.StageExecutor."""
+
+    def start(self, message: StartMessage) -> None: ...
+
+    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor: ...
+
+
 class Head:
     """decide -> execute -> commit, until the rule has no query left."""
 
-    def __init__(self, *, rule: BatchingRule, executor: StageExecutor, comm: Comm, sink: Sink,
+    def __init__(self, *, rule: BatchingRule, executor: Executor, comm: Comm, sink: Sink,
                  eos_ids: frozenset[int], decode_text: Callable[[Sequence[int]], str],
                  clock: Callable[[], float] = time.perf_counter) -> None:
         self._rule, self._executor, self._comm, self._sink = rule, executor, comm, sink
@@ -50,7 +57,8 @@ class Head:
         return True
 
     def run(self) -> bool:
-        """True when every query is done, False when stopped early. Stages are told to end."""
+        """True when every query is done, False when stopped early. Stages are told to end.
+        After `start`."""
         is_complete = True
         while (group := self._rule.next_group()) is not None:
             self._collect(group)
@@ -64,6 +72,16 @@ class Head:
         if self._comm.size > 1:
             self._comm.send(1, StopMessage())
         return is_complete
+
+    def start(self, spare_bytes: int = 0) -> None:
+        """Every stage sets up its caches for what was submitted. `spare_bytes` of memory a rank
+        may be taken for them at once."""
+        longest = max((q.reserve_tokens for q in self._queries.values()), default=1)
+        message = StartMessage(num_groups=self._rule.num_groups, capacity=longest,
+                               slots=self._rule.group_max_active, spare_bytes=spare_bytes)
+        if self._comm.size > 1:
+            self._comm.send(1, message)
+        self._executor.start(message)
 
     def _execute(self, step: Step) -> None:
         message, tokens = self._compose(step)
@@ -86,7 +104,7 @@ class Head:
                 query = self._queries.pop(index)
                 self._active[index] = ActiveQuery(query, encode_start_s=now)
                 joined.append(Joined(query=index, input_tokens=len(query.input_ids),
-                                     reserve_tokens=query.reserve_tokens, sampling=query.sampling))
+                                     sampling=query.sampling))
             slots += step.joined
             ids = [t for index in step.joined for t in self._active[index].query.input_ids]
         else:

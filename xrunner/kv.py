@@ -1,7 +1,8 @@
 """The KV cache of one group of queries on one stage: allocate, free with compaction, account.
 
-Layout [layers, 2, slots, kv_heads, capacity, head_dim]. Active queries hold slots 0..n-1, so a
-decode step reads plain views. On the CPU, pages never written are never resident.
+Layout [layers, 2, slots, kv_heads, capacity, head_dim], of one size for the whole run: growing it
+would copy every entry in the middle of a phase. Active queries hold slots 0..n-1, so a decode step
+reads plain views. On the CPU, pages never written are not resident unless asked for.
 
 NOTE: the store starts as zeros. Attention reads a group's rows up to its longest context, and a
 masked score still multiplies what lies there: uninitialised memory may hold NaN, and 0 * NaN is
@@ -11,28 +12,33 @@ NaN.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
+from xgpt.units import format_bytes
 from xrunner.rules.compaction import apply_moves, compaction_moves
-
-_GROWTH = 1.5  # each reallocation copies, so grow by a factor rather than to the exact need
 
 
 class KvCache:
-    """Keys and values of the queries one group has in flight."""
+    """Keys and values of the queries one group has in flight: at most `slots` of them, each of at
+    most `capacity` tokens. Raises XgptError where the memory for that is not there."""
 
-    def __init__(self, spec: ModelSpec, num_layers: int, dtype: torch.dtype,
+    def __init__(self, spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: int,
+                 capacity: int, is_resident: bool = False,
                  device: torch.device | str = "cpu") -> None:
+        """`is_resident`: take the memory now, not page by page as queries first come to it (on a
+        virtual machine that was measured to add a sixth to an encode)."""
         self.queries: list[int] = []  # by slot
         self.lengths: list[int] = []  # tokens cached, by slot
-        self._shape = (num_layers, 2, spec.kv_heads, spec.head_dim)
-        self._store = torch.empty(0, dtype=dtype, device=device)
-        self._slots = self._capacity = 0
+        self._slots, self._capacity = slots, capacity
+        shape = (num_layers, 2, slots, spec.kv_heads, capacity, spec.head_dim)
+        self._store = _zeros(shape, dtype, torch.device(device), is_resident)
 
     @property
     def num_active(self) -> int:
@@ -47,12 +53,10 @@ class KvCache:
         """[layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..num_active-1 are live."""
         return self._store
 
-    def allocate(self, queries: Sequence[int], input_tokens: Sequence[int],
-                 reserve_tokens: Sequence[int]) -> int:
-        """Slots for new queries, contiguous; returns the first. `reserve_tokens` is the most each
-        may ever hold, so that decoding never has to grow the cache."""
+    def allocate(self, queries: Sequence[int], input_tokens: Sequence[int]) -> int:
+        """Slots for new queries, contiguous; returns the first."""
         first = self.num_active
-        self._ensure(first + len(queries), max(reserve_tokens, default=0))
+        assert first + len(queries) <= self._slots, f"{first = } {len(queries) = } {self._slots = }"
         self.queries += queries
         self.lengths += input_tokens
         return first
@@ -79,23 +83,26 @@ class KvCache:
         assert all(0 < n <= self._capacity for n in self.lengths), (
             f"{self.lengths = } {self._capacity = }")
 
-    def _ensure(self, slots: int, capacity: int) -> None:
-        if slots <= self._slots and capacity <= self._capacity:
-            return
-        new_slots = self._slots if slots <= self._slots else max(slots, int(_GROWTH * self._slots))
-        new_capacity = max(capacity, self._capacity)
-        layers, pair, kv_heads, dim = self._shape
-        shape = (layers, pair, new_slots, kv_heads, new_capacity, dim)
-        grown = _zeros(shape, self._store.dtype, self._store.device)
-        if self.num_active:
-            n, longest = self.num_active, max(self.lengths)
-            grown[:, :, :n, :, :longest] = self._store[:, :, :n, :, :longest]
-        self._store, self._slots, self._capacity = grown, new_slots, new_capacity
+
+def cache_bytes(spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: int,
+                capacity: int) -> int:
+    """What a KvCache of this size occupies once every page of it has been written."""
+    return num_layers * spec.kv_elements_per_token_layer * dtype.itemsize * slots * capacity
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+           is_resident: bool) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy asks the system for zero pages, torch.zeros would write (and so occupy) every one
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = np.zeros(num_bytes, dtype=np.uint8)
+    except MemoryError:
+        raise XgptError(
+            f"the KV cache of {shape[2]} queries of up to {shape[4]} tokens takes "
+            f"{format_bytes(num_bytes)} of address space, which this machine refuses: shorten the "
+            "longest requests (or their max_tokens), or give a smaller schedule") from None
+    if is_resident:
+        memory[::mmap.PAGESIZE] = 0
     return torch.from_numpy(memory).view(dtype).view(shape)

@@ -18,7 +18,6 @@ class Joined:
 
     query: int
     input_tokens: int
-    reserve_tokens: int
     sampling: Sampling
 
 
@@ -38,6 +37,16 @@ class StepMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartMessage:
+    """The first message: the size of every group's cache, in queries and in tokens of each."""
+
+    num_groups: int
+    slots: int
+    capacity: int
+    spare_bytes: int = 0  # a rank whose caches take no more than this makes them resident at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopMessage:
     """The last message: every stage reports its log and ends."""
 
@@ -49,4 +58,4 @@ class TokensMessage:
     group: int
 
 
-Message = StepMessage | StopMessage | TokensMessage
+Message = StartMessage | StepMessage | StopMessage | TokensMessage

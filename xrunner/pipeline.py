@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xrunner.comm import Comm
-from xrunner.messages import StepMessage, StopMessage, TokensMessage
+from xrunner.messages import StartMessage, StepMessage, StopMessage, TokensMessage
 from xrunner.stage import StageExecutor, StepRecord
 
 
@@ -22,8 +22,18 @@ class StageReport:
     peak_memory_bytes: int
 
 
+def await_start(comm: Comm, executor: StageExecutor) -> None:
+    """Stages after the first: set up as the head's first message says."""
+    message, _ = comm.receive(comm.rank - 1)
+    assert isinstance(message, StartMessage), f"{message = }"
+    if comm.rank < comm.size - 1:
+        comm.send(comm.rank + 1, message)
+    executor.start(message)
+
+
 def serve_stage(comm: Comm, executor: StageExecutor) -> None:
-    """Stages after the first: execute what arrives, pass it on, until the stop message."""
+    """Stages after the first, once started: execute what arrives and pass it on, until told to
+    stop."""
     is_last = comm.rank == comm.size - 1
     following = comm.rank + 1
     while True:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.kv import KvCache
-from xrunner.messages import StepMessage
+from xrunner.kv import KvCache, cache_bytes
+from xrunner.messages import StartMessage, StepMessage
 from xrunner.models.attention import decode_context
 from xrunner.models.stage_model import StageModel
 from xrunner.rules.compaction import apply_moves
@@ -38,15 +38,26 @@ class StepRecord(NamedTuple):
 class StageExecutor:
     """Applies steps to the stage's layers and caches; on the last stage, samples."""
 
-    def __init__(self, model: StageModel, num_groups: int, *,
-                 clock: Callable[[], float] = time.perf_counter, check: bool = False) -> None:
+    def __init__(self, model: StageModel, *, clock: Callable[[], float] = time.perf_counter,
+                 check: bool = False) -> None:
         """`check` verifies every cache after every step (tests)."""
         self.model, self._clock, self._check = model, clock, check
-        self.caches = [KvCache(model.spec, len(model.layers), model.dtype)
-                       for _ in range(num_groups)]
-        self._sampling: list[list[Sampling]] = [[] for _ in range(num_groups)]
+        self.caches: list[KvCache] = []  # by group
+        self._sampling: list[list[Sampling]] = []  # by group, then slot
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
+
+    def start(self, message: StartMessage) -> None:
+        """Sets up the groups' caches; before the first step."""
+        model = self.model
+        full_bytes = message.num_groups * cache_bytes(model.spec, len(model.layers), model.dtype,
+                                                      slots=message.slots,
+                                                      capacity=message.capacity)
+        self.caches = [KvCache(model.spec, len(model.layers), model.dtype, slots=message.slots,
+                               capacity=message.capacity,
+                               is_resident=full_bytes <= message.spare_bytes)
+                       for _ in range(message.num_groups)]
+        self._sampling = [[] for _ in range(message.num_groups)]
 
     @torch.inference_mode()
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
@@ -64,10 +75,6 @@ class StageExecutor:
             cache.check_integrity()
         return out
 
-    def use_clock(self, clock: Callable[[], float]) -> None:
-        """Read times from `clock` from now on: seconds since the run's common start."""
-        self._clock = clock
-
     @property
     def busy_s(self) -> float:
         return sum(record.end_s - record.start_s for record in self.log)
@@ -81,8 +88,7 @@ class StageExecutor:
     def _encode(self, message: StepMessage, inputs: Tensor) -> Tensor:
         cache, joined = self.caches[message.group], message.joined
         lengths = [j.input_tokens for j in joined]
-        first = cache.allocate([j.query for j in joined], lengths,
-                               [j.reserve_tokens for j in joined])
+        first = cache.allocate([j.query for j in joined], lengths)
         choices = [j.sampling for j in joined]
         self._sampling[message.group] += choices
         hidden = self.model.encode(inputs, cache.store, first, lengths)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -21,21 +21,38 @@ from xgpt.schedule import Schedule, load_schedule
 from xgpt.workload import RequestError, read_requests
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
-from xrunner.comm import Comm, LocalComm, MpiComm, local_comms
+from xrunner.comm import Comm, MpiComm, local_comms, wait_politely
 from xrunner.head import Head
+from xrunner.io.lock import output_lock
 from xrunner.io.prepare import prepare
 from xrunner.io.progress import Progress, ProgressFile, write_progress
 from xrunner.io.results import ResultWriter, count_results, write_errors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.measured import write_measured
 from xrunner.models.stage_model import StageModel
-from xrunner.pipeline import StageReport, serve_stage
+from xrunner.pipeline import StageReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import rra_rule
 from xrunner.stage import StageExecutor
 
 STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
+
+
+class World(NamedTuple):
+    """The ranks of this run, and what they do together."""
+
+    comm: Comm
+    barrier: Callable[[], None]
+    gather: Callable[[StageReport], list[StageReport] | None]  # to rank 0
+    abort: Callable[[int], None]
+
+
+class Loaded(NamedTuple):
+    """What loading a stage's weights took."""
+
+    seconds: float
+    bytes_read: int
 
 
 class RunSink:
@@ -59,55 +76,78 @@ class RunSink:
 
 def main(arguments: list[str]) -> int:
     plan = load_plan(Path(arguments[0]))
-    comm, barrier, gather, abort = _connect()
+    world = _connect()
     try:
-        _run(plan, comm, barrier, gather)
+        _run(plan, world)
     except XgptError as error:
-        print(f"xgpt: rank {comm.rank}: {error}", file=sys.stderr, flush=True)
-        abort(error.exit_code)
+        print(f"xgpt: rank {world.comm.rank}: {error}", file=sys.stderr, flush=True)
+        world.abort(error.exit_code)
         return error.exit_code
     return 0
 
 
-def _run(plan: RunPlan, comm: Comm, barrier: Callable[[], None],
-         gather: Callable[[StageReport], list[StageReport] | None]) -> None:
+class Stopwatch:
+    """Seconds since the run's common start, which comes after every rank has loaded."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def restart(self) -> None:
+        self._start = time.perf_counter()
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def _run(plan: RunPlan, world: World) -> None:
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
-    _check_fits(schedule, comm)
-    work = _read_work(plan, schedule) if comm.rank == 0 else None
-    load_start = time.perf_counter()
-    executor, bytes_read = _load(plan, schedule, comm.rank)
-    load_s = time.perf_counter() - load_start
-    barrier()  # the common start of every rank's clock
-    start = time.perf_counter()
+    _check_fits(schedule, world.comm)
+    if world.comm.rank == 0:
+        with output_lock(plan.output):
+            _lead(plan, schedule, world)
+    else:
+        _follow(plan, schedule, world)
 
-    def clock() -> float:
-        return time.perf_counter() - start
 
-    executor.use_clock(clock)
-    if work is None:
-        serve_stage(comm, executor)
-        gather(_report(comm.rank, executor, load_s, bytes_read))
-        return
-    queries, errors, done_before = work
+def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
+    """Every rank but the first: load, then serve its stage until told to stop."""
+    clock = Stopwatch()
+    executor, loaded = _load(plan, schedule, world.comm.rank, clock)
+    await_start(world.comm, executor)
+    world.barrier()
+    clock.restart()
+    serve_stage(world.comm, executor)
+    world.gather(_report(world.comm.rank, executor, loaded))
+
+
+def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
+    """Rank 0: reads the requests, runs the head, writes everything."""
+    queries, errors, done_before = _read_work(plan, schedule)
+    write_errors(plan.output / "errors.jsonl", errors)
+    clock = Stopwatch()
+    executor, loaded = _load(plan, schedule, 0, clock)
     writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
                           model=plan.model_name)
     progress = ProgressFile(plan.output / "progress.json", total=len(queries),
                             done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
-    head = Head(rule=rra_rule(schedule.estimate), executor=executor, comm=comm, sink=sink,
+    head = Head(rule=rra_rule(schedule.estimate), executor=executor, comm=world.comm, sink=sink,
                 eos_ids=eos_ids(plan.model_dir), decode_text=TextTokenizer(plan.model_dir).decode,
                 clock=clock)
     for query in queries[done_before:]:
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
-    write_errors(plan.output / "errors.jsonl", errors)
+    estimate = schedule.estimate
+    head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))
+    world.barrier()
+    clock.restart()
     is_complete = head.run()
     wall_s = clock()
     writer.close()
     state = "done" if is_complete else "stopped"
     progress.tick(wall_s, state)
-    comm.flush()
-    reports = gather(_report(comm.rank, executor, load_s, bytes_read)) or []
+    world.comm.flush()
+    reports = world.gather(_report(0, executor, loaded)) or []
     write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
                    queries_before=done_before, num_errors=len(errors), reports=reports)
 
@@ -127,13 +167,16 @@ def _read_work(plan: RunPlan, schedule: Schedule
     return queries, errors + unusable, count_results(plan.output / "results.jsonl")
 
 
-def _load(plan: RunPlan, schedule: Schedule, rank: int) -> tuple[StageExecutor, int]:
+def _load(plan: RunPlan, schedule: Schedule, rank: int, clock: Stopwatch
+          ) -> tuple[StageExecutor, Loaded]:
+    start = time.perf_counter()
     spec = read_spec(plan.model_dir, plan.model_name)
     dtype = getattr(torch, plan.dtype)
     reader = CheckpointReader(plan.model_dir, dtype)
     model = StageModel(spec, reader, schedule.estimate.stages[rank], dtype)
     reader.close()
-    return (StageExecutor(model, schedule.estimate.decode_micro_batches), reader.bytes_read)
+    executor = StageExecutor(model, clock=clock)
+    return executor, Loaded(time.perf_counter() - start, reader.bytes_read)
 
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
@@ -148,23 +191,27 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
                         f"{comm.size} ranks")
 
 
-def _report(rank: int, executor: StageExecutor, load_s: float, bytes_read: int) -> StageReport:
+def _report(rank: int, executor: StageExecutor, loaded: Loaded) -> StageReport:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return StageReport(stage=rank, log=tuple(executor.log), busy_s=executor.busy_s, load_s=load_s,
-                       bytes_read=bytes_read, rows_compacted=executor.rows_compacted,
-                       peak_memory_bytes=peak)
+    return StageReport(stage=rank, log=tuple(executor.log), busy_s=executor.busy_s,
+                       load_s=loaded.seconds, bytes_read=loaded.bytes_read,
+                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak)
 
 
-def _connect() -> tuple[
-        Comm, Callable[[], None], Callable[[StageReport], Any], Callable[[int], None]]:
-    """(comm, barrier, gather to rank 0, abort). One rank without a launcher needs no MPI."""
+def _connect() -> World:
+    """All ranks of the launcher; a single rank started without one needs no MPI."""
     if "mpi4py" not in sys.modules:
-        local: LocalComm = local_comms(1)[0]
-        return local, lambda: None, lambda report: [report], lambda code: None
+        return World(local_comms(1)[0], lambda: None, lambda report: [report], lambda code: None)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    return MpiComm(world), world.Barrier, lambda report: world.gather(report, root=0), world.Abort
+
+    def barrier() -> None:
+        # rank 0 may tokenise for minutes: the others must not spin in a blocking call meanwhile
+        request = world.Ibarrier()
+        wait_politely(lambda: bool(request.Test()))
+
+    return World(MpiComm(world), barrier, lambda report: world.gather(report, root=0), world.Abort)
 
 
 if __name__ == "__main__":

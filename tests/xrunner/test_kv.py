@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
 from xrunner.kv import KvCache
 from xrunner.rules.compaction import apply_moves, compaction_moves
@@ -29,7 +31,7 @@ def test_compaction_keeps_the_survivors_with_the_fewest_moves(case: tuple[int, s
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data: st.DataObject) -> None:
-    cache, expected, next_query = KvCache(SPEC, 2, torch.float32), {}, 0
+    cache, expected, next_query = KvCache(SPEC, 2, torch.float32, slots=32, capacity=6), {}, 0
     for _ in range(data.draw(st.integers(1, 8))):
         if cache.num_active:
             gone = data.draw(st.sets(st.integers(0, cache.num_active - 1)))
@@ -39,7 +41,7 @@ def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data: st.Da
         inputs = data.draw(st.lists(st.integers(1, 6), max_size=4))
         queries = list(range(next_query, next_query + len(inputs)))
         next_query += len(inputs)
-        first = cache.allocate(queries, inputs, [n + 9 for n in inputs])
+        first = cache.allocate(queries, inputs)
         for i, (query, length) in enumerate(zip(queries, inputs, strict=True)):
             values = torch.randn(2, 2, 1, length, 4)
             cache.store[:, :, first + i, :, :length] = values
@@ -52,9 +54,9 @@ def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data: st.Da
     assert torch.isfinite(cache.store).all(), "masked scores multiply what lies here"
 
 
-def test_decoding_within_the_reserve_never_reallocates() -> None:
-    cache = KvCache(SPEC, 2, torch.bfloat16)
-    cache.allocate([1, 2], [3, 4], [10, 12])
+def test_the_store_never_moves() -> None:
+    cache = KvCache(SPEC, 2, torch.bfloat16, slots=3, capacity=12)
+    cache.allocate([1, 2], [3, 4])
     before = cache.store.data_ptr()
     for _ in range(7):
         cache.extend()
@@ -63,11 +65,16 @@ def test_decoding_within_the_reserve_never_reallocates() -> None:
     assert cache.num_tokens == 21
 
 
-def test_a_slot_freed_is_a_slot_reused() -> None:
-    cache = KvCache(SPEC, 2, torch.float32)
-    cache.allocate([1, 2, 3], [1, 1, 1], [5, 5, 5])
-    size = cache.store.numel()
+def test_a_slot_freed_is_a_slot_reused_and_a_full_cache_says_so() -> None:
+    cache = KvCache(SPEC, 2, torch.float32, slots=3, capacity=5)
+    cache.allocate([1, 2, 3], [1, 1, 1])
     for query in range(4, 30):
         cache.free([0])
-        cache.allocate([query], [1], [5])
-    assert cache.store.numel() == size
+        cache.allocate([query], [1])
+    with pytest.raises(AssertionError, match="_slots = 3"):
+        cache.allocate([99], [1])
+
+
+def test_a_cache_beyond_the_machine_is_refused_in_words() -> None:
+    with pytest.raises(XgptError, match="KV cache of 1000000 queries of up to 1000000 tokens"):
+        KvCache(SPEC, 2, torch.float32, slots=10**6, capacity=10**6)

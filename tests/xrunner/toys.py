@@ -13,10 +13,10 @@ import torch
 from xgpt.model import ModelSpec, from_hf_config
 from xgpt.schedule import StageAssignment
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.comm import local_comms
+from xrunner.comm import Comm, local_comms
 from xrunner.head import Head
 from xrunner.models.stage_model import StageModel
-from xrunner.pipeline import serve_stage
+from xrunner.pipeline import await_start, serve_stage
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.stage import StageExecutor
@@ -123,7 +123,7 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
     spec, sink = spec_of(directory), sink or Collector()
     comms = local_comms(num_stages)
     executors = [StageExecutor(StageModel(spec, CheckpointReader(directory, dtype), stage, dtype),
-                               num_groups, check=True)
+                               check=True)
                  for stage in split_stages(spec.num_layers, num_stages)]
     rule = RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                    num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
@@ -131,12 +131,18 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                 eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)))
     for query in queries:
         assert head.submit(query)
-    threads = [threading.Thread(target=serve_stage, args=(comms[s], executors[s]))
+    threads = [threading.Thread(target=_serve, args=(comms[s], executors[s]))
                for s in range(1, num_stages)]
     for thread in threads:
         thread.start()
+    head.start()
     head.run()
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
     return sink, executors
+
+
+def _serve(comm: Comm, executor: StageExecutor) -> None:
+    await_start(comm, executor)
+    serve_stage(comm, executor)

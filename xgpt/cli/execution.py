@@ -22,6 +22,7 @@ from xgpt.schedule import Schedule, save_schedule
 from xgpt.workload import synthetic_requests
 from xprofiler.profile import ProfileTiming, save_profile
 from xprofiler.timing import TimingSource
+from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 
 STOP_FILE = "stop"
@@ -32,7 +33,8 @@ def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[
     output = session.job.output
     output.mkdir(parents=True, exist_ok=True)
     plan = _plan(session)
-    _make_room(output, plan)
+    with output_lock(output):
+        _make_room(output, plan)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")

@@ -10,10 +10,10 @@ _MIN_TOTAL_S = 0.03
 _MIN_SAMPLES, _MAX_SAMPLES = 3, 30
 
 
-def time_samples(work: Callable[[], object], *,
+def time_samples(work: Callable[[], object], share: int = 1, *,
                  min_total_s: float = _MIN_TOTAL_S) -> tuple[float, ...]:
-    """Seconds of one call of `work`, sampled: each sample is the mean of a calibrated number of
-    calls; the first call is a warm-up and is dropped."""
+    """Seconds of one call of `work` over `share` (the layers one call goes through), sampled: each
+    sample is the mean of a calibrated number of calls; the first call is a warm-up and dropped."""
     work()
     start = time.perf_counter()
     work()
@@ -26,6 +26,6 @@ def time_samples(work: Callable[[], object], *,
         for _ in range(calls):
             work()
         took_s = time.perf_counter() - start
-        samples.append(took_s / calls)
+        samples.append(took_s / calls / share)
         spent_s += took_s
     return tuple(samples)

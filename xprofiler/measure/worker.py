@@ -6,7 +6,6 @@ Every rank times the same point at the same time; a point's samples are those of
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -14,44 +13,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
+from xprofiler.measure.host import head_overhead
 from xprofiler.measure.operators import LayerBench
 from xprofiler.measure.timer import time_samples
-from xprofiler.profile import (
-    SPREAD_LIMIT,
-    Profile,
-    ProfileMetadata,
-    ProfileTiming,
-    Sample,
-    save_profile,
-)
+from xprofiler.profile import SPREAD_LIMIT, Grid, Profile, ProfileMetadata, Sample, save_profile
 from xprofiler.timing import Operator
 from xrunner.comm import MpiComm
-from xrunner.messages import Joined, StepMessage, TokensMessage
-from xrunner.models.stage_model import StageModel
-from xrunner.models.weights import RandomWeights
-from xrunner.rules.steps import StepKind
-from xrunner.sampling import Sampling
-from xrunner.stage import StageExecutor
+from xrunner.messages import TokensMessage
 
-# Dense where kernels change regime (a few rows to a few dozen), sparse where cost is linear.
-_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-_LENGTHS = (4, 16, 32, 64, 128, 256, 512)
-_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_CONTEXTS = (16, 64, 128, 256, 512)
+# Dense where kernels change regime (a few rows to a few dozen), sparse where cost is linear. Not
+# the powers of two: kernels tile by them and are up to a tenth quicker there than at the sizes
+# between, which are what a run meets.
+_ROWS = (1, 2, 3, 5, 7, 10, 14, 19, 27, 38, 53, 75, 105, 150, 210, 300, 430, 610, 900, 1350, 2000)
+_LENGTHS = (5, 18, 35, 70, 135, 265, 520)
+_BATCHES = (1, 2, 3, 5, 9, 17, 33, 66)
+_CONTEXTS = (17, 65, 130, 260, 520)
 _TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
 GRID: dict[Operator, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    Operator.LAYER_REST: (_ROWS, (0,)),
     Operator.ENCODE_ATTENTION: (_LENGTHS, (0,)),
     Operator.DECODE_ATTENTION: (_BATCHES, _CONTEXTS),
-    Operator.EMBED: ((1, 16, 128, 1024), (0,)),
-    Operator.HEAD: ((1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128), (0,)),
+    Operator.EMBED: ((1, 15, 130, 1000), (0,)),
+    Operator.HEAD: ((1, 2, 3, 5, 7, 10, 14, 19, 27, 38, 53, 75, 130), (0,)),
 }
 _ATTEMPTS = 3
-_OVERHEAD_STEPS = 8
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
 
 
@@ -78,14 +67,36 @@ def _measure(spec: ModelSpec, metadata: ProfileMetadata, world: Any,
               if _is_possible(spec, op, x, y)]
     tables: dict[str, list[Sample]] = {op.value: [] for op in GRID}
     for done, (op, x, y) in enumerate(points):
-        progress(done, len(points))
+        progress(done, len(points) + len(_ROWS))
         work, calls = bench.operator(op, x, y)
-        tables[op.value].append(_quietest(world, work, calls, x, y))
+        tables[op.value].append(_quietest(
+            world, partial(time_samples, work, calls), x, y))
+    for done, rows in enumerate(_ROWS):
+        progress(len(points) + done, len(points) + len(_ROWS))
+        tables.setdefault(Operator.LAYER_REST.value, []).append(
+            _layer_rest(bench, rows, tables, world))
     if world is not None and world.Get_size() > 1:
         tables["transfer"] = [_transfer(world, n) for n in _TRANSFER_BYTES]
-    tables["step_overhead"] = [_step_overhead(bench, tables, metadata, world)]
-    progress(len(points), len(points))
+    tables["step_overhead"] = [_quietest(world, head_overhead, 0, 0)]
+    progress(len(points) + len(_ROWS), len(points) + len(_ROWS))
     return Profile(metadata=metadata, tables={k: tuple(v) for k, v in tables.items()})
+
+
+def _layer_rest(bench: LayerBench, rows: int, tables: dict[str, list[Sample]],
+                world: Any) -> Sample:
+    """A real step of `rows` tokens, less its attention and embedding, a layer's share of it."""
+    work, lengths = bench.step(rows)
+    whole = _quietest(world, lambda: time_samples(work), rows, 0)
+
+    def table(operator: Operator, x: ArrayLike, y: ArrayLike = 0.0) -> float:
+        return float(np.sum(Grid(tables[operator.value])(np.asarray(x, float),
+                                                         np.asarray(y, float))))
+
+    attention_s = (table(Operator.ENCODE_ATTENTION, lengths) if lengths else
+                   table(Operator.DECODE_ATTENTION, rows, bench.step_context + 1))
+    embed_s = table(Operator.EMBED, rows)
+    return Sample(x=rows, y=0, samples_s=tuple(
+        max((s - embed_s) / bench.num_layers - attention_s, 0.0) for s in whole.samples_s))
 
 
 def _is_possible(spec: ModelSpec, op: Operator, x: int, y: int) -> bool:
@@ -93,12 +104,11 @@ def _is_possible(spec: ModelSpec, op: Operator, x: int, y: int) -> bool:
     return spec.max_positions is None or longest <= spec.max_positions
 
 
-def _quietest(world: Any, work: Callable[[], object], calls: int, x: int, y: int) -> Sample:
+def _quietest(world: Any, measure: Callable[[], tuple[float, ...]], x: int, y: int) -> Sample:
     """The point, measured again where its samples disagree; the least disturbed attempt counts."""
     attempts: list[Sample] = []
     for _ in range(_ATTEMPTS):
-        samples = _together(world, lambda: time_samples(work))
-        attempts.append(Sample(x=x, y=y, samples_s=tuple(s / calls for s in samples)))
+        attempts.append(Sample(x=x, y=y, samples_s=_together(world, measure)))
         if attempts[-1].spread <= SPREAD_LIMIT:
             break
     return min(attempts, key=lambda sample: sample.spread)
@@ -140,47 +150,6 @@ def _transfer(world: Any, num_bytes: int) -> Sample:
         comm.flush()
     gathered = [s for each in world.allgather(samples) for s in each]
     return Sample(x=num_bytes, y=0, samples_s=tuple(gathered))
-
-
-def _step_overhead(bench: LayerBench, tables: dict[str, list[Sample]], metadata: ProfileMetadata,
-                   world: Any) -> Sample:
-    """What a whole decode step of a stage takes beyond the sum of its operators (cache tables,
-    mask, bookkeeping): so that the sum predicts what the runner really does."""
-    full = {name: tuple(points) for name, points in tables.items()}
-    zero = (Sample(x=0, y=0, samples_s=(0.0,)),)
-    timing = ProfileTiming(Profile(metadata=metadata, tables={**full, "step_overhead": zero}))
-    residuals: list[float] = []
-    longest = bench.spec.max_positions or _CONTEXTS[-1]
-    for queries, context in ((1, 32), (4, 64), (8, 96), (16, 128)):
-        context = min(context, longest - _OVERHEAD_STEPS)
-        measured = _together(world, partial(_decode_steps, bench, queries, context))
-        layer_s = (timing.operator_s(Operator.LAYER_REST, queries)
-                   + timing.operator_s(Operator.DECODE_ATTENTION, queries, context))
-        expected_s = bench.num_layers * layer_s + timing.operator_s(Operator.EMBED, queries)
-        residuals.append(max(statistics.median(measured) - float(expected_s), 0.0))
-    return Sample(x=0, y=0, samples_s=tuple(residuals))
-
-
-def _decode_steps(bench: LayerBench, queries: int, context: int,
-                  steps: int = _OVERHEAD_STEPS) -> tuple[float, ...]:
-    """Seconds of real decode steps of an executor that already holds `queries` queries."""
-    stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=bench.num_layers)
-    model = bench.model if not bench.model.is_last else StageModel(
-        bench.spec, RandomWeights(bench.dtype), stage, bench.dtype)
-    executor = StageExecutor(model, 1)
-    joined = tuple(Joined(query=i, input_tokens=context - steps // 2,
-                          reserve_tokens=context + steps, sampling=Sampling())
-                   for i in range(queries))
-    tokens = torch.ones(queries * (context - steps // 2), dtype=torch.long)
-    executor.execute(StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0,
-                                 joined=joined), tokens)
-    times = []
-    for iteration in range(1, steps + 1):
-        start = time.perf_counter()
-        executor.execute(StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=iteration),
-                         torch.ones(queries, dtype=torch.long))
-        times.append(time.perf_counter() - start)
-    return tuple(times[2:])
 
 
 def _world(ranks: int) -> Any:

@@ -110,11 +110,16 @@ class RraRule:
 
 
 def rra_rule(estimate: Estimate) -> RraRule:
-    """The rule that executes `estimate`. Active queries may exceed the planned mean by a tenth
-    and one per group: room for the spread of a steady state, none for drift."""
+    """The rule that executes `estimate`.
+
+    A group's active queries are a sum of independent presences, so their variance is at most their
+    mean: three deviations above it are room for a steady state's spread, and none for drift. Every
+    group can always take one phase's new queries.
+    """
     groups = estimate.decode_micro_batches
+    mean, new = estimate.decode_batch / groups, math.ceil(estimate.encode_batch / groups)
     return RraRule(
         encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
-        num_groups=groups, max_active=math.ceil(1.1 * estimate.decode_batch) + groups,
+        num_groups=groups, max_active=groups * (math.ceil(mean + 3 * math.sqrt(mean)) + new),
         kv_tokens=estimate.kv_tokens,
     )

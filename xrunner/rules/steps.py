@@ -37,6 +37,16 @@ class BatchingRule(Protocol):
             if step is not None: execute it
     """
 
+    @property
+    def num_groups(self) -> int:
+        """Groups the active queries are split into."""
+        ...
+
+    @property
+    def group_max_active(self) -> int:
+        """Most queries a group ever holds."""
+        ...
+
     def submit(self, query: int, reserve_tokens: int) -> bool:
         """Queue a query needing `reserve_tokens` of KV at most; False if it can never fit."""
         ...

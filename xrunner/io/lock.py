@@ -1,0 +1,23 @@
+"""One run at a time writes into an output folder."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from xgpt.errors import XgptError
+
+
+@contextmanager
+def output_lock(output: Path) -> Iterator[None]:
+    """Holds the folder's lock, which ends with the process at the latest. Raises XgptError when
+    another run has it: two would mix their lines in results.jsonl."""
+    with (output / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise XgptError(f"{output}: another run is writing there (see `xgpt status`); wait for "
+                            "it, or give this one another `output`") from None
+        yield
