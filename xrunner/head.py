@@ -21,7 +21,9 @@ class Sink(Protocol):
 
     def finished(self, result: FinishedQuery) -> None: ...
 
-    def progress(self, elapsed_s: float) -> None: ...
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
+        """After every step; `output_tokens` so far, those of unfinished queries included."""
+        ...
 
     def should_stop(self) -> bool: ...
 
@@ -48,6 +50,7 @@ class Head:
         self._removed: dict[int, list[int]] = {}  # group -> slots to free with its next step
         self._outstanding: dict[int, list[int]] = {}  # group -> queries awaiting a token
         self._returned: dict[int, Tensor] = {}
+        self._output_tokens = 0
 
     def submit(self, query: PreparedQuery) -> bool:
         """False if the query can never fit the schedule's KV budget."""
@@ -68,7 +71,7 @@ class Head:
             step = self._rule.decide()
             if step is not None:
                 self._execute(step)
-            self._sink.progress(self._clock())
+            self._sink.progress(self._clock(), self._output_tokens)
         if self._comm.size > 1:
             self._comm.send(1, StopMessage())
         return is_complete
@@ -132,6 +135,7 @@ class Head:
     def _commit(self, group: int, queries: list[int], tokens: list[int]) -> None:
         assert len(queries) == len(tokens), f"{group = } {len(queries) = } {len(tokens) = }"
         now = self._clock()
+        self._output_tokens += len(tokens)
         gone: set[int] = set()
         for index, token in zip(queries, tokens, strict=True):
             active = self._active[index]

@@ -65,10 +65,10 @@ class RunSink:
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)
         self.finished_queries.append((len(result.output_ids), result.latency_s))
-        self._progress.add(len(result.output_ids), result.latency_s)
+        self._progress.add(result.latency_s)
 
-    def progress(self, elapsed_s: float) -> None:
-        self._progress.tick(elapsed_s)
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
+        self._progress.tick(elapsed_s, output_tokens)
 
     def should_stop(self) -> bool:
         return self._stop_path.exists()
@@ -145,7 +145,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     wall_s = clock()
     writer.close()
     state = "done" if is_complete else "stopped"
-    progress.tick(wall_s, state)
+    progress.tick(wall_s, sum(tokens for tokens, _ in sink.finished_queries), state)
     world.comm.flush()
     reports = world.gather(_report(0, executor, loaded)) or []
     write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,

@@ -100,7 +100,7 @@ class Collector:
     def finished(self, result: FinishedQuery) -> None:
         self.results.append(result)
 
-    def progress(self, elapsed_s: float) -> None:
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
         """Nobody watches."""
 
     def should_stop(self) -> bool:

@@ -25,7 +25,8 @@ from xgpt.launch.local import run_ranks
 from xgpt.lengths import IntArray
 from xgpt.model import ModelSpec
 from xgpt.problem import Problem, resolve
-from xgpt.schedule import Schedule
+from xgpt.schedule import Schedule, with_estimate
+from xgpt.units import DTYPE_BYTES
 from xgpt.workload import Request, RequestError, read_requests
 from xprofiler.cache import cached_profile_path, find_cached, kernels_fingerprint, model_shape
 from xprofiler.profile import Profile, ProfileMetadata, ProfileTiming
@@ -68,7 +69,7 @@ def open_session(job_file: Path, overrides: Sequence[str], *, fetch: bool) -> Se
     needs_tokens = (job.workload.input_tokens.kind == "from_requests"
                     and any(r.tokens is None for r in requests))
     files = find_model(job.model, say) if fetch or needs_tokens or _is_unknown_shape(job) else None
-    lengths = _input_lengths(requests, files, job) if needs_tokens and files else None
+    lengths = _input_lengths(requests, files, job) if requests and files else None
     problem = resolve(job, model=files.spec if files else None,
                       requests=requests or None, token_lengths=lengths)
     return Session(job=job, problem=problem, files=files, requests=tuple(requests),
@@ -128,26 +129,59 @@ def executable(session: Session) -> Session:
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:
+    """The best schedule, with room for the longest request where the memory allows it."""
     from xscheduler.search import find_schedule
 
-    return find_schedule(session.problem, timing, padded=is_padded(session))
+    found = find_schedule(session.problem, timing, padded=is_padded(session))
+    reserves = reserve_tokens(session)
+    return found if reserves is None else with_room_for(found, session.problem, int(reserves.max()))
+
+
+def reserve_tokens(session: Session) -> IntArray | None:
+    """[requests] most KV tokens each may need; None where their lengths are not known."""
+    if session.input_lengths is None:
+        return None
+    cap = session.problem.default_max_tokens
+    outputs = np.array([request.output_cap(cap) for request in session.requests])
+    positions = session.problem.model.max_positions
+    total: IntArray = session.input_lengths + outputs
+    return total if positions is None else np.minimum(total, positions)
+
+
+def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Schedule:
+    """`schedule` with KV tokens for a query of `query_tokens` in every group, if they fit: one
+    request longer than the planned lengths should be answered, not refused. Else unchanged."""
+    estimate = schedule.estimate
+    kv_tokens = max(estimate.kv_tokens, query_tokens * estimate.decode_micro_batches)
+    per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+    added = (kv_tokens - estimate.kv_tokens) * per_layer
+    extra = {rank: added * stage.num_layers // stage.tp_degree
+             for stage in estimate.stages for rank in stage.ranks}
+    memory = tuple(size + extra[rank] for rank, size in enumerate(estimate.memory_bytes))
+    if max(memory) > estimate.memory_capacity_bytes:
+        return schedule
+    return with_estimate(schedule, kv_tokens=kv_tokens, memory_bytes=memory)
 
 
 def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
     """What this finite job is expected to measure, with fill and drain; None without queries."""
     from xsimulator.replay.predict import predict_job
 
-    if session.problem.num_queries is None:
+    problem, rng = session.problem, np.random.default_rng(session.job.run.seed)
+    if problem.num_queries is None:
         return None
-    return predict_job(session.problem, timing, schedule.estimate, session.problem.num_queries,
-                       np.random.default_rng(session.job.run.seed), inputs=session.input_lengths,
-                       max_outputs=_output_caps(session), padded=is_padded(session))
-
-
-def _output_caps(session: Session) -> list[int] | None:
-    """Most tokens each request may generate; None for a workload without requests."""
-    cap = session.problem.default_max_tokens
-    return [request.output_cap(cap) for request in session.requests] or None
+    reserves, estimate = reserve_tokens(session), schedule.estimate
+    if reserves is None or session.input_lengths is None:
+        return predict_job(problem, timing, estimate, problem.num_queries, rng,
+                           padded=is_padded(session))
+    # a query that no group can hold becomes an error record, and takes no time
+    runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
+    if not runs.any():
+        return None
+    inputs = session.input_lengths[runs]
+    return predict_job(problem, timing, estimate, len(inputs), rng, inputs=inputs,
+                       max_outputs=(reserves[runs] - inputs).tolist(),
+                       padded=is_padded(session))
 
 
 def _is_unknown_shape(job: Job) -> bool:

@@ -23,7 +23,7 @@ class _NoSink:
     def finished(self, result: FinishedQuery) -> None:
         """Dropped."""
 
-    def progress(self, elapsed_s: float) -> None:
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
         """Dropped."""
 
     def should_stop(self) -> bool:

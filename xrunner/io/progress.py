@@ -37,23 +37,23 @@ class ProgressFile:
 
     def __init__(self, path: Path, *, total: int, done_before: int) -> None:
         self._path, self._total, self._done = path, total, done_before
-        self._output_tokens = 0
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._last_s = -_INTERVAL_S
 
-    def add(self, output_tokens: int, latency_s: float) -> None:
+    def add(self, latency_s: float) -> None:
+        """One more query is done."""
         self._done += 1
-        self._output_tokens += output_tokens
         self._latencies.append(latency_s)
 
-    def tick(self, elapsed_s: float, state: str = "running") -> None:
+    def tick(self, elapsed_s: float, output_tokens: int, state: str = "running") -> None:
+        """Writes the file, unless it was written a moment ago."""
         if state == "running" and elapsed_s - self._last_s < _INTERVAL_S:
             return
         self._last_s = elapsed_s
         p50, p99 = (np.quantile(self._latencies, (0.5, 0.99)).tolist() if self._latencies
                     else (None, None))
         write_progress(self._path, Progress(
-            state=state, total=self._total, done=self._done, output_tokens=self._output_tokens,
+            state=state, total=self._total, done=self._done, output_tokens=output_tokens,
             elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99))
 
 

@@ -1,0 +1,35 @@
+"""A request longer than the plan's lengths gets its room where memory allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli.session import find, open_session, timing_of, with_room_for
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> object:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: opt-13b\ncluster: a40-4\n"
+                    "workload: {requests: {count: 2000}, task: S}\n"
+                    "schedule: {encode_batch: 16, decode_iterations: 8}\n")
+    return open_session(path, (), fetch=False)
+
+
+def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: ignore[no-untyped-def]
+    schedule = find(session, timing_of(session))
+    before = schedule.estimate
+    tokens = before.kv_tokens // before.decode_micro_batches + 100
+    after = with_room_for(schedule, session.problem, tokens).estimate
+    assert after.kv_tokens == tokens * before.decode_micro_batches
+    added = after.kv_tokens - before.kv_tokens
+    for stage in before.stages:
+        for rank in stage.ranks:
+            grown = after.memory_bytes[rank] - before.memory_bytes[rank]
+            assert grown == added * stage.num_layers * 2 * 5120 * 2 // stage.tp_degree
+    assert with_room_for(schedule, session.problem, 10) == schedule
+    assert with_room_for(schedule, session.problem, 10**7) == schedule, "what cannot fit is left"
+    assert replace(after, kv_tokens=before.kv_tokens, memory_bytes=before.memory_bytes) == before
