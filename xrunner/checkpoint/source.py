@@ -21,7 +21,8 @@ from xgpt import catalog
 from xgpt.errors import MissingExtraError, XgptError
 from xgpt.model import ModelSpec, from_hf_config
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
 _HUB_TIMEOUT_S = 10.0  # a machine without a way to the hub should move on soon
 
 
@@ -98,6 +99,9 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
     try:
         found = Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES,
                                        local_files_only=local_only))
+        if not any(found.glob("*.safetensors")):
+            found = Path(snapshot_download(hub_id, local_files_only=local_only,
+                                           allow_patterns=[*_HUB_FILES, _HUB_OLDER_WEIGHTS]))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as cause:
         if not local_only:
             reasons.append(f"hub {hub_id}: {type(cause).__name__}: {str(cause).splitlines()[0]}")
