@@ -14,7 +14,7 @@ import numpy as np
 from xgpt.cli.bars import RunBar
 from xgpt.cli.options import plain, say
 from xgpt.cli.session import Session, predict, threads_per_rank
-from xgpt.errors import StoppedEarly
+from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.launch.local import run_ranks
 from xgpt.report.page import write_report
 from xgpt.report.table import summary_table
@@ -31,7 +31,6 @@ STOP_FILE = "stop"
 def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
     """Runs `schedule`; returns what metrics.json holds. Raises StoppedEarly after a polite stop."""
     output = session.job.output
-    output.mkdir(parents=True, exist_ok=True)
     plan = _plan(session)
     with output_lock(output):
         _make_room(output, plan)
@@ -52,6 +51,18 @@ def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[
         done = measured["queries_before"] + measured["queries"]
         raise StoppedEarly(f"stopped after {done} queries; the same command goes on from there")
     return metrics
+
+
+def make_folder(session: Session) -> None:
+    """The job's output folder. Raises InputError where it cannot be written to."""
+    output = session.job.output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ".lock").touch()
+    except OSError as cause:
+        raise InputError([Mistake(file=str(session.job.source), line=None, key="output",
+                                  value=str(output), allowed=f"a folder that can be written to: "
+                                  f"{cause.strerror}")]) from None
 
 
 def _plan(session: Session) -> RunPlan:

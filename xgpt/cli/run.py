@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.cli.execution import execute
+from xgpt.cli.execution import execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
 from xgpt.errors import InputError, Mistake
@@ -62,6 +62,7 @@ def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
         raise InputError(mistakes)
     assert session.files is not None, "fetched above"
     say(f"model: {session.job.model}, served by {session.files.served_by}")
+    make_folder(session)
     return executable(session)
 
 
