@@ -127,6 +127,7 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
 
 
 def _read_opt(config: Mapping[str, Any], name: str) -> ModelSpec:
+    _require(config, "activation_function", "relu")
     if not config.get("do_layer_norm_before", True):
         raise ValueError("do_layer_norm_before = false (OPT-350M's layout) is not supported")
     if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
@@ -139,6 +140,12 @@ def _read_opt(config: Mapping[str, Any], name: str) -> ModelSpec:
         has_learned_positions=True, activation=config.get("activation_function", "relu"),
         tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
     )
+
+
+def _require(config: Mapping[str, Any], key: str, supported: object) -> None:
+    """A variant that would run with wrong tokens is refused instead."""
+    if (value := config.get(key, supported)) != supported:
+        raise ValueError(f"{key} = {value!r} is not supported, only {supported!r}")
 
 
 def _read_gpt2(config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -165,6 +172,10 @@ def _read_llama(config: Mapping[str, Any], name: str) -> ModelSpec:
         raise ValueError("use_sliding_window = true is not supported")
     pairs = tuple(sorted(scaling.items())) if kind != "default" else None
     is_qwen = config.get("model_type") == "qwen2"
+    _require(config, "hidden_act", "silu")
+    _require(config, "mlp_bias", False)
+    if not is_qwen:  # Llama's attention_bias also puts one on the output projection
+        _require(config, "attention_bias", False)
     return ModelSpec(
         name=name, family="llama", num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],

@@ -33,6 +33,7 @@ class RunPlan:
     top_p: float
     ignore_eos: bool
     threads_per_rank: int
+    query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
 
     @property
     def fingerprint(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
 _MASK64 = (1 << 64) - 1
 
 
@@ -30,7 +31,7 @@ def sample(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int]
     """logits [n, V], one Sampling and one position (tokens before this one) a row -> tokens [n]."""
     assert len(logits) == len(choices) == len(positions), f"{logits.shape = } {len(choices) = }"
     tokens = logits.argmax(dim=-1)
-    drawn = [row for row, choice in enumerate(choices) if choice.temperature > 0]
+    drawn = [row for row, c in enumerate(choices) if c.temperature > _GREEDY_BELOW]
     for row in drawn:
         tokens[row] = _draw(logits[row].float(), choices[row], positions[row])
     return tokens

@@ -46,6 +46,7 @@ class StageExecutor:
         self._sampling: list[list[Sampling]] = []  # by group, then slot
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
+        self.busy_s = 0.0  # kept apart from the log, which forgets
 
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
@@ -71,13 +72,10 @@ class StageExecutor:
         queries = len(message.joined) if message.kind is StepKind.ENCODE else cache.num_active
         self.log.append(StepRecord(message.kind.value, message.group, message.phase,
                                    message.iteration, queries, len(inputs), start_s, self._clock()))
+        self.busy_s += self.log[-1].end_s - start_s
         if self._check:
             cache.check_integrity()
         return out
-
-    @property
-    def busy_s(self) -> float:
-        return sum(record.end_s - record.start_s for record in self.log)
 
     def _remove(self, message: StepMessage) -> None:
         if message.removed:

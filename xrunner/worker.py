@@ -23,7 +23,6 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm import Comm, MpiComm, local_comms, wait_politely
 from xrunner.head import Head
-from xrunner.io.lock import output_lock
 from xrunner.io.prepare import prepare
 from xrunner.io.progress import Progress, ProgressFile, write_progress
 from xrunner.io.results import ResultWriter, count_results, write_errors
@@ -104,8 +103,7 @@ def _run(plan: RunPlan, world: World) -> None:
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, world.comm)
     if world.comm.rank == 0:
-        with output_lock(plan.output):
-            _lead(plan, schedule, world)
+        _lead(plan, schedule, world)
     else:
         _follow(plan, schedule, world)
 
@@ -123,7 +121,7 @@ def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     """Rank 0: reads the requests, runs the head, writes everything."""
-    queries, errors, done_before = _read_work(plan, schedule)
+    queries, errors, done_before = _read_work(plan)
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     executor, loaded = _load(plan, schedule, 0, clock)
@@ -152,16 +150,14 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
                    queries_before=done_before, num_errors=len(errors), reports=reports)
 
 
-def _read_work(plan: RunPlan, schedule: Schedule
-               ) -> tuple[list[PreparedQuery], list[RequestError], int]:
+def _read_work(plan: RunPlan) -> tuple[list[PreparedQuery], list[RequestError], int]:
     """(all queries, error records, queries already answered by an earlier run)."""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
         latency_p99_s=None))
     requests, errors = read_requests(plan.requests)
     spec = read_spec(plan.model_dir, plan.model_name)
-    kv_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
-    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec, kv_tokens)
+    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec)
     # lets a later start tell a finished run from a stopped one
     write_atomically(plan.output / "total.json", json.dumps({"queries": len(queries)}) + "\n")
     return queries, errors + unusable, count_results(plan.output / "results.jsonl")

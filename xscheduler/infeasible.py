@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from xgpt.errors import InfeasibleError
@@ -26,10 +28,16 @@ def explain(admission: Admission, *, is_proved: bool) -> InfeasibleError:
     return InfeasibleError(
         f"{start} the bound of {format_seconds(problem.constraint.latency_s)} for a query of "
         f"{longest} output tokens (quantile {problem.constraint.quantile:g}); latency binds. The "
-        f"tightest that can be met is {format_seconds(tightest.latency_s)}, by policy rra, "
+        f"tightest that can be met is {_rounded_up(tightest.latency_s)} s, by policy rra, "
         f"encode_batch {config.encode_batch}, decode_iterations {config.decode_iterations}, "
         f"tp_degree {config.tp_degree}, tp_gpus {config.tp_gpus} "
         f"({tightest.throughput_qps:.3g} queries/s)")
+
+
+def _rounded_up(seconds: float) -> str:
+    """Four digits, never less than `seconds`: the figure must work as a bound itself."""
+    digits = 3 - math.floor(math.log10(seconds))
+    return f"{math.ceil(seconds * 10**digits) / 10**digits:.{max(digits, 0)}f}"
 
 
 def _easiest(admission: Admission) -> list[Key]:

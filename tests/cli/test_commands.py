@@ -110,7 +110,7 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
 
 def test_sweep_rises_with_the_bound(job: Path) -> None:
     done = xgpt("sweep", job, "--json", "--bounds", "0.01,8,20,inf")
-    rows = json.loads(done.stdout)
+    rows = json.loads(done.stdout)["bounds"]
     assert "infeasible" in rows[0]
     rates = [row["throughput_qps"] for row in rows[1:]]
     assert rates == sorted(rates) and rates[0] < rates[-1]

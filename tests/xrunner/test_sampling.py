@@ -48,3 +48,8 @@ def test_uniform_numbers_fill_the_interval_evenly() -> None:
     assert ((counts - 500).abs() < 100).all()
     by_seed = values.view(50, 100)
     assert abs(float(torch.corrcoef(by_seed[:2])[0, 1])) < 0.3
+
+
+def test_a_vanishing_temperature_is_greedy_and_never_overflows() -> None:
+    for temperature in (1e-300, 1e-39, 1e-6):
+        assert draw(Sampling(temperature=temperature), 3).tolist() == [0, 1, 0, 0]

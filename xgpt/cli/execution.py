@@ -29,18 +29,25 @@ STOP_FILE = "stop"
 
 
 def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
-    """Runs `schedule`; returns what metrics.json holds. Raises StoppedEarly after a polite stop."""
+    """Runs `schedule`; returns what metrics.json holds. Raises StoppedEarly after a polite stop,
+    XgptError if another run is writing in the folder."""
+    # held from the first file to the last: what the ranks read must be what was written here
+    with output_lock(session.job.output) as lock:
+        return _execute(session, timing, schedule, lock)
+
+
+def _execute(session: Session, timing: TimingSource, schedule: Schedule,
+             lock: int) -> dict[str, Any]:
     output = session.job.output
-    plan = _plan(session)
-    with output_lock(output):
-        _make_room(output, plan)
+    plan = _plan(session, schedule)
+    _make_room(output, plan)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")
     write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
     prediction = predict(session, timing, schedule)
     run_file = plan.save()
-    _start(session, schedule, run_file)
+    _start(session, schedule, run_file, lock)
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = _metrics(session, schedule, measured, prediction)
     write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
@@ -65,7 +72,7 @@ def make_folder(session: Session) -> None:
                                   f"{cause.strerror}")]) from None
 
 
-def _plan(session: Session) -> RunPlan:
+def _plan(session: Session, schedule: Schedule) -> RunPlan:
     job, files = session.job, session.files
     assert files is not None, "a run needs the model's files"
     requests = job.workload.requests
@@ -77,7 +84,8 @@ def _plan(session: Session) -> RunPlan:
         max_tokens=session.problem.default_max_tokens, dtype=session.problem.dtype,
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
-        threads_per_rank=threads_per_rank(session))
+        threads_per_rank=threads_per_rank(session),
+        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches)
 
 
 def _write_synthetic(session: Session) -> Path:
@@ -121,12 +129,12 @@ def _num_usable(output: Path) -> int | None:
     return int(total)
 
 
-def _start(session: Session, schedule: Schedule, run_file: Path) -> None:
+def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> None:
     output = session.job.output
     bar = RunBar(output / "progress.json", schedule.latency_bound_s)
     try:
         run_ranks("xrunner.worker", run_file, len(schedule.estimate.stages), watch=bar.update,
-                  ask_to_stop=lambda: (output / STOP_FILE).touch())
+                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,))
     finally:
         bar.end()
     if not (output / "measured.json").is_file():

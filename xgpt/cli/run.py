@@ -10,10 +10,14 @@ from xgpt.cli.execution import execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
 from xgpt.errors import InputError, Mistake
+from xgpt.job import Job
+from xgpt.job_file import LOCAL_CLUSTER, load_job
+from xgpt.local import detect, usable_cores
 from xgpt.report.table import schedule_table
 from xgpt.schedule import Schedule, load_schedule
 from xprofiler.timing import TimingSource
 
+_RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
 
 @click.command()
 @job_arguments
@@ -46,24 +50,32 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
 
 
 def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
+    refuse_what_cannot_run(load_job(job_file, overrides))  # before a model is fetched for it
     session = open_session(job_file, overrides, fetch=True)
-    mistakes = []
-    if session.job.slurm is not None:
-        mistakes.append(Mistake(
-            file=str(session.job.source), line=None, key="slurm", value=session.job.slurm,
-            allowed="nothing yet: this version starts ranks on this machine only; inside an "
-            "allocation, use --set slurm=null"))
-    if not session.is_local or session.problem.cluster.device.kind != "cpu":
-        mistakes.append(Mistake(
-            file=str(session.job.source), line=None, key="cluster", value=session.job.cluster,
-            allowed="`local`, on a machine without GPUs: this version executes on CPU ranks; "
-            "`xgpt schedule`, `simulate` and `sweep` plan for any cluster"))
-    if mistakes:
-        raise InputError(mistakes)
     assert session.files is not None, "fetched above"
     say(f"model: {session.job.model}, served by {session.files.served_by}")
     make_folder(session)
     return executable(session)
+
+
+def refuse_what_cannot_run(job: Job) -> None:
+    """Raises InputError for a job that this version plans, but does not execute."""
+    most = _RANKS_PER_CORE * usable_cores()
+    local_cpu = job.cluster == LOCAL_CLUSTER and detect(1).device.kind == "cpu"
+    checks: list[tuple[bool, str, object, str]] = [
+        (job.slurm is not None, "slurm", job.slurm, "nothing yet: this version starts ranks on "
+         "this machine only; inside an allocation, use --set slurm=null"),
+        (not local_cpu, "cluster", job.cluster, "`local`, on a machine without GPUs: this version "
+         "executes on CPU ranks; `xgpt schedule`, `simulate` and `sweep` plan for any cluster"),
+        ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
+         f"at most {most} on this machine's {usable_cores()} cores"),
+        (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
+         "a run needs a file of requests, or {count: N}"),
+    ]
+    mistakes = [Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
+                for is_wrong, key, value, allowed in checks if is_wrong]
+    if mistakes:
+        raise InputError(mistakes)
 
 
 def _finish(session: Session, timing: TimingSource, schedule: Schedule, as_json: bool) -> None:

@@ -176,6 +176,7 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
                            padded=is_padded(session))
     # a query that no group can hold becomes an error record, and takes no time
     runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
+    runs &= session.input_lengths < (problem.model.max_positions or np.inf)
     if not runs.any():
         return None
     inputs = session.input_lengths[runs]

@@ -29,8 +29,9 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
     given = _parse(bounds) if bounds is not None else _default_bounds(session, timing)
     rows = [(bound, _at(session, timing, bound)) for bound in given]
     if as_json:
-        print_json([{"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
-                                         else {"infeasible": found})} for bound, found in rows])
+        print_json({"bounds": [
+            {"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
+                                  else {"infeasible": found})} for bound, found in rows]})
         return
     click.echo("bound     throughput    latency   encode  decode      decode    TP")
     click.echo("          queries/s               batch   iterations  batch     degree x GPUs")

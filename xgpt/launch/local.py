@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from xgpt.errors import MissingExtraError, XgptError
+from xgpt.errors import MissingExtraError, StoppedEarly, XgptError
 
 _POLL_S = 0.1
 # A layer's large temporaries come and go thousands of times: keep their memory instead of returning
@@ -41,19 +41,22 @@ def find_mpiexec() -> str:
 
 
 def run_ranks(module: str, argument: Path, ranks: int, *, watch: Callable[[], None],
-              ask_to_stop: Callable[[], None] | None = None) -> None:
+              ask_to_stop: Callable[[], None] | None = None,
+              inherited: tuple[int, ...] = ()) -> None:
     """Runs `module` and calls `watch` ten times a second meanwhile.
 
     SIGINT and SIGTERM call `ask_to_stop` (None: end the ranks at once) and let the ranks finish in
     their own time; a second signal, or a grace period that runs out, ends them. Raises XgptError
-    with the end of the ranks' messages if they fail.
+    with the end of the ranks' messages if they fail, StoppedEarly if they were ended at once.
+    `inherited`: descriptors the launcher keeps open (the output folder's lock).
     """
     environment = {**_ALLOCATOR, **os.environ, "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile() as messages:
         # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
         process = subprocess.Popen(rank_command(module, argument, ranks), stdout=messages,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   env=environment, start_new_session=True)
+                                   env=environment, start_new_session=True,
+                                   pass_fds=inherited)
         stopper = _Stopper(process, ask_to_stop)
         try:
             with stopper:
@@ -65,6 +68,8 @@ def run_ranks(module: str, argument: Path, ranks: int, *, watch: Callable[[], No
         finally:
             if process.poll() is None:
                 stopper.kill()
+        if stopper.was_asked and ask_to_stop is None:
+            raise StoppedEarly("interrupted; nothing was kept of this step")
         if process.returncode != 0 and not stopper.was_asked:
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()

@@ -11,8 +11,9 @@ from xgpt.errors import XgptError
 
 
 @contextmanager
-def output_lock(output: Path) -> Iterator[None]:
-    """Holds the folder's lock, which ends with the process at the latest. Raises XgptError when
+def output_lock(output: Path) -> Iterator[int]:
+    """Holds the folder's lock; yields the descriptor that carries it. A child that inherits it
+    keeps the lock as long as it lives, even if this process is killed. Raises XgptError when
     another run has it: two would mix their lines in results.jsonl."""
     with (output / ".lock").open("w") as file:
         try:
@@ -20,4 +21,4 @@ def output_lock(output: Path) -> Iterator[None]:
         except OSError:
             raise XgptError(f"{output}: another run is writing there (see `xgpt status`); wait for "
                             "it, or give this one another `output`") from None
-        yield
+        yield file.fileno()

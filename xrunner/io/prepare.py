@@ -14,11 +14,9 @@ from xrunner.query import PreparedQuery
 from xrunner.sampling import Sampling
 
 
-def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan, spec: ModelSpec,
-            kv_tokens: int) -> tuple[list[PreparedQuery], list[RequestError]]:
-    """Queries in the requests' order, indexed from 0 without gaps, and those that cannot run.
-
-    `kv_tokens`: what the schedule's KV cache holds for one query at most."""
+def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan,
+            spec: ModelSpec) -> tuple[list[PreparedQuery], list[RequestError]]:
+    """Queries in the requests' order, indexed from 0 without gaps, and those that cannot run."""
     queries: list[PreparedQuery] = []
     errors: list[RequestError] = []
     for request, ids in zip(requests, tokenise(requests, tokenizer, plan.is_chat), strict=True):
@@ -27,11 +25,11 @@ def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan
             errors.append(RequestError(line=request.line, id=request.id, error=str(problem)))
             continue
         query = _prepared(len(queries), request, ids, plan, spec)
-        if query.reserve_tokens > kv_tokens:
+        if query.reserve_tokens > plan.query_kv_tokens:
             errors.append(RequestError(line=request.line, id=request.id, error=(
                 f"needs up to {query.reserve_tokens} tokens of KV cache ({len(ids)} of input); the "
-                f"schedule was planned for {kv_tokens}: lower max_tokens, or state the workload's "
-                "longest lengths in the job")))
+                f"schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
+                "workload's longest lengths in the job")))
             continue
         queries.append(query)
     return queries, errors
