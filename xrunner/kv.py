@@ -31,13 +31,15 @@ class KvCache:
 
     def __init__(self, spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: int,
                  capacity: int, is_resident: bool = False,
-                 device: torch.device | str = "cpu") -> None:
+                 device: torch.device | str = "cpu", kv_heads: int | None = None) -> None:
         """`is_resident`: take the memory now, not page by page as queries first come to it (on a
-        virtual machine that was measured to add a sixth to an encode)."""
+        virtual machine that was measured to add a sixth to an encode). `kv_heads`: this rank's,
+        where a tensor-parallel group divides them; None: all of the model's."""
         self.queries: list[int] = []  # by slot
         self.lengths: list[int] = []  # tokens cached, by slot
         self._slots, self._capacity = slots, capacity
-        shape = (num_layers, 2, slots, spec.kv_heads, capacity, spec.head_dim)
+        heads = spec.kv_heads if kv_heads is None else kv_heads
+        shape = (num_layers, 2, slots, heads, capacity, spec.head_dim)
         self._store = _zeros(shape, dtype, torch.device(device), is_resident)
 
     @property
@@ -52,6 +54,11 @@ class KvCache:
     def store(self) -> Tensor:
         """[layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..num_active-1 are live."""
         return self._store
+
+    def share_layers(self, num_layers: int) -> None:
+        """A cache of one layer stands for `num_layers` that read and write the same entries: for
+        timing a step whose caches would not fit; what it computes is meaningless."""
+        self._store = self._store.expand(num_layers, -1, -1, -1, -1, -1)
 
     def allocate(self, queries: Sequence[int], input_tokens: Sequence[int]) -> int:
         """Slots for new queries, contiguous; returns the first."""
@@ -85,9 +92,10 @@ class KvCache:
 
 
 def cache_bytes(spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: int,
-                capacity: int) -> int:
+                capacity: int, kv_heads: int | None = None) -> int:
     """What a KvCache of this size occupies once every page of it has been written."""
-    return num_layers * spec.kv_elements_per_token_layer * dtype.itemsize * slots * capacity
+    heads = spec.kv_heads if kv_heads is None else kv_heads
+    return num_layers * 2 * heads * spec.head_dim * dtype.itemsize * slots * capacity
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,14 +51,20 @@ class StageExecutor:
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
         model = self.model
-        full_bytes = message.num_groups * cache_bytes(model.spec, len(model.layers), model.dtype,
-                                                      slots=message.slots,
-                                                      capacity=message.capacity)
+        full_bytes = message.num_groups * cache_bytes(
+            model.spec, len(model.layers), model.dtype, slots=message.slots,
+            capacity=message.capacity, kv_heads=model.kv_heads)
         self.caches = [KvCache(model.spec, len(model.layers), model.dtype, slots=message.slots,
-                               capacity=message.capacity,
-                               is_resident=full_bytes <= message.spare_bytes)
+                               capacity=message.capacity, kv_heads=model.kv_heads,
+                               is_resident=full_bytes <= message.spare_bytes,
+                               device=model.device)
                        for _ in range(message.num_groups)]
         self._sampling = [[] for _ in range(message.num_groups)]
+
+    def adopt(self, group: int, choices: Sequence[Sampling]) -> None:
+        """How the queries in the group's cache are sampled, by slot, where they were put there
+        by other means than an encode step of this stage."""
+        self._sampling[group] = list(choices)
 
     @torch.inference_mode()
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
@@ -92,12 +98,13 @@ class StageExecutor:
         hidden = self.model.encode(inputs, cache.store, first, lengths)
         if not self.model.is_last:
             return hidden
-        ends = torch.tensor(lengths).cumsum(0) - 1  # only an input's last token predicts the next
+        # only an input's last token predicts the next
+        ends = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
         return sample(self.model.logits(hidden[ends]), choices, lengths)
 
     def _decode(self, message: StepMessage, inputs: Tensor) -> Tensor:
         cache = self.caches[message.group]
-        contexts = torch.tensor(cache.lengths)
+        contexts = torch.tensor(cache.lengths, device=inputs.device)
         hidden = self.model.decode(inputs, cache.store, decode_context(contexts, self.model.dtype))
         cache.extend()
         if not self.model.is_last:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xgpt.cluster import Cluster
-from xgpt.model import ModelSpec
+from xgpt.model import ModelSpec, refuse_tp_degree
 from xgpt.schedule import StageAssignment
 
 
@@ -34,11 +34,8 @@ def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int
             f"tp_degree {tp_degree} with tp_gpus {tp_gpus}: degree 1 goes with 0 GPUs")
     if tp_degree < 1 or tp_gpus < 0 or tp_gpus % tp_degree or tp_gpus > devices:
         return f"tp_gpus {tp_gpus} is no multiple of tp_degree {tp_degree} within {devices} devices"
-    parts = {"attention heads": model.num_heads, "key-value heads": model.kv_heads,
-             "MLP columns": model.intermediate_size}
-    for what, count in parts.items():
-        if count % tp_degree:
-            return f"tp_degree {tp_degree} does not divide the model's {count} {what}"
+    if (reason := refuse_tp_degree(model, tp_degree)) is not None:
+        return reason
     for first in range(0, tp_gpus, tp_degree):
         if cluster.node_of(first) != cluster.node_of(first + tp_degree - 1):
             return (f"a group of {tp_degree} would span nodes of "

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint directory, read one tensor at a time.
 
-A rank opens every shard it needs but maps and copies only its own stage's tensors, so that no
-rank ever holds the whole model; `bytes_read` counts what was taken.
+A rank opens every file it needs but maps and copies only its own stage's tensors, and of those
+only its own rows or columns, so that no rank ever holds the whole model; `bytes_read` counts what
+was taken.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xgpt.errors import XgptError
+from xrunner.models.weights import Part
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
@@ -31,16 +33,13 @@ class CheckpointReader:
     def has(self, name: str) -> bool:
         return self._locate(name) is not None
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         found = self._locate(name)
         if found is None:
             raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
-        tensor = self._read(*found)
-        if tuple(tensor.shape) != shape:
-            raise XgptError(f"{self.directory}: {name!r} has shape {list(tensor.shape)}, "
-                            f"config.json says {list(shape)}")
+        tensor = self._map(*found, shape, part)
         self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor.to(self.dtype, copy=True)
+        return tensor.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         self._open.clear()
@@ -52,13 +51,26 @@ class CheckpointReader:
                     return self._files[candidate], candidate
         return None
 
-    def _read(self, path: Path, name: str) -> Tensor:
+    def _map(self, path: Path, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
+        """A view of the file's tensor, or of part of it: pages never touched are never read."""
         if path not in self._open:
             self._open[path] = (safe_open(path, framework="pt") if path.suffix == ".safetensors"
                                 else torch.load(path, mmap=True, weights_only=True))
         handle = self._open[path]
-        tensor: Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
-        return tensor
+        is_torch = isinstance(handle, dict)
+        held = handle[name] if is_torch else handle.get_slice(name)
+        found = list(held.shape) if is_torch else held.get_shape()
+        if found != list(shape):
+            raise XgptError(f"{self.directory}: {name!r} has shape {found}, "
+                            f"config.json says {list(shape)}")
+        if part is None:
+            whole: Tensor = held if is_torch else handle.get_tensor(name)
+            return whole
+        if is_torch:
+            return part.of(held)
+        wanted = slice(part.start, part.stop)
+        sliced: Tensor = held[wanted] if part.dim == 0 else held[:, wanted]
+        return sliced
 
 
 def _index(directory: Path) -> dict[str, Path]:

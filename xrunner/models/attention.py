@@ -37,11 +37,31 @@ def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
                          positions=contexts, mask=mask[:, None, None, :], max_context=longest)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossContext:
+    """What every layer of one decode step shares of the encoded inputs it looks at."""
+
+    mask: Tensor  # [n, 1, 1, longest] additive: 0 within a query's input, -inf beyond it
+    longest: int
+
+
+def cross_context(lengths: Tensor, dtype: torch.dtype) -> CrossContext:
+    """`lengths` [n]: encoded input tokens of each query, in order of their slots."""
+    longest = int(lengths.max())
+    beyond = torch.arange(longest, device=lengths.device)[None, :] >= lengths[:, None]
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
+    mask.masked_fill_(beyond, float("-inf"))
+    return CrossContext(mask=mask[:, None, None, :], longest=longest)
+
+
 def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
-                  cache_value: Tensor, step: DecodeContext) -> Tensor:
+                  cache_value: Tensor, step: DecodeContext, bias: Tensor | None = None,
+                  scale: float | None = None) -> Tensor:
     """One new token of each of n queries against its own cache.
 
     query [n, h, d]; key, value [n, k, d]; cache_* [slots, k, capacity, d], written in place.
+    `bias` [n, k, g, max_context] is added to the scores and takes the place of step.mask: made
+    once a step, it already has -inf beyond a query's context. `scale` None: 1 / sqrt(d).
     Returns [n, h * d].
     """
     n, heads, dim = query.shape
@@ -51,7 +71,7 @@ def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
     grouped = query.view(n, kv_heads, heads // kv_heads, dim)
     out = scaled_dot_product_attention(
         grouped, cache_key[:n, :, :step.max_context], cache_value[:n, :, :step.max_context],
-        attn_mask=step.mask,
+        attn_mask=step.mask if bias is None else bias, scale=scale,
     )
     return out.reshape(n, heads * dim)
 
@@ -81,3 +101,56 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
         start = end
     assert start == total, f"{start = } {total = }"
     return out.view(total, heads * dim)
+
+
+def attend_bidirectional(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
+                         bias: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Every token of an input attends to all of that input (an encoder); inputs are packed.
+
+    query [T, h, d]; key, value [T, k, d]; `bias` [h, L, L] with L the longest of `lengths`: its
+    corner serves a shorter input, as it depends on distances alone. `scale` None: 1 / sqrt(d).
+    Returns [T, h * d].
+    """
+    total, heads, dim = query.shape
+    kv_heads = key.shape[1]
+    out = torch.empty_like(query)
+    start = 0
+    for length in lengths:
+        end = start + length
+        group = (kv_heads, heads // kv_heads, length, dim)
+        mask = None if bias is None else bias[:, :length, :length].view(*group[:3], length)
+        attended = scaled_dot_product_attention(
+            query[start:end].view(length, kv_heads, -1, dim).permute(1, 2, 0, 3),
+            key[start:end].transpose(0, 1).unsqueeze(1).expand(group),
+            value[start:end].transpose(0, 1).unsqueeze(1).expand(group),
+            attn_mask=mask, scale=scale,
+        )
+        out[start:end] = attended.permute(2, 0, 1, 3).reshape(length, heads, dim)
+        start = end
+    assert start == total, f"{start = } {total = }"
+    return out.view(total, heads * dim)
+
+
+def store_packed(key: Tensor, value: Tensor, cache_key: Tensor, cache_value: Tensor,
+                 slots: Tensor, positions: Tensor) -> None:
+    """Keys and values of packed inputs into their cache rows: token t to slots[t], positions[t].
+
+    key, value [T, k, d]; cache_* [slots, k, capacity, d], written in place.
+    """
+    cache_key[slots, :, positions] = key
+    cache_value[slots, :, positions] = value
+
+
+def attend_cross(query: Tensor, cache_key: Tensor, cache_value: Tensor, step: CrossContext,
+                 scale: float | None = None) -> Tensor:
+    """One token of each of n queries against the input that was encoded for it.
+
+    query [n, h, d]; cache_* [slots, k, capacity, d]; `scale` None: 1 / sqrt(d). Returns [n, h * d].
+    """
+    n, heads, dim = query.shape
+    kv_heads = cache_key.shape[1]
+    out = scaled_dot_product_attention(
+        query.view(n, kv_heads, heads // kv_heads, dim), cache_key[:n, :, :step.longest],
+        cache_value[:n, :, :step.longest], attn_mask=step.mask, scale=scale,
+    )
+    return out.reshape(n, heads * dim)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.model import ModelSpec
+from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
 
 
@@ -21,29 +22,34 @@ class Rotation(NamedTuple):
 
 
 class LlamaLayer:
-    """One decoder layer. `norm` and linear weights as in transformers' LlamaDecoderLayer."""
+    """One decoder layer, or one rank's shard of it: as in transformers' LlamaDecoderLayer.
+    `heads` (h) and `kv_heads` (k) are this shard's, each of size `dim` (d)."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightSource, index: int) -> None:
-        hidden, dim = spec.hidden_size, spec.head_dim
-        self.heads, self.kv_heads, self.dim = spec.num_heads, spec.kv_heads, dim
-        self.eps = spec.norm_eps
+    def __init__(self, spec: ModelSpec, weights: WeightSource, index: int,
+                 shard: Shard = WHOLE) -> None:
+        hidden, dim, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
+        self.heads, self.kv_heads = shard.share(spec.num_heads), shard.share(spec.kv_heads)
+        self.dim, self.eps, self._all_reduce = dim, spec.norm_eps, shard.all_reduce
         prefix = f"model.layers.{index}."
-        widths = {"q": self.heads * dim, "k": self.kv_heads * dim, "v": self.kv_heads * dim}
+        widths = {"q": spec.num_heads * dim, "k": spec.kv_heads * dim, "v": spec.kv_heads * dim}
 
-        def get(name: str, *shape: int) -> Tensor:
-            return weights.get(prefix + name, shape)
+        def columns(name: str, *shape: int) -> Tensor:  # of the product: rows of the weight
+            return weights.get(prefix + name, shape, shard.part(0, shape[0]))
+
+        def rows(name: str, *shape: int) -> Tensor:
+            return weights.get(prefix + name, shape, shard.part(1, shape[1]))
 
         # one product instead of three (and two): fewer, larger kernels at small batches
-        self.qkv_weight = torch.cat([get(f"self_attn.{n}_proj.weight", w, hidden)
+        self.qkv_weight = torch.cat([columns(f"self_attn.{n}_proj.weight", w, hidden)
                                      for n, w in widths.items()])
-        self.qkv_bias = (torch.cat([get(f"self_attn.{n}_proj.bias", w) for n, w in widths.items()])
-                         if spec.qkv_bias else None)
-        self.out_weight = get("self_attn.o_proj.weight", hidden, self.heads * dim)
-        self.gate_up_weight = torch.cat([get(f"mlp.{n}_proj.weight", spec.intermediate_size, hidden)
+        self.qkv_bias = (torch.cat([columns(f"self_attn.{n}_proj.bias", w)
+                                    for n, w in widths.items()]) if spec.qkv_bias else None)
+        self.out_weight = rows("self_attn.o_proj.weight", hidden, widths["q"])
+        self.gate_up_weight = torch.cat([columns(f"mlp.{n}_proj.weight", inner, hidden)
                                          for n in ("gate", "up")])
-        self.down_weight = get("mlp.down_proj.weight", hidden, spec.intermediate_size)
-        self.input_norm = get("input_layernorm.weight", hidden)
-        self.mlp_norm = get("post_attention_layernorm.weight", hidden)
+        self.down_weight = rows("mlp.down_proj.weight", hidden, inner)
+        self.input_norm = weights.get(f"{prefix}input_layernorm.weight", (hidden,))
+        self.mlp_norm = weights.get(f"{prefix}post_attention_layernorm.weight", (hidden,))
 
     def qkv(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, H] -> query [T, h, d], key [T, k, d], value [T, k, d], rotated."""
@@ -56,27 +62,25 @@ class LlamaLayer:
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
-        hidden = hidden + F.linear(attended, self.out_weight)
+        hidden = hidden + self._all_reduce(F.linear(attended, self.out_weight))
         normed = rms_norm(hidden, self.mlp_norm, self.eps)
         gate, up = F.linear(normed, self.gate_up_weight).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, self.down_weight)
+        return hidden + self._all_reduce(F.linear(F.silu(gate) * up, self.down_weight))
 
 
 class LlamaEnds:
     """Embedding (first stage), rotary tables (every stage), final norm and head (last stage)."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool) -> None:
-        table = (spec.vocab_size, spec.hidden_size)
+    def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
+                 shard: Shard = WHOLE) -> None:
+        name, table = "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         self.eps, self.dim = spec.norm_eps, spec.head_dim
         self.inverse_frequency = _frequencies(spec)
-        self.embedding = weights.get("model.embed_tokens.weight", table) if first else None
+        self.embedding = weights.get(name, table) if first else None
         self.norm = self.head_weight = None
         if last:
             self.norm = weights.get("model.norm.weight", (spec.hidden_size,))
-            tied = spec.tied_embeddings or not weights.has("lm_head.weight")
-            shared = self.embedding if tied else None
-            name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-            self.head_weight = shared if shared is not None else weights.get(name, table)
+            self.head_weight = head_weight(spec, weights, (name, self.embedding), shard)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T] -> hidden [T, H]."""
@@ -85,12 +89,14 @@ class LlamaEnds:
 
     def prepare(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions [T] -> what each layer's `qkv` needs besides the hidden state."""
-        angles = positions[:, None].float() * self.inverse_frequency[None, :].to(positions.device)
+        if self.inverse_frequency.device != positions.device:  # once: it stays there
+            self.inverse_frequency = self.inverse_frequency.to(positions.device)
+        angles = positions[:, None].float() * self.inverse_frequency[None, :]
         angles = torch.cat([angles, angles], dim=-1)[:, None, :]
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, V]."""
+        """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
         assert self.norm is not None and self.head_weight is not None, (
             "only the last stage has a head")
         return F.linear(rms_norm(hidden, self.norm, self.eps), self.head_weight)

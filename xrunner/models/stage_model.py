@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
+from xgpt.model import ModelSpec, refuse_tp_degree
 from xgpt.schedule import StageAssignment
 from xrunner.models.attention import DecodeContext, attend_decode, attend_encode
+from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
 from xrunner.models.llama import LlamaEnds, LlamaLayer
 from xrunner.models.opt import OptEnds, OptLayer
-from xrunner.models.weights import WeightSource
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
+from xrunner.models.weights import OnDevice, WeightSource
 
 
 class Layer(Protocol):
-    """A decoder layer without its attention kernel, which is the same for all families."""
+    """A decoder layer, or a shard of one, without its attention kernel, which is the same for all
+    families. `heads`, `kv_heads`: this shard's; `dim`: the size of each."""
+
+    heads: int
+    kv_heads: int
+    dim: int
 
     def qkv(self, hidden: Tensor, prepared: Any) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -28,6 +36,22 @@ class Layer(Protocol):
 LAYER_CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaLayer, LlamaEnds),
     "opt": (OptLayer, OptEnds),
+    "gpt2": (Gpt2Layer, Gpt2Ends),
+}
+
+
+class EncoderDecoder(NamedTuple):
+    """The classes of an encoder-decoder family; its two kinds of layer are called differently."""
+
+    encoder_layer: Any
+    encoder_ends: Any
+    decoder_layer: Any
+    decoder_ends: Any
+
+
+# Can be timed; StageModel, which knows decoder-only models, does not execute them.
+ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
+    "t5": EncoderDecoder(T5EncoderLayer, T5EncoderEnds, T5DecoderLayer, T5DecoderEnds),
 }
 
 
@@ -35,23 +59,33 @@ class StageModel:
     """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
-                 dtype: torch.dtype) -> None:
+                 dtype: torch.dtype, shard: Shard = WHOLE,
+                 device: torch.device | str = "cpu") -> None:
+        """`shard`: this rank's part of every layer and of the head; weights go to `device`."""
         if spec.family not in LAYER_CLASSES:
             raise XgptError(f"model {spec.name!r}: family {spec.family!r} cannot be executed yet; "
                             f"can be: {', '.join(LAYER_CLASSES)}")
+        if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
+            raise XgptError(f"model {spec.name!r}: {reason}")
         layer_class, ends_class = LAYER_CLASSES[spec.family]
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
-        self.layers: list[Layer] = [layer_class(spec, weights, stage.first_layer + i)
+        placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
+        self.layers: list[Layer] = [layer_class(spec, placed, stage.first_layer + i, shard)
                                     for i in range(stage.num_layers)]
-        self.ends = ends_class(spec, weights, first=self.is_first, last=self.is_last)
+        self.ends = ends_class(spec, placed, first=self.is_first, last=self.is_last, shard=shard)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of this shard, as its caches hold them."""
+        return self.shard.share(self.spec.kv_heads)
 
     def encode(self, inputs: Tensor, cache: Tensor, first_slot: int,
                lengths: Sequence[int]) -> Tensor:
         """Whole inputs, packed. `inputs`: tokens [T] on the first stage, hidden [T, H] after it;
         cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H]."""
-        positions = torch.cat([torch.arange(n, device=inputs.device) for n in lengths])
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
         hidden = self.ends.embed(inputs, positions) if self.is_first else inputs
         prepared = self.ends.prepare(positions, self.dtype)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
@@ -72,6 +106,6 @@ class StageModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> logits [n, V]; last stage only."""
+        """hidden [n, H] -> logits [n, V_local] of this shard's tokens; last stage only."""
         logits: Tensor = self.ends.logits(hidden)
         return logits

@@ -2,35 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+import zlib
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+# Elements drawn at a time, from one seed: fewer need no memory, more leave less to skip.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+class Part(NamedTuple):
+    """Rows (dim 0) or columns (dim 1) start .. stop - 1 of a tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape within a tensor of shape `whole`."""
+        assert 0 <= self.start <= self.stop <= whole[self.dim], f"{self = } {whole = }"
+        return (*whole[:self.dim], self.stop - self.start, *whole[self.dim + 1:])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of `tensor`."""
+        return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
 class WeightSource(Protocol):
     """Tensors by their Hugging Face name."""
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, of exactly `shape`, in the run's dtype. Raises XgptError."""
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The tensor `name`, whose full shape is `shape`, or `part` of it, in the run's dtype;
+        no more than the part is ever held. Raises XgptError."""
         ...
 
     def has(self, name: str) -> bool: ...
 
 
+class OnDevice:
+    """Another source's tensors, moved to `device` one by one."""
+
+    def __init__(self, weights: WeightSource, device: torch.device | str) -> None:
+        self._weights, self._device = weights, torch.device(device)
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        return self._weights.get(name, shape, part).to(self._device)
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+
 class RandomWeights:
-    """Weights for performance work: values drawn per name, so that every rank agrees on them."""
+    """Weights for performance work: an element's value depends on the seed, its tensor's name and
+    shape and its place alone, so that every rank agrees on it however the tensor is divided."""
 
     def __init__(self, dtype: torch.dtype, *, scale: float = 0.02, seed: int = 0) -> None:
         self.dtype, self.scale, self.seed = dtype, scale, seed
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        digest = sum((i + 1) * byte for i, byte in enumerate(name.encode()))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + digest)
-        if name.endswith("norm.weight") or "layer_norm.weight" in name or "layernorm" in name:
-            return torch.ones(shape, dtype=self.dtype)
-        values = torch.empty(shape, dtype=torch.float32).normal_(0, self.scale, generator=generator)
-        return values.to(self.dtype)
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        wanted = part if part is not None else Part(0, 0, shape[0])
+        if _is_norm(name):
+            return torch.ones(wanted.shape(shape), dtype=self.dtype)
+        out = torch.empty(wanted.shape(shape), dtype=self.dtype)
+        rows = Part(0, 0, shape[0]) if wanted.dim != 0 else wanted
+        block_rows = max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1)
+        for first in range(rows.start - rows.start % block_rows, rows.stop, block_rows):
+            block = self._block(name, first, (min(block_rows, shape[0] - first), *shape[1:]))
+            low, high = max(rows.start, first), min(rows.stop, first + len(block))
+            drawn = block[low - first:high - first]
+            out[low - rows.start:high - rows.start] = drawn if wanted is rows else wanted.of(drawn)
+        return out
 
     def has(self, name: str) -> bool:
         return True
+
+    def _block(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
+        seed = zlib.crc32(f"{self.seed} {name} {first_row}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        return torch.empty(shape, dtype=torch.float32).normal_(0, self.scale, generator=generator)
+
+
+def _is_norm(name: str) -> bool:
+    module, _, kind = name.rpartition(".")
+    last = module.rpartition(".")[2]
+    return kind == "weight" and ("norm" in last or last.startswith("ln_"))

@@ -1,0 +1,95 @@
+"""GPT-2: variants that would run with wrong tokens, the joint matrix of a shard, learned positions.
+
+Its tokens and logits against transformers' are in test_exactness.py and test_shards.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import make_model, spec_of, split_stages
+
+from xgpt.model import from_hf_config
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
+from xrunner.models.shard import Shard
+from xrunner.models.stage_model import StageModel
+
+CONFIG = {"model_type": "gpt2", "n_layer": 5, "n_embd": 48, "n_head": 6, "vocab_size": 97,
+          "n_positions": 128}
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("gpt2")
+    return directory, make_model("gpt2", directory)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("activation_function", "gelu"), ("scale_attn_weights", False),
+    ("scale_attn_by_inverse_layer_idx", True), ("reorder_and_upcast_attn", True),
+    ("add_cross_attention", True)])
+def test_a_variant_is_refused_by_its_key(key: str, value: object) -> None:
+    from_hf_config(CONFIG, "x")
+    with pytest.raises(ValueError, match=f"{key} = .* is not supported"):
+        from_hf_config({**CONFIG, key: value}, "x")
+
+
+def test_an_untied_head_is_read_as_such() -> None:
+    assert from_hf_config(CONFIG, "x").tied_embeddings
+    assert not from_hf_config({**CONFIG, "tie_word_embeddings": False}, "x").tied_embeddings
+
+
+def test_weights_are_turned_once_and_lie_in_rows(gpt2: tuple[Path, Any]) -> None:
+    directory, model = gpt2
+    layer = Gpt2Layer(spec_of(directory), CheckpointReader(directory, torch.float32), 1)
+    attn, mlp = model.transformer.h[1].attn, model.transformer.h[1].mlp
+    for ours, conv in ((layer.qkv_weight, attn.c_attn), (layer.out_weight, attn.c_proj),
+                       (layer.up_weight, mlp.c_fc), (layer.down_weight, mlp.c_proj)):
+        assert torch.equal(ours, conv.weight.detach().t()) and ours.is_contiguous()
+
+
+def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2: tuple[Path, Any]) -> None:
+    directory, model = gpt2
+    reader = CheckpointReader(directory, torch.float32)
+    layer = Gpt2Layer(spec_of(directory), reader, 2, Shard(1, 2))
+    conv = model.transformer.h[2].attn.c_attn
+    rows = [i * 48 + 24 + j for i in range(3) for j in range(24)]  # heads 3 to 5 of 6
+    assert torch.equal(layer.qkv_weight, conv.weight.detach().t()[rows])
+    assert torch.equal(layer.qkv_bias, conv.bias.detach()[rows])
+    assert layer.qkv_weight.is_contiguous() and layer.out_bias is None
+
+
+def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2: tuple[Path, Any]) -> None:
+    directory, _ = gpt2
+    spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
+    ends = Gpt2Ends(spec, reader, first=True, last=True, shard=Shard(1, 2))
+    assert ends.head_weight.data_ptr() == ends.embedding[49:].data_ptr()
+    assert ends.head_weight.shape == (48, 48)
+    alone = Gpt2Ends(spec, reader, first=False, last=True, shard=Shard(1, 2))
+    assert alone.embedding is None and torch.equal(alone.head_weight, ends.head_weight)
+
+
+def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
+    directory, _ = gpt2
+    spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
+    model = StageModel(spec, reader, split_stages(spec.num_layers, 1)[0], torch.float32,
+                       device="meta")
+    held = [t for owner in (*model.layers, model.ends) for v in vars(owner).values()
+            for t in (v if isinstance(v, tuple) else (v,)) if isinstance(t, torch.Tensor)]
+    assert len(held) > 5 * 8 and {t.device.type for t in held} == {"meta"}
+
+
+def test_the_mlp_uses_gelu_by_tanh(gpt2: tuple[Path, Any]) -> None:
+    directory, model = gpt2
+    layer = Gpt2Layer(spec_of(directory), CheckpointReader(directory, torch.float32), 0)
+    theirs, hidden = model.transformer.h[0], torch.linspace(-1, 1, 5 * 48).view(5, 48)
+    with torch.no_grad():
+        added = hidden + theirs.attn.c_proj.bias
+        expected = added + theirs.mlp(theirs.ln_2(added))
+        ours = layer.finish(hidden, torch.zeros(5, 48))
+    # the exact GELU is 1e-3 away
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

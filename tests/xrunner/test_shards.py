@@ -1,0 +1,199 @@
+"""Tensor-parallel shards: run in lockstep, they compute what the whole layers compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from toys import Lockstep, spec_of, split_stages
+
+from xgpt.errors import XgptError
+from xgpt.model import ModelSpec, refuse_tp_degree
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.kv import KvCache, cache_bytes
+from xrunner.models import weights as weights_module
+from xrunner.models.attention import DecodeContext, decode_context
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import Part, RandomWeights
+
+# 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
+SHAPE = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=48, num_heads=12,
+                  num_kv_heads=6, vocab_size=97, intermediate_size=36, is_gated_mlp=True,
+                  has_bias=False, tied_embeddings=False, max_positions=64)
+PLAIN = replace(SHAPE, num_kv_heads=None, is_gated_mlp=False, has_bias=True, tied_embeddings=True,
+                has_learned_positions=True)
+SPECS = {"llama": SHAPE, "llama-tied": replace(SHAPE, tied_embeddings=True),
+         "qwen2": replace(SHAPE, has_qkv_bias=True), "opt": replace(PLAIN, family="opt"),
+         "gpt2": replace(PLAIN, family="gpt2", activation="gelu_new")}
+LENGTHS, CAPACITY, DECODES = [5, 1, 9], 16, 3
+
+
+def run_stage(spec: ModelSpec, shard: Shard) -> dict[str, Tensor]:
+    """One encode and a few decodes of fixed tokens: hidden states, logits, and the cache."""
+    stage = split_stages(spec.num_layers, 1)[0]
+    model = StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32, shard)
+    cache = KvCache(spec, spec.num_layers, torch.float32, slots=len(LENGTHS), capacity=CAPACITY,
+                    kv_heads=model.kv_heads)
+    cache.allocate([0, 1, 2], LENGTHS)
+    tokens = torch.arange(sum(LENGTHS)) * 7 % spec.vocab_size
+    with torch.inference_mode():
+        hidden = [model.encode(tokens, cache.store, 0, LENGTHS)]
+        for step in range(DECODES):
+            context = decode_context(torch.tensor(cache.lengths), torch.float32)
+            hidden.append(model.decode(torch.tensor([3, 50, 96]) - step, cache.store, context))
+            cache.extend()
+        return {"hidden": torch.cat(hidden), "logits": model.logits(hidden[-1]),
+                "cache": cache.store}
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("family", SPECS)
+def test_shards_in_lockstep_equal_the_whole_stage(family: str, degree: int) -> None:
+    spec = SPECS[family]
+    torch.set_num_threads(1)
+    whole = run_stage(spec, WHOLE)
+    shards = Lockstep(degree).run(lambda shard: run_stage(spec, shard))
+    for shard in shards:  # every rank ends with the same hidden state
+        torch.testing.assert_close(shard["hidden"], whole["hidden"], rtol=1e-4, atol=1e-4)
+    logits = torch.cat([s["logits"] for s in shards], dim=1)
+    torch.testing.assert_close(logits, whole["logits"], rtol=1e-4, atol=1e-3)
+    assert [s["logits"].shape[1] for s in shards] == {2: [49, 48], 3: [33, 33, 31]}[degree]
+    cache = torch.cat([s["cache"] for s in shards], dim=3)
+    torch.testing.assert_close(cache, whole["cache"], rtol=1e-4, atol=1e-4)
+    assert whole["hidden"].std() > 1  # else the residual would hide a wrong product
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_a_shard_holds_its_share_and_every_rank_the_same_attributes(family: str) -> None:
+    spec = SPECS[family]
+    stage = split_stages(spec.num_layers, 1)[0]
+    models = [StageModel(spec, RandomWeights(torch.float32), stage, torch.float32, Shard(i, 3))
+              for i in range(3)]
+    for model in models:
+        assert (model.kv_heads, model.layers[0].dim) == (spec.kv_heads // 3, spec.head_dim)
+        assert all((layer.heads, layer.kv_heads) == (spec.num_heads // 3, model.kv_heads)
+                   for layer in model.layers)
+    whole = StageModel(spec, RandomWeights(torch.float32), stage, torch.float32)
+    sizes = [_matrix_elements(m.layers[0]) for m in (*models, whole)]
+    assert sizes[:3] == [sizes[3] // 3] * 3
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_weights_and_all_that_is_made_in_a_step_are_on_the_inputs_device(family: str) -> None:
+    """On the device `meta`, which refuses to be mixed with any other."""
+    spec, stage, meta = SPECS[family], split_stages(2, 1)[0], torch.device("meta")
+    model = StageModel(spec, RandomWeights(torch.float32), stage, torch.float32, Shard(1, 2), meta)
+    cache = torch.zeros(2, 2, 3, model.kv_heads, CAPACITY, spec.head_dim, device=meta)
+    step = DecodeContext(rows=torch.arange(3, device=meta), max_context=10,
+                         positions=torch.tensor(LENGTHS, device=meta),
+                         mask=torch.zeros(3, 1, 1, 10, device=meta))
+    tokens = torch.zeros(sum(LENGTHS), dtype=torch.long, device=meta)
+    with torch.inference_mode():
+        encoded = model.encode(tokens, cache, 0, LENGTHS)
+        logits = model.logits(model.decode(tokens[:3], cache, step))
+    assert encoded.device == logits.device == meta
+    assert (encoded.shape, logits.shape) == ((15, 48), (3, 48))
+
+
+def test_a_degree_that_does_not_divide_is_refused_with_the_counts() -> None:
+    assert refuse_tp_degree(SHAPE, 3) is None
+    assert "the model's 12 attention heads" in str(refuse_tp_degree(SHAPE, 5))
+    assert "the model's 6 key-value heads" in str(refuse_tp_degree(SHAPE, 4))
+    odd = replace(SHAPE, intermediate_size=35)
+    assert "the model's 35 MLP columns" in str(refuse_tp_degree(odd, 2))
+    stage = split_stages(2, 1)[0]
+    with pytest.raises(XgptError, match="tp_degree 5 does not divide"):
+        StageModel(SHAPE, RandomWeights(torch.float32), stage, torch.float32, Shard(0, 5))
+
+
+def test_a_vocabulary_smaller_than_its_shares_leaves_the_last_ranks_empty() -> None:
+    parts = [Shard(i, 4).vocabulary_part(5) for i in range(4)]
+    assert parts == [Part(0, 0, 2), Part(0, 2, 4), Part(0, 4, 5), Part(0, 5, 5)]
+
+
+def test_a_shards_cache_takes_its_heads_bytes() -> None:
+    whole = cache_bytes(SHAPE, 2, torch.bfloat16, slots=3, capacity=7)
+    assert whole == 2 * SHAPE.kv_elements_per_token_layer * 2 * 3 * 7
+    assert cache_bytes(SHAPE, 2, torch.bfloat16, slots=3, capacity=7, kv_heads=2) * 3 == whole
+
+
+@pytest.mark.parametrize("shape", [(33,), (12, 10), (37, 24)])
+def test_random_weights_do_not_depend_on_how_they_are_divided(
+        shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "_BLOCK_ELEMENTS", 100)  # parts begin within blocks
+    source = RandomWeights(torch.float32)
+    whole = source.get("layers.0.q_proj.weight", shape)
+    assert whole.unique().numel() > 0.9 * whole.numel()
+    for dim, size in enumerate(shape):
+        cuts = (0, size // 3, size // 2, size)
+        parts = [source.get("layers.0.q_proj.weight", shape, Part(dim, low, high))
+                 for low, high in zip(cuts, cuts[1:], strict=False)]
+        assert torch.equal(torch.cat(parts, dim), whole)
+    assert not torch.equal(source.get("layers.1.q_proj.weight", shape), whole)
+    assert torch.equal(source.get("h.0.ln_1.weight", shape, Part(0, 1, 3)),
+                       torch.ones(2, *shape[1:]))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_checkpoint_gives_the_part_and_counts_only_that(tmp_path: Path, kind: str) -> None:
+    tensors = {"a.weight": torch.randn(8, 6), "a.bias": torch.randn(8)}
+    if kind == "safetensors":
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    for name, part in (("a.weight", Part(0, 2, 5)), ("a.weight", Part(1, 3, 6)),
+                       ("a.bias", Part(0, 4, 8)), ("a.weight", Part(0, 8, 8))):
+        reader = CheckpointReader(tmp_path, torch.float32)
+        shape = tuple(tensors[name].shape)
+        got = reader.get(name, shape, part)
+        assert torch.equal(got, part.of(tensors[name])) and got.is_contiguous()
+        assert got.untyped_storage().nbytes() == reader.bytes_read == 4 * got.numel()
+        with pytest.raises(XgptError, match="config.json says"):
+            reader.get(name, (9, *shape[1:]), part)
+
+
+def test_a_checkpoints_shards_together_are_the_whole(llama: tuple[Path, Any]) -> None:
+    directory, spec = llama[0], spec_of(llama[0])
+    stage = split_stages(spec.num_layers, 2)[1]
+    readers = [CheckpointReader(directory, torch.float32) for _ in range(3)]
+    first, second, whole = (
+        StageModel(spec, reader, stage, torch.float32, shard)
+        for reader, shard in zip(readers, (Shard(0, 2), Shard(1, 2), WHOLE), strict=True))
+    for a, b, c in zip(first.layers, second.layers, whole.layers, strict=True):
+        assert torch.equal(torch.cat([a.down_weight, b.down_weight], dim=1), c.down_weight)
+        assert torch.equal(torch.cat([a.out_weight, b.out_weight], dim=1), c.out_weight)
+    heads = torch.cat([first.ends.head_weight, second.ends.head_weight])
+    assert torch.equal(heads, whole.ends.head_weight)
+    norms = 4 * spec.hidden_size * (2 * stage.num_layers + 1)  # both ranks read these whole
+    assert readers[0].bytes_read + readers[1].bytes_read == readers[2].bytes_read + norms
+
+
+def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy: tuple[Path, Any]) -> None:
+    directory, model = toy
+    torch.set_num_threads(1)
+    spec, tokens = spec_of(directory), torch.arange(6, 30)
+    stage = split_stages(spec.num_layers, 1)[0]
+
+    def run(shard: Shard) -> Tensor:
+        ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32,
+                          shard)
+        cache = KvCache(spec, spec.num_layers, torch.float32, slots=1, capacity=len(tokens),
+                        kv_heads=ours.kv_heads)
+        with torch.inference_mode():
+            return ours.logits(ours.encode(tokens, cache.store, 0, [len(tokens)]))
+
+    logits = torch.cat(Lockstep(2).run(run), dim=1)
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    assert (logits - expected).abs().max() < 1e-3 * expected.std()
+
+
+def _matrix_elements(layer: Any) -> int:
+    return sum(t.numel() for t in vars(layer).values()
+               if isinstance(t, Tensor) and t.ndim == 2)

@@ -1,0 +1,75 @@
+"""One rank's share of a tensor-parallel layer, after Megatron-LM (arXiv:1909.08053).
+
+Query, key, value and the MLP's inner columns are divided over the group (column parallel), so the
+products that follow them yield partial sums (row parallel), which `all_reduce` completes: twice a
+layer, three times with cross-attention. A row-parallel bias is held by the group's first rank
+alone, which adds it exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xgpt.model import ModelSpec
+from xrunner.models.weights import Part, WeightSource
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `index` of a group of `degree`; `all_reduce` sums a [T, H] tensor over the group."""
+
+    index: int = 0
+    degree: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _identity
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.degree, f"{self.index = } {self.degree = }"
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def share(self, count: int) -> int:
+        """This rank's part of `count` heads or columns, which the degree divides."""
+        assert count % self.degree == 0, f"{count = } {self.degree = }"
+        return count // self.degree
+
+    def part(self, dim: int, size: int, *, first: int = 0) -> Part | None:
+        """This rank's even share of the `size` rows (dim 0) or columns (dim 1) from `first` on;
+        None for a rank alone, which takes the tensor as it is."""
+        if self.degree == 1:
+            return None
+        share = self.share(size)
+        start = first + self.index * share
+        return Part(dim, start, start + share)
+
+    def vocabulary_part(self, vocab_size: int) -> Part | None:
+        """Rows of the output head: ceil(V / degree) each, fewer (or none) on the last ranks."""
+        if self.degree == 1:
+            return None
+        share = -(-vocab_size // self.degree)
+        start = min(self.index * share, vocab_size)
+        return Part(0, start, min(start + share, vocab_size))
+
+
+WHOLE = Shard()
+
+
+def head_weight(spec: ModelSpec, weights: WeightSource, embedding: tuple[str, Tensor | None],
+                shard: Shard) -> Tensor:
+    """Output head [V_local, H]. `embedding`: its name, and its tensor where this rank holds it,
+    of which a tied head is a view."""
+    name, held = embedding
+    part = shard.vocabulary_part(spec.vocab_size)
+    is_tied = spec.tied_embeddings or not weights.has("lm_head.weight")
+    if is_tied and held is not None:
+        return held if part is None else part.of(held)
+    return weights.get(name if is_tied else "lm_head.weight",
+                       (spec.vocab_size, spec.hidden_size), part)
