@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from xgpt import catalog
 from xgpt.cluster import Device
 from xgpt.model import ModelSpec
-from xprofiler.roofline import Roofline, cross_kv_params, rest_params
+from xprofiler.roofline import Roofline, cross_kv_params, link_kind, rest_params
 from xprofiler.timing import Operator
 
 GPT_20B = ModelSpec(name="gpt-20b", family="gpt2", num_layers=44, hidden_size=6144, num_heads=48,
@@ -68,7 +70,7 @@ def model_s(tp_degree, batch, input_tokens, output_tokens):
         return GPT_20B.num_layers * (rest_s + attention_s + 2 * reduce_s)
 
     encode_s = layers_s(batch * input_tokens, batch * source.operator_s(
-        Operator.ENCODE_ATTENTION, input_tokens, tp_degree=tp_degree))
+        Operator.ENCODE_ATTENTION, input_tokens, batch, tp_degree=tp_degree))
     context = input_tokens + np.arange(1, output_tokens)
     decode_s = layers_s(float(batch), source.operator_s(
         Operator.DECODE_ATTENTION, batch, context, tp_degree=tp_degree)).sum()
@@ -102,11 +104,105 @@ def test_all_reduce_of_one_rank_is_free_and_grows_with_bytes():
     assert source.all_reduce_s(2**26, 8, link) == pytest.approx(675e-6, rel=0.25)
 
 
-def test_transfer_is_latency_plus_bytes():
-    source, link = sources()[0], catalog.link("pcie4-x16")
+@pytest.mark.parametrize(("name", "share"), [
+    ("nvlink3", 0.70), ("ib-200g", 0.70), ("pcie4-x16", 0.13)])  # A40: 4 GB/s through the host
+def test_transfer_is_latency_plus_bytes(name, share):
+    source, link = sources()[0], catalog.link(name)
     empty, full = source.transfer_s([0, 1e9], link)
     assert empty == link.latency_s
-    assert full - empty == pytest.approx(1e9 / (0.7 * link.bandwidth_bytes_per_s))
+    assert full - empty == pytest.approx(1e9 / (share * link.bandwidth_bytes_per_s))
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("nvlink2", "nvlink"), ("nvlink4", "nvlink"), ("pcie3-x16", "pcie"), ("pcie4-x16", "pcie"),
+    ("ib-100g", "network"), ("ib-400g", "network")])
+def test_catalogue_links_are_told_apart(name, kind):
+    assert link_kind(catalog.link(name)) == kind
+
+
+@pytest.mark.parametrize("rows", [1.0, 64.0, 4096.0])
+@pytest.mark.parametrize("source", sources(), ids=["gpu", "encoder-decoder", "cpu"])
+def test_a_narrow_shard_takes_more_than_its_part_of_the_whole_product(source, rows):
+    whole, narrow = source.gemm_s(rows, 8192, 8192), source.gemm_s(rows, 1024, 8192)
+    assert whole / 8 < narrow < whole
+
+
+def test_products_of_all_sizes_lie_between_the_longer_of_compute_and_memory_and_their_sum():
+    source, device = sources()[0], catalog.device("A100-80")
+    c = source.constants
+    rows, n, k = np.geomspace(1, 1e5, 50), 12288, 6144
+    compute_s = 2 * n * k * (rows + c.gemm_half_rows) / (
+        device.peak_flops_per_s("float16") * c.gemm_flops_share)
+    memory_s = 2 * (n * k + rows * (n + k)) / (device.bandwidth_bytes_per_s * c.gemm_bytes_share)
+    seconds = source.gemm_s(rows, n, k) - c.gemm_launch_s
+    assert (seconds >= np.maximum(compute_s, memory_s) * (1 - 1e-12)).all()
+    assert (seconds <= compute_s + memory_s).all()
+
+
+@pytest.mark.parametrize("name", ["nvlink3", "nvlink4", "pcie4-x16", "ib-200g"])
+@pytest.mark.parametrize("degree", [2, 4, 8, 16])
+def test_all_reduce_is_a_collective_and_the_ranks_skew(name, degree):
+    source, link = sources()[0], catalog.link(name)
+    volume = np.geomspace(1, 1e9, 300)
+    seconds = source.collective_s(volume, degree, link)
+    assert (np.diff(seconds) >= 0).all() and (np.diff(seconds / volume) <= 0).all()
+    assert source.all_reduce_s(volume, degree, link) == pytest.approx(
+        seconds + source.synchronisation_s(degree))
+    # no ring moves its bytes faster than the link does
+    assert (seconds > 2 * (degree - 1) / degree * volume / link.bandwidth_bytes_per_s).all()
+
+
+def test_synchronisation_grows_with_the_degree_and_one_rank_has_none():
+    seconds = [sources()[0].synchronisation_s(t) for t in (1, 2, 3, 4, 8, 16, 32)]
+    assert seconds[0] == 0
+    assert (np.diff(seconds[:-1]) > 0).all()
+    assert seconds[-1] == seconds[-2]
+
+
+def test_queries_encoded_together_share_the_launch_and_keep_their_work():
+    source = sources()[0]
+    shares = source.operator_s(Operator.ENCODE_ATTENTION, 512, [0, 1, 4, 64, 1e9])
+    assert shares[0] == shares[1]
+    assert (np.diff(shares[1:]) < 0).all()
+    assert shares[1] - shares[-1] == pytest.approx(
+        source.constants.encode_attention_launch_s
+        + 512 * source.constants.encode_attention_tail_s)
+
+
+def test_compaction_reads_and_writes_the_moved_entries():
+    source, device = sources()[0], catalog.device("A100-80")
+    few, many = source.operator_s(Operator.KV_COMPACTION, [10, 20], 1000)
+    moved_bytes = 10 * 1000 * GPT_20B.kv_elements_per_token_layer * 2
+    assert many - few > 2 * moved_bytes / device.bandwidth_bytes_per_s
+    assert source.operator_s(Operator.KV_COMPACTION, 10, 1000, tp_degree=8) < few / 4
+
+
+def test_an_encoder_layer_takes_less_than_a_decoder_layer_with_cross_attention():
+    source = sources()[1]
+    tokens = np.geomspace(1, 1e4, 20)
+    decoder, encoder, cross_kv = (source.operator_s(o, tokens) for o in (
+        Operator.LAYER_REST, Operator.ENCODER_REST, Operator.CROSS_KV))
+    assert (encoder < decoder).all() and (cross_kv < encoder).all()
+
+
+def test_cross_attention_costs_what_decode_attention_costs_at_that_context():
+    source = sources()[1]
+    for context in (1, 100, 10000):
+        assert source.operator_s(Operator.CROSS_ATTENTION, 7, context) == source.operator_s(
+            Operator.DECODE_ATTENTION, 7, context)
+
+
+def test_handover_costs_more_than_the_message():
+    source, link = sources()[0], catalog.link("nvlink3")
+    assert source.handover_s(1e9, link) > source.transfer_s(1e9, link)
+
+
+def test_given_constants_replace_those_of_the_kind_and_the_provenance_says_so():
+    plain = sources()[0]
+    slower = plain.with_constants(replace(plain.constants, gemm_bytes_share=0.2))
+    assert slower.operator_s(Operator.LAYER_REST, 1) > 3 * plain.operator_s(Operator.LAYER_REST, 1)
+    assert "analytic" in plain.provenance() and "calibrated" in slower.provenance()
+    assert np.isinf(plain.reach(Operator.HEAD, 8)).all() and not plain.is_padded
 
 
 def test_rest_leaves_out_the_cross_attentions_keys_and_values():
