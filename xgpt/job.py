@@ -87,3 +87,4 @@ class Job:
     slurm: dict[str, SlurmValue] | None
     output: Path
     source: Path
+    profile: Path | None = None  # a Profile file to plan with

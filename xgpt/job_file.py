@@ -75,6 +75,7 @@ def _read_job(top: Section, path: Path) -> Job:
         slurm=_read_slurm(top),
         output=_absolute(top.text("output", "out", "a folder"), folder),
         source=Path(os.path.abspath(path)),
+        profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
     )
     top.finish()
     return job

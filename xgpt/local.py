@@ -129,6 +129,15 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return max(available, 0)
 
 
+def core_clock(root: Path = Path("/")) -> str:
+    """The first core's clock at this moment, where the system shows it; else empty."""
+    scaling = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq") or ""
+    if scaling.isdigit():
+        return f"{int(scaling) / 1000:.0f} MHz"
+    match = re.search(r"^cpu MHz\s*:\s*([0-9.]+)", _cpuinfo(root), re.M)
+    return f"{float(match.group(1)):.0f} MHz" if match else ""
+
+
 def _cgroup_memory_left(folder: Path) -> int | None:
     """Bytes left under the folder's limit, its droppable file cache counted as free."""
     for limit_file, usage_file, cache_key in (

@@ -9,10 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from xgpt.model import ModelSpec
-from xprofiler.profile import Profile, ProfileMetadata, load_profile
+from xprofiler.profile import Profile, ProfileMetadata
+from xprofiler.profile_file import load_profile
 
 _TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
-               "xrunner/comm.py", "xrunner/head.py", "xprofiler/measure")
+               "xrunner/comm.py", "xrunner/collective.py", "xrunner/handover.py",
+               "xrunner/head.py", "xprofiler/measure")
 
 
 def model_shape(spec: ModelSpec) -> str:
@@ -31,9 +33,8 @@ def kernels_fingerprint() -> str:
 
 
 def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
-    """Where the profile with this metadata lies, existing or not; the date does not count."""
-    key = {k: v for k, v in asdict(metadata).items() if k != "date"}
-    digest = _digest(json.dumps(key, sort_keys=True))
+    """Where the profile of this identity lies, existing or not."""
+    digest = _digest(json.dumps(metadata.identity, sort_keys=True))
     machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
     return folder / f"{metadata.dtype}-{machine}-{digest}.json"
 

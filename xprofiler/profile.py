@@ -1,29 +1,31 @@
-"""The Profile: measured seconds per operator as a readable file, and a `TimingSource` over it.
+"""The Profile: measured seconds per operator, tensor-parallel degree and link.
 
-Torch-free: measuring is xprofiler.measure's, reading and interpolating happens anywhere.
+Torch-free: measuring is xprofiler.measure's; reading, judging and interpolating happens anywhere.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from xgpt.cluster import Link
-from xgpt.errors import InputError, Mistake, XgptError
+from xgpt.errors import XgptError
+from xgpt.model import ModelSpec
 from xprofiler.timing import Operator
 
-# History of the file format.
-#   1: first version; tensor-parallel degree 1 only
-PROFILE_VERSION = 1
+# Fields of the metadata that say when and from what a profile came, not what it is a profile of.
+_LABELS = ("model", "date", "commit", "clock")
 
-SPREAD_LIMIT = 0.10  # a point whose quartiles lie further apart is called noisy
+# Tables that are no Operator. Their x is bytes, and they belong to a link; a step's overhead has
+# one point.
+ALL_REDUCE, TRANSFER = "all_reduce", "transfer"
+HANDOVER, HANDOVER_DIRECT = "kv_handover", "kv_handover_direct"  # through hosts' memory, or not
+STEP_OVERHEAD = "step_overhead"
+_EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +33,45 @@ class ProfileMetadata:
     """What must be equal for a profile to speak of a run: device, dtype, kernels, and how many
     ranks shared the machine while it was measured (they compete for its memory)."""
 
+    model: str  # its name; what counts is the shape
     model_shape: str  # fingerprint of the layer's shape
     device: str
     dtype: str
     ranks: int
     threads_per_rank: int
-    torch_version: str
     kernels: str  # fingerprint of the timed code
-    date: str
+    libraries: str  # versions that decide kernels: torch, MPI, CUDA and driver
+    sampling: str = "greedy"  # or "drawn": the output head's share of it
+    is_padded: bool = True  # decode attention reads every query up to the longest context
+    origin: str = "measured"  # or whose numbers these are
+    clock: str = ""  # core clock while measuring, where it can be read
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The fields that must be equal for two profiles to be of the same thing."""
+        return {k: v for k, v in asdict(self).items() if k not in _LABELS}
+
+
+class TableKey(NamedTuple):
+    """One table: an operator's or message's name, the degree it is a shard of, and the link it
+    went over (messages only)."""
+
+    name: str
+    tp_degree: int = 1
+    link: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} tp={self.tp_degree}" + (f" link={self.link}" if self.link else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One measured point: raw seconds, each the mean over one calibrated repetition."""
+    """One measured point: raw seconds, each the mean over one repetition's layers."""
 
     x: float
-    y: float
+    y: float = 0.0
     samples_s: tuple[float, ...]
 
     @property
@@ -61,132 +86,71 @@ class Sample:
         low, high = np.quantile(self.samples_s, (0.25, 0.75))
         return float(high - low) / self.median_s
 
+    @property
+    def standard_error(self) -> float:
+        """Of the median, relative: 1.25 / sqrt(n) times the deviation a normal would have with
+        this interquartile range (1.35 deviations)."""
+        return 1.25 * self.spread / 1.35 / math.sqrt(len(self.samples_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """What one rank's device can do at most, with all ranks at work: the roofline's two lines."""
+
+    flops_per_s: float
+    bandwidth_bytes_per_s: float
+    source: str  # "measured", or the data sheet
+
+
+Tables = Mapping[TableKey, tuple[Sample, ...]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Measured points by table name: an Operator's value, "transfer" (x = bytes), or
-    "step_overhead" (one point)."""
+    """Measured points by table. `refused`: tensor-parallel degrees this model cannot be split by,
+    with the reason. `spent_s`: seconds of measuring that went into it. `model` and `peaks`, where
+    known, let a reader say what share of the device a time reaches."""
 
     metadata: ProfileMetadata
-    tables: dict[str, tuple[Sample, ...]]
+    tables: Tables
+    refused: Mapping[int, str] = field(default_factory=dict)
+    spent_s: float = 0.0
+    model: ModelSpec | None = None
+    peaks: Peaks | None = None
 
-    def verdict(self) -> str:
-        """How far these numbers can be trusted, in a sentence."""
-        points = [p for table in self.tables.values() for p in table]
-        noisy = [p for p in points if p.spread > SPREAD_LIMIT]
-        if len(noisy) * 5 <= len(points):
-            steady = len(points) - len(noisy)
-            return f"good: {steady} of {len(points)} points within {SPREAD_LIMIT:.0%}"
-        return (f"noisy: {len(noisy)} of {len(points)} points spread by more than "
-                f"{SPREAD_LIMIT:.0%}; is something else running here?")
+    @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """Degrees whose layers were timed."""
+        return tuple(sorted(key.tp_degree for key in self.tables if key.name == _EVERY_LAYER))
 
-
-def save_profile(profile: Profile, path: Path) -> None:
-    tables = {name: [[p.x, p.y, [float(f"{s:.4g}") for s in p.samples_s]] for p in points]
-              for name, points in profile.tables.items()}
-    head = {"version": PROFILE_VERSION, "metadata": asdict(profile.metadata),
-            "verdict": profile.verdict(), "columns": ["x", "y", "samples_s"]}
-    # one point a line, so that two profiles can be compared with diff
-    rows = ",\n".join(
-        f'  "{name}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in table) + "\n  ]"
-        for name, table in tables.items())
-    text = json.dumps(head, indent=1)[:-2] + ',\n "tables": {\n' + rows + "\n }\n}\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    def table(self, name: str, tp_degree: int = 1, link: str = "") -> tuple[Sample, ...]:
+        """The points of a table; none where it is not in this profile."""
+        return self.tables.get(TableKey(name, tp_degree, link), ())
 
 
-def load_profile(path: Path) -> Profile:
-    """Raises InputError for a file that is no profile of a known version."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        version = raw["version"]
-        if version != PROFILE_VERSION:
-            raise _bad(path, "version", version, f"this xgpt reads version {PROFILE_VERSION}")
-        tables = {name: tuple(Sample(x=x, y=y, samples_s=tuple(s)) for x, y, s in rows)
-                  for name, rows in raw["tables"].items()}
-        return Profile(metadata=ProfileMetadata(**raw["metadata"]), tables=tables)
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise _bad(path, "profile", None, f"not a readable profile: {cause}") from None
+def merge(first: Profile, second: Profile) -> Profile:
+    """One profile of the points of both; a point in both keeps the less noisy measurement.
+    Raises XgptError unless both are profiles of the same thing."""
+    ours, theirs = first.metadata.identity, second.metadata.identity
+    unequal = [f"{key}: {ours[key]!r} and {theirs[key]!r}" for key in ours
+               if ours[key] != theirs[key]]
+    if unequal:
+        raise XgptError("these profiles measured different things and cannot be merged; "
+                        + "; ".join(unequal))
+    keys = [*first.tables, *(key for key in second.tables if key not in first.tables)]
+    tables = {key: _merge_points((*first.tables.get(key, ()), *second.tables.get(key, ())))
+              for key in keys}
+    refused = {**first.refused, **second.refused}
+    return replace(first, tables=tables, refused={k: refused[k] for k in sorted(refused)},
+                   spent_s=first.spent_s + second.spent_s, model=first.model or second.model,
+                   peaks=first.peaks or second.peaks)
 
 
-class ProfileTiming:
-    """TimingSource by piecewise linear interpolation: exact at the measured points, linear in
-    tokens beyond the last. Between 0 and the first point it falls to 0 with x, as the expected
-    time of a step that only sometimes happens does."""
-
-    tp_degrees = (1,)
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self._grids = {op: Grid(profile.tables[op.value]) for op in Operator}
-        self._transfer = profile.tables.get("transfer", ())
-        self._overhead_s = profile.tables["step_overhead"][0].median_s
-
-    def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
-                   tp_degree: int = 1) -> NDArray[np.float64]:
-        if tp_degree != 1:
-            raise XgptError(f"this profile has no tensor-parallel degree {tp_degree}, only 1")
-        return self._grids[operator](np.asarray(x, float), np.asarray(y, float))
-
-    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> NDArray[np.float64]:
-        if tp_degree != 1:
-            raise XgptError(f"this profile has no tensor-parallel degree {tp_degree}, only 1")
-        return np.zeros_like(np.asarray(num_bytes, float))
-
-    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> NDArray[np.float64]:
-        if not self._transfer:
-            return np.zeros_like(np.asarray(num_bytes, float))
-        xs = np.array([p.x for p in self._transfer])
-        seconds = np.array([p.median_s for p in self._transfer])
-        return _line(np.asarray(num_bytes, float), xs, seconds, through_zero=False)
-
-    def step_overhead_s(self) -> float:
-        return self._overhead_s
-
-    def provenance(self) -> str:
-        m = self.profile.metadata
-        return (f"measured on {m.device}, {m.dtype}, {m.ranks} ranks x "
-                f"{m.threads_per_rank} threads, {m.date}")
-
-
-class Grid:
-    """A table as values over (x) or (x, y), made monotone (more work never takes less time)."""
-
-    def __init__(self, points: Sequence[Sample]) -> None:
-        self.xs = np.array(sorted({p.x for p in points}))
-        self.ys = np.array(sorted({p.y for p in points}))
-        assert len(points) == len(self.xs) * len(self.ys), "a table is a full grid"
-        values = np.empty((len(self.ys), len(self.xs)))
-        for p in points:
-            values[np.searchsorted(self.ys, p.y), np.searchsorted(self.xs, p.x)] = p.median_s
-        self.values = np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
-
-    def __call__(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-        if len(self.ys) == 1:
-            return _line(x + 0 * y, self.xs, self.values[0], through_zero=True)
-        x, y = np.broadcast_arrays(x, y)
-        at = np.clip(np.searchsorted(self.ys, y), 1, len(self.ys) - 1)
-        share = (y - self.ys[at - 1]) / (self.ys[at] - self.ys[at - 1])
-        # one line per row of the grid, then between the two rows that enclose y (both ends linear)
-        rows = np.stack([_line(x, self.xs, row, through_zero=True) for row in self.values])
-        low = np.take_along_axis(rows, (at - 1)[None], 0)[0]
-        high = np.take_along_axis(rows, at[None], 0)[0]
-        times: NDArray[np.float64] = np.maximum(low + np.maximum(share, 0.0) * (high - low), 0.0)
-        return times
-
-
-def _line(x: NDArray[np.float64], xs: NDArray[np.float64], values: NDArray[np.float64], *,
-          through_zero: bool) -> NDArray[np.float64]:
-    """Piecewise linear through (xs, values), continued with the last slope."""
-    if through_zero and xs[0] > 0:
-        xs, values = np.concatenate([[0.0], xs]), np.concatenate([[0.0], values])
-    inside = np.interp(x, xs, values)
-    if len(xs) < 2:
-        return inside
-    slope = (values[-1] - values[-2]) / (xs[-1] - xs[-2])
-    return np.where(x > xs[-1], values[-1] + slope * (x - xs[-1]), inside)
-
-
-def _bad(path: Path, key: str, value: object, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)])
+def _merge_points(points: Iterable[Sample]) -> tuple[Sample, ...]:
+    best: dict[tuple[float, float], Sample] = {}
+    for point in points:
+        place = (point.y, point.x)
+        known = best.get(place)
+        if known is None or point.standard_error < known.standard_error:
+            best[place] = point
+    return tuple(best[place] for place in sorted(best))

@@ -72,7 +72,7 @@ class MpiComm:
         shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         self._keep(self._comm.isend((message, shape), dest=target, tag=_TAG_HEADER), message)
         if tensor is not None:
-            data = _as_bytes(tensor.contiguous())
+            data = as_bytes(tensor.contiguous())
             self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
 
     def receive(self, source: int) -> tuple[Message, Tensor | None]:
@@ -82,7 +82,7 @@ class MpiComm:
         if shape is None:
             return message, None
         tensor = torch.empty(shape[0], dtype=shape[1])
-        request = self._comm.Irecv(_as_bytes(tensor), source=source, tag=_TAG_TENSOR)
+        request = self._comm.Irecv(as_bytes(tensor), source=source, tag=_TAG_TENSOR)
         wait_politely(lambda: bool(request.Test()))
         return message, tensor
 
@@ -124,7 +124,7 @@ def local_comms(size: int) -> list[LocalComm]:
     return [LocalComm(rank, size, boxes) for rank in range(size)]
 
 
-def _as_bytes(tensor: Tensor) -> Any:
+def as_bytes(tensor: Tensor) -> Any:
     """The tensor's memory as a byte array, without a copy (numpy has no bfloat16)."""
     return tensor.view(-1).view(torch.uint8).numpy()
 

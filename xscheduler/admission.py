@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xgpt.problem import Problem
+from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.space import TensorPlan
 from xsimulator.policies.rra import Rra, RraConfig
@@ -52,18 +53,20 @@ class Admission:
         for row, key in enumerate(new):
             self._figures[key] = Figures(throughput_qps=float(arrays.throughput_qps[row]),
                                          latency_s=float(arrays.latency_s[row]))
-            self._note_room(key, arrays.memory_bytes[row], arrays.present[row])
+            self._note_room(key, arrays.memory_bytes[row], arrays.present[row],
+                            arrays.stretch[row])
 
     def figures(self, key: Key) -> Figures:
         self.evaluate([key])
         return self._figures[key]
 
     def crowding(self, key: Key) -> str | None:
-        """"memory" or "number of queries" if the configuration holds more than there is room for
-        or than there are, else None. Needs no timeline."""
+        """"memory", "number of queries" or "measured range" if the configuration holds more than
+        there is room for, than there are, or than the timing source answers for; else None.
+        Needs no timeline."""
         if key not in self._crowding:
-            memory_bytes, present = self.rra.room([self.config(key)])
-            self._note_room(key, memory_bytes[0], present[0])
+            room = self.rra.room([self.config(key)])
+            self._note_room(key, room.memory_bytes[0], room.present[0], room.stretch[0])
         return self._crowding[key]
 
     def forbidden(self, key: Key, latency_bound_s: float, tolerance: float = 0.0) -> str | None:
@@ -74,10 +77,11 @@ class Admission:
             return "latency" if self.figures(key).latency_s > limit_s else None
         return crowded
 
-    def _note_room(self, key: Key, memory_bytes: float, present: float) -> None:
+    def _note_room(self, key: Key, memory_bytes: float, present: float, stretch: float) -> None:
         most = self.problem.num_queries or math.inf
         self._crowding[key] = ("memory" if memory_bytes > self.rra.capacity_bytes else
-                               "number of queries" if present > most + 1e-9 else None)
+                               "number of queries" if present > most + 1e-9 else
+                               "measured range" if stretch > REFUSED_BEYOND else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,12 @@ def _easiest(admission: Admission) -> list[Key]:
 
 
 def _without_room(admission: Admission, keys: list[Key]) -> str:
-    memory_bytes, present = admission.rra.room([admission.config(key) for key in keys])
-    if {admission.crowding(key) for key in keys} == {"number of queries"}:
+    memory_bytes, present, _ = admission.rra.room([admission.config(key) for key in keys])
+    reasons = {admission.crowding(key) for key in keys}
+    if "measured range" in reasons and "memory" not in reasons:
+        return ("no schedule: the profile was measured for smaller sizes than this job's, and "
+                "says nothing beyond four times as much; measure one for this job")
+    if reasons == {"number of queries"}:
         return (f"no schedule: the job has {admission.problem.num_queries} queries, and the fixed "
                 f"values keep {present.min():.0f} present at a time")
     return (f"no schedule: memory binds. {admission.problem.model.name} needs at least "

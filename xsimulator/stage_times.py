@@ -3,12 +3,10 @@
 Shared by the closed forms and the replay: both sum the same operators, over expected sizes there
 and over a real step's sizes here. Arrays broadcast; the last axis of every result is the stage.
 
-Encoder-decoder models (T5), whose layers the Operator enum does not tell apart: LAYER_REST is a
-decoder layer without its cross key and value projections. An encoder layer, and those projections
-(done once, when a query is encoded), are taken as LAYER_REST in the ratio of their weights: exact
-where weights decide (streaming or multiplying them). Cross-attention reads the input's cache and
-self-attention the output's; one DECODE_ATTENTION over both lengths together stands for the two.
-The encoder's output goes back through the head to every stage: one transfer each.
+Encoder-decoder models: the cross-attention's keys and values are projected once, when a query is
+encoded. A decode step's context is the input and the output so far together; cross-attention reads
+the mean input of it, self-attention what is left. The encoder's output goes back through the head
+to every stage: one transfer each.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from xgpt.lengths import FloatArray, Lengths
 from xgpt.model import ModelSpec
 from xgpt.schedule import StageAssignment
 from xgpt.units import DTYPE_BYTES
-from xprofiler.roofline import cross_kv_params, rest_params
 from xprofiler.timing import Operator, TimingSource
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
+_TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)  # queries of a micro-batch; shares settle long before
 PerDegree = Mapping[int, FloatArray]  # tp_degree -> seconds
 
 
@@ -40,9 +38,11 @@ class LayerTimes:
         self._link = link
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
 
-    def rest_s(self, tokens: ArrayLike, degree: int, *, all_reduces: int) -> FloatArray:
-        """LAYER_REST of `tokens` with its collectives."""
-        rest = self.timing.operator_s(Operator.LAYER_REST, tokens, tp_degree=degree)
+    def rest_s(self, tokens: ArrayLike, degree: int, *, all_reduces: int,
+               is_encoder: bool = False) -> FloatArray:
+        """LAYER_REST (ENCODER_REST) of `tokens` with its collectives."""
+        operator = Operator.ENCODER_REST if is_encoder else Operator.LAYER_REST
+        rest = self.timing.operator_s(operator, tokens, tp_degree=degree)
         if degree == 1:
             return rest
         tokens = np.asarray(tokens, float)
@@ -52,49 +52,68 @@ class LayerTimes:
 
     def encode_layer_s(self, tokens: ArrayLike, attention_s: ArrayLike, degree: int) -> FloatArray:
         """One layer's encoding: an encoder layer where the model has them, else a decoder layer."""
-        ratio = 1.0
-        if self.model.is_encoder_decoder:
-            ratio = self.model.encoder_layer_params / rest_params(self.model)
-        reduces = ALL_REDUCES_PER_LAYER
-        plain = self.rest_s(tokens, degree, all_reduces=0)
-        collectives = self.rest_s(tokens, degree, all_reduces=reduces) - plain
-        total: FloatArray = ratio * plain + collectives + np.asarray(attention_s, float)
+        rest = self.rest_s(tokens, degree, all_reduces=ALL_REDUCES_PER_LAYER,
+                           is_encoder=self.model.is_encoder_decoder)
+        total: FloatArray = rest + np.asarray(attention_s, float)
         return total
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """One decoder layer's projection of the encoder's output to keys and values."""
-        ratio = cross_kv_params(self.model) / rest_params(self.model)
-        return ratio * self.rest_s(tokens, degree, all_reduces=0)
+        return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
 
-    def decode_layer_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """One layer's decode iteration of `queries` at `context` tokens each."""
-        reduces = ALL_REDUCES_PER_LAYER + self.model.is_encoder_decoder
-        attention = self.timing.operator_s(
-            Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
-        return self.rest_s(queries, degree, all_reduces=reduces) + attention
+    def decode_layer_s(self, queries: ArrayLike, context: ArrayLike, degree: int,
+                       encoder_tokens: float = 0.0) -> FloatArray:
+        """One layer's decode iteration of `queries` at `context` tokens each, of which
+        `encoder_tokens` are an encoder-decoder model's input."""
+        attention_s, timing = np.zeros(()), self.timing
+        reduces = ALL_REDUCES_PER_LAYER
+        if self.model.is_encoder_decoder:
+            reduces += 1
+            cross = np.minimum(np.asarray(context, float), encoder_tokens)
+            context = np.asarray(context, float) - cross
+            attention_s = timing.operator_s(Operator.CROSS_ATTENTION, queries, cross,
+                                            tp_degree=degree)
+        attention_s = attention_s + timing.operator_s(Operator.DECODE_ATTENTION, queries, context,
+                                                      tp_degree=degree)
+        return self.rest_s(queries, degree, all_reduces=reduces) + attention_s
 
-    def encode_attention_s(self, lengths: ArrayLike, degree: int) -> FloatArray:
-        """One layer's attention of single queries of these lengths."""
-        return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, tp_degree=degree)
+    def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
+                           degree: int) -> FloatArray:
+        """One layer's attention of single queries of these lengths, each encoded in a batch of
+        `together` queries."""
+        return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
+                                      tp_degree=degree)
 
 
 class StageTimes:
     """Seconds per stage, for one allocation of layers."""
 
     def __init__(self, model: ModelSpec, cluster: Cluster, timing: TimingSource, dtype: str,
-                 stages: Sequence[StageAssignment]) -> None:
+                 stages: Sequence[StageAssignment], *, mean_input: float) -> None:
+        """`mean_input`: mean input tokens of the queries, for encoder-decoder models."""
         self._layers = LayerTimes(model, timing, cluster.intra_link, dtype)
+        self._mean_input = mean_input
         self._model, self._timing, self._cluster = model, timing, cluster
         self.stages = tuple(stages)
+        self._attention: dict[int, FloatArray] = {}  # by degree, at _TOGETHER queries
 
-    def mean_attention_s(self, inputs: Lengths) -> PerDegree:
-        """Expected ENCODE_ATTENTION of one query in one layer, per degree."""
-        return {degree: np.asarray(inputs.pmf @ self._layers.encode_attention_s(
-            inputs.support, degree)) for degree in self.degrees}
+    def mean_attention_s(self, inputs: Lengths, queries: ArrayLike) -> PerDegree:
+        """Expected ENCODE_ATTENTION of one query in one layer, per degree, in micro-batches of
+        `queries`."""
+        sizes = np.asarray(_TOGETHER, float)
+        of_degree = {}
+        for degree in self.degrees:
+            if degree not in self._attention:
+                table = self._layers.encode_attention_s(inputs.support[:, None], sizes, degree)
+                self._attention[degree] = inputs.pmf @ table
+            of_degree[degree] = np.interp(np.asarray(queries, float), sizes,
+                                          self._attention[degree])
+        return of_degree
 
-    def attention_s(self, lengths: ArrayLike) -> PerDegree:
-        """ENCODE_ATTENTION of each of these queries in one layer, per degree."""
-        return {d: self._layers.encode_attention_s(lengths, d) for d in self.degrees}
+    def attention_s(self, lengths: ArrayLike, together: ArrayLike) -> PerDegree:
+        """ENCODE_ATTENTION of each of these queries in one layer, per degree; `together`: queries
+        in each one's micro-batch."""
+        return {d: self._layers.encode_attention_s(lengths, together, d) for d in self.degrees}
 
     def encode_s(self, tokens: ArrayLike, queries: ArrayLike, attention_s: PerDegree) -> FloatArray:
         """[..., stages] for micro-batches of `queries` with `tokens` in all; `attention_s` is the
@@ -120,7 +139,8 @@ class StageTimes:
         """[..., stages] for micro-batches of `queries` whose attention is charged `context` tokens
         a query."""
         work = self._per_layer(
-            lambda d: self._layers.decode_layer_s(queries, context, d), self._decoder_layers)
+            lambda d: self._layers.decode_layer_s(queries, context, d, self._mean_input),
+            self._decoder_layers)
         work = work + self._onward_s(np.asarray(queries, float) * self._layers.row_bytes)
         work[..., 0] += self._operator_s(Operator.EMBED, queries, 0)
         work[..., -1] += self._first_tokens_s(queries)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,11 +124,20 @@ def test_the_options_are_frozen() -> None:
 
     assert isinstance(cli, LazyGroup)
     context = cli.make_context("xgpt", ["models"])
-    flags = {name: {flag for p in command.params for flag in p.opts if flag.startswith("--")}
-             for name in COMMANDS if (command := cli.get_command(context, name)) is not None}
+    flags = {}
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        parts = command.commands if isinstance(command, click.Group) else {"": command}
+        for part, own in parts.items():
+            flags[f"{name} {part}".strip()] = {
+                flag for p in own.params for flag in p.opts if flag.startswith("--")}
     shared = {"--set", "--json"}
     assert flags == {
-        "submit": shared, "profile": shared | {"--out", "--again"}, "schedule": shared | {"--out"},
+        "submit": shared, "schedule": shared | {"--out"},
+        "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
+        "profile show": {"--plots", "--json"},
+        "profile import": {"--model", "--device", "--dtype", "--out"},
         "simulate": shared | {"--schedule"}, "sweep": shared | {"--bounds"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "models": {"--json"},
     }

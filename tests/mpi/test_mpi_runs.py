@@ -44,6 +44,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
 
+def measure_briefly(job: Path, cache: dict[str, str]) -> None:
+    """Fills the cache with the least profile there is: how good the plan is does not matter."""
+    done = subprocess.run([*XGPT, "profile", str(job), "--budget", "1s"], capture_output=True,
+                          text=True, env=cache, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module", params=["llama", "opt"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
           ) -> tuple[Path, Any]:
@@ -69,6 +76,7 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks:
     requests.insert(3, {"id": "bad", "tokens": []})
     requests.insert(7, {"id": "alien", "tokens": [1, toys.VOCAB + 4]})
     job = write_job(tmp_path, directory, requests, ranks=ranks)
+    measure_briefly(job, cache)
     done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
                           env=cache, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -92,6 +100,7 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks:
 def start_long_run(folder: Path, directory: Path, cache: dict[str, str]) -> subprocess.Popen[str]:
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(400)]
     job = write_job(folder, directory, requests, ranks=2)
+    measure_briefly(job, cache)
     process = subprocess.Popen([*XGPT, "submit", str(job)], stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True, env=cache)
     results = folder / "out" / "results.jsonl"
@@ -172,6 +181,7 @@ def test_a_failing_rank_is_reported_in_words(tmp_path: Path, cache: dict[str, st
     config["num_hidden_layers"] = 6  # one more than the weights have
     (directory / "config.json").write_text(json.dumps(config))
     job = write_job(tmp_path, directory, as_requests(toys.random_queries(14)), ranks=2)
+    measure_briefly(job, cache)
     done = subprocess.run([*XGPT, "submit", str(job)], capture_output=True, text=True, env=cache,
                           timeout=240, check=False)
     assert done.returncode == 1

@@ -36,7 +36,7 @@ def roofline_of(problem):
 
 def replayed(problem, found, num_queries, *, padded, rule=None, seed=0):
     times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages)
+                       found.stages, mean_input=problem.lengths.inputs.mean)
     inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
     result = replay(rule or rra_rule(found), times, inputs=inputs, outputs=outputs,
                     reserve_tokens=inputs + problem.lengths.outputs.max, padded=padded,
@@ -110,8 +110,8 @@ def test_replay_of_one_query_is_the_sum_of_its_steps():
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
     result, _ = replayed(problem, found, 1, padded=True)
     times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages)
-    attention = times.attention_s(np.array([10]))
+                       found.stages, mean_input=problem.lengths.inputs.mean)
+    attention = times.attention_s(np.array([10]), 1)
     expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
     expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()
     assert result.makespan_s == pytest.approx(expected)
@@ -125,7 +125,7 @@ def test_context_of_a_step_is_that_of_its_queries():
     found = estimate(problem, roofline_of(problem), RraConfig(
         encode_batch=2, decode_iterations=3, decode_micro_batches=1))
     times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages)
+                       found.stages, mean_input=problem.lengths.inputs.mean)
     rule = RraRule(encode_batch=2, decode_iterations=3, num_groups=1, max_active=2, kv_tokens=100)
     result = replay(rule, times, inputs=np.array([10, 4]), outputs=np.array([2, 4]),
                     reserve_tokens=np.array([14, 8]), is_encoder_decoder=False, padded=True)

@@ -46,10 +46,10 @@ class Line:
 
 
 class StepBar:
-    """Steps done of a total, read from a file of two numbers."""
+    """How much is done, read from a file of two numbers: its share, and seconds left."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._line, self._start_s = label, Line(), time.monotonic()
+        self._label, self._line = label, Line()
 
     def __enter__(self) -> StepBar:
         return self
@@ -62,13 +62,10 @@ class StepBar:
         text = path.read_text(encoding="utf-8").split() if path.is_file() else []
         if len(text) != 2:
             return
-        done, total = int(text[0]), int(text[1])
-        elapsed_s = time.monotonic() - self._start_s
-        left = ""
-        if 0 < done < total:
-            left = f", {format_seconds(elapsed_s / done * (total - done))} left"
-        self._line.show(f"{self._label} {_bar(done, total)} {done}/{total} points{left}",
-                        force=done == total)
+        share, left_s = float(text[0]), float(text[1])
+        left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
+        self._line.show(f"{self._label} {_bar(round(share * 100), 100)} {share:.0%}{left}",
+                        force=share >= 1)
 
 
 class RunBar:

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from xgpt.cli.bars import RunBar
+from xgpt.cli.local_profile import threads_per_rank
 from xgpt.cli.options import plain, say
-from xgpt.cli.session import Session, predict, threads_per_rank
+from xgpt.cli.session import Session, predict
 from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.launch.local import run_ranks
 from xgpt.report.page import write_report
 from xgpt.report.table import summary_table
 from xgpt.schedule import Schedule, save_schedule
 from xgpt.workload import synthetic_requests
-from xprofiler.profile import ProfileTiming, save_profile
+from xprofiler.profile_file import save_profile
+from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
@@ -84,7 +86,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         max_tokens=session.problem.default_max_tokens, dtype=session.problem.dtype,
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
-        threads_per_rank=threads_per_rank(session),
+        threads_per_rank=threads_per_rank(session.job, session.problem),
         query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches)
 
 
@@ -165,7 +167,8 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
         "model_source": session.files.served_by, "ranks": cluster.num_devices,
         "dtype": session.problem.dtype,
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
-        "machine": {"device": cluster.device.name, "threads_per_rank": threads_per_rank(session),
+        "machine": {"device": cluster.device.name,
+                    "threads_per_rank": threads_per_rank(session.job, session.problem),
                     "system": f"{platform.system()} {platform.machine()}",
                     "python": platform.python_version(), "numpy": np.__version__},
         "stages": measured["stages"],

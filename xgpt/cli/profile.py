@@ -1,50 +1,161 @@
-"""`xgpt profile`: time the model's layers on this machine."""
+"""`xgpt profile`: time the model's layers on this machine; `xgpt profile show`: look at a profile;
+`xgpt profile import`: others' measurements as one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from xgpt.cli.options import job_arguments, print_json
-from xgpt.cli.session import local_profile, open_session
+from xgpt import catalog
+from xgpt.cli.local_profile import local_profile, wanted_profile
+from xgpt.cli.options import job_arguments, print_json, say
+from xgpt.cli.session import open_session
 from xgpt.errors import InputError, Mistake
-from xgpt.units import format_seconds
-from xprofiler.profile import Profile, save_profile
+from xgpt.job_file import DTYPES
+from xgpt.report.profile_table import profile_tables
+from xgpt.units import parse_seconds
+from xprofiler.importers import IMPORTERS, import_folder
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.verdict import judge
 
 
-@click.command()
+class JobOrCommand(click.Group):
+    """`xgpt profile JOB.yaml` measures; a first word that is a command of the group is that."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = next((word for word in args if not word.startswith("-")), None)
+        asks_help = not args or args[0] in ("-h", "--help")
+        if first not in self.commands and not asks_help:
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """Seconds, `60s`, `2 min`."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None,
+                ctx: click.Context | None) -> float:
+        try:
+            seconds = parse_seconds(value)
+        except ValueError as cause:
+            self.fail(str(cause), param, ctx)
+        if not 0 < seconds < float("inf"):
+            self.fail(f"{value!r}: a duration above 0, for example 60s", param, ctx)
+        return seconds
+
+
+class Degrees(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers >= 1, separated by commas."""
+
+    name = "degrees"
+
+    def convert(self, value: Any, param: click.Parameter | None,
+                ctx: click.Context | None) -> tuple[int, ...]:
+        words = [word.strip() for word in str(value).split(",")]
+        if not all(word.isdigit() and int(word) >= 1 for word in words):
+            self.fail(f"{value!r}: whole numbers >= 1, for example 1,2,4", param, ctx)
+        return tuple(sorted({int(word) for word in words}))
+
+
+@click.group(cls=JobOrCommand)
+def profile() -> None:
+    """Time the model's layers on this machine (kept in a cache).
+
+    \b
+    xgpt profile JOB.yaml [--budget 60s]    measure, or go on measuring
+    xgpt profile show FILE [--plots DIR]    tables and plots of a profile
+    xgpt profile import SOURCE FOLDER ...   others' measurements as a profile
+    """
+
+
+@profile.command()
 @job_arguments
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the profile to FILE.")
 @click.option("--again", is_flag=True, help="Measure even if the cache has this profile.")
-def profile(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
-            again: bool) -> None:
-    """Time the model's layers on this machine (kept in a cache)."""
+@click.option("--budget", type=Duration(), metavar="TIME",
+              help="Measure for about so long in all (60s, 5 min); the points every job needs are "
+              "always measured, the rest goes where interpolation is worst.")
+@click.option("--tp", "degrees", type=Degrees(), metavar="1,2,...",
+              help="Tensor-parallel degrees to time the shards of; default: those this machine "
+              "can run.")
+def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
+            again: bool, budget: float | None, degrees: tuple[int, ...] | None) -> None:
+    """Time the layers of JOB.yaml's model on this machine."""
     session = open_session(job_file, overrides, fetch=False)
-    if not session.is_local or session.problem.cluster.device.kind != "cpu":
+    if not session.is_local:
         raise InputError([Mistake(
             file=str(session.job.source), line=None, key="cluster", value=session.job.cluster,
-            allowed="`local`, a machine without GPUs: this version measures CPU ranks; other "
-            "clusters are planned from the roofline of their device")])
-    found = local_profile(session, again=again)
+            allowed="`local`: a profile is measured on the machine itself (--set cluster=local); "
+            "other clusters are planned from a profile file (`profile: FILE`) or from the "
+            "roofline of their device")])
+    if out is not None and not out.parent.is_dir():
+        raise InputError([Mistake(
+            file="command line", line=None, key="--out", value=str(out),
+            allowed=f"a file in a folder that exists; {out.parent} does not")])
+    found = local_profile(wanted_profile(session.job, session.problem, degrees),
+                          budget_s=budget, again=again)
     if out is not None:
         save_profile(found, out)
-    if as_json:
-        print_json({"metadata": found.metadata, "verdict": found.verdict(), "tables": {
-            name: [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread} for p in points]
-            for name, points in found.tables.items()}})
+        say(f"profile: written to {out}")
+    _print(found, as_json)
+
+
+@profile.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Write plots of every operator, and a page with all of them, to DIR.")
+@click.option("--json", "as_json", is_flag=True,
+              help="Print one machine-readable object on stdout.")
+def show(file: Path, plots: Path | None, as_json: bool) -> None:
+    """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
+    found = load_profile(file)
+    _print(found, as_json)
+    if plots is not None:
+        from xgpt.report.profile_plots import write_profile_plots
+
+        plots.mkdir(parents=True, exist_ok=True)
+        for path in write_profile_plots(found, plots):
+            say(f"plot: {path}")
+
+
+@profile.command("import")
+@click.argument("source", type=click.Choice(sorted(IMPORTERS)), metavar="SOURCE")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False),
+                metavar="FOLDER")
+@click.option("--model", required=True, metavar="NAME", help="Catalog name of the model.")
+@click.option("--device", required=True, metavar="NAME", help="Catalog name of the device.")
+@click.option("--dtype", type=click.Choice([d for d in DTYPES if d != "auto"]), default="float16",
+              show_default=True, help="What the numbers were measured in.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE",
+              help="The profile file to write.")
+def import_(source: str, folder: Path, model: str, device: str, dtype: str, out: Path) -> None:
+    """Measurements of others in FOLDER as a profile file. SOURCE: vidur, distserve or
+    aiconfigurator."""
+    found = import_folder(source, folder, _row("model", model), _row("device", device), dtype)
+    save_profile(found, out)
+    say(f"profile: written to {out}; use it with `profile: {out}` in a job file")
+    click.echo(profile_tables(found))
+
+
+def _row(kind: Any, name: str) -> Any:
+    known = catalog.names(kind)
+    if name not in known:
+        raise InputError([Mistake(file="command line", line=None, key=f"--{kind}", value=name,
+                                  allowed=", ".join(known))])
+    return catalog.model(name) if kind == "model" else catalog.device(name)
+
+
+def _print(found: Profile, as_json: bool) -> None:
+    if not as_json:
+        click.echo(profile_tables(found))
         return
-    click.echo(profile_table(found))
-
-
-def profile_table(profile: Profile) -> str:
-    """Medians per operator, a line each of at most 79 columns."""
-    lines = []
-    for name, points in profile.tables.items():
-        lines.append(f"{name} (x{', y' if any(p.y for p in points) else ''}: median)")
-        cells = [f"{p.x:g}{f',{p.y:g}' if p.y else ''}: {format_seconds(p.median_s)}"
-                 for p in points]
-        lines += ["  " + "".join(f"{cell:<19}" for cell in cells[i:i + 4]).rstrip()
-                  for i in range(0, len(cells), 4)]
-    return "\n".join(lines)
+    print_json({"metadata": found.metadata, "verdict": judge(found), "refused": found.refused,
+                "peaks": found.peaks, "spent_s": found.spent_s, "tables": {
+                    str(key): [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread}
+                               for p in points] for key, points in found.tables.items()}})

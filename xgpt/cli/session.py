@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import shutil
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import date
-from importlib import metadata
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xgpt import catalog
-from xgpt.cli.bars import StepBar
+from xgpt.cli.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.cli.options import say
-from xgpt.errors import InputError, MissingExtraError, Mistake
+from xgpt.errors import InputError, Mistake
 from xgpt.job import Job
 from xgpt.job_file import LOCAL_CLUSTER, load_job
-from xgpt.launch.local import run_ranks
 from xgpt.lengths import IntArray
-from xgpt.model import ModelSpec
 from xgpt.problem import Problem, resolve
 from xgpt.schedule import Schedule, with_estimate
 from xgpt.units import DTYPE_BYTES
 from xgpt.workload import Request, RequestError, read_requests
-from xprofiler.cache import cached_profile_path, find_cached, kernels_fingerprint, model_shape
-from xprofiler.profile import Profile, ProfileMetadata, ProfileTiming
+from xprofiler.match import match
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xrunner.checkpoint.source import ModelFiles, cache_dir, find_model
+from xprofiler.verdict import judge
+from xrunner.checkpoint.source import ModelFiles, find_model
 
 if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
@@ -77,43 +72,33 @@ def open_session(job_file: Path, overrides: Sequence[str], *, fetch: bool) -> Se
 
 
 def timing_of(session: Session) -> TimingSource:
-    """This machine's measured profile for `cluster: local`, else the roofline of the device."""
-    problem = session.problem
+    """The job's `profile:`, else this machine's measured one for `cluster: local`, else the
+    roofline of the device."""
+    job, problem = session.job, session.problem
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    if job.profile is not None:
+        return given_timing(session, job.profile, roofline)
     if session.is_local and problem.cluster.device.kind == "cpu":
         if importlib.util.find_spec("torch") is not None:
-            return ProfileTiming(local_profile(session))
+            return ProfileTiming(local_profile(wanted_profile(job, problem)))
         say("note: torch is not installed, so nothing can be measured here; times come from the "
             "roofline of a generic CPU and are rough")
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return roofline
 
 
-def local_profile(session: Session, *, again: bool = False) -> Profile:
-    """The cached profile of this model on this machine; measured now if there is none."""
-    wanted = _profile_metadata(session)
-    folder = cache_dir() / "profiles"
-    if not again and (found := find_cached(folder, wanted)) is not None:
-        say(f"profile: from the cache, {found.metadata.date}; {found.verdict()}")
-        return found
-    _measure(session.problem.model, wanted, cached_profile_path(folder, wanted))
-    found = find_cached(folder, wanted)
-    assert found is not None, f"{wanted = }"
-    say(f"profile: {found.verdict()}")
-    return found
-
-
-def is_padded(session: Session) -> bool:
-    """Whether decode attention is charged up to a group's longest context: what the runner's
-    kernel does on the CPU. The roofline speaks of kernels that read each query's own context."""
-    return session.is_local
-
-
-def threads_per_rank(session: Session) -> int:
-    given = session.job.run.threads_per_rank
-    if given is not None:
-        return given
-    from xgpt.local import usable_cores
-
-    return max(usable_cores() // session.problem.cluster.num_devices, 1)
+def given_timing(session: Session, path: Path, fallback: TimingSource) -> ProfileTiming:
+    """A profile file the job names. Raises InputError if it is of another model, device or dtype;
+    one of other kernels or libraries is used, and says so in every result."""
+    found, wanted = load_profile(path), profile_metadata(session.job, session.problem)
+    refusals, marks = match(found.metadata, wanted, is_here=session.is_local,
+                            is_cpu=session.problem.cluster.device.kind == "cpu")
+    if refusals:
+        raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
+                          for why in refusals])
+    say(f"profile: {path}, {judge(found).sentence}")
+    for mark in marks:
+        say(f"WARNING: the profile is not of what will run: {mark}")
+    return ProfileTiming(found, fallback, marks)
 
 
 def executable(session: Session) -> Session:
@@ -132,7 +117,7 @@ def find(session: Session, timing: TimingSource) -> Schedule:
     """The best schedule, with room for the longest request where the memory allows it."""
     from xscheduler.search import find_schedule
 
-    found = find_schedule(session.problem, timing, padded=is_padded(session))
+    found = find_schedule(session.problem, timing, padded=timing.is_padded)
     reserves = reserve_tokens(session)
     return found if reserves is None else with_room_for(found, session.problem, int(reserves.max()))
 
@@ -173,7 +158,7 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     reserves, estimate = reserve_tokens(session), schedule.estimate
     if reserves is None or session.input_lengths is None:
         return predict_job(problem, timing, estimate, problem.num_queries, rng,
-                           padded=is_padded(session))
+                           padded=timing.is_padded)
     # a query that no group can hold becomes an error record, and takes no time
     runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
     runs &= session.input_lengths < (problem.model.max_positions or np.inf)
@@ -182,7 +167,7 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     inputs = session.input_lengths[runs]
     return predict_job(problem, timing, estimate, len(inputs), rng, inputs=inputs,
                        max_outputs=(reserves[runs] - inputs).tolist(),
-                       padded=is_padded(session))
+                       padded=timing.is_padded)
 
 
 def _is_unknown_shape(job: Job) -> bool:
@@ -198,32 +183,3 @@ def _input_lengths(requests: Sequence[Request], files: ModelFiles, job: Job) -> 
 
     tokens = tokenise(requests, TextTokenizer(files.directory), job.workload.chat)
     return np.array([1 if isinstance(ids, str) else max(len(ids), 1) for ids in tokens])
-
-
-def _profile_metadata(session: Session) -> ProfileMetadata:
-    problem = session.problem
-    return ProfileMetadata(
-        model_shape=model_shape(problem.model), device=problem.cluster.device.name,
-        dtype=problem.dtype, ranks=problem.cluster.num_devices,
-        threads_per_rank=threads_per_rank(session), torch_version=metadata.version("torch"),
-        kernels=kernels_fingerprint(), date=date.today().isoformat())
-
-
-def _measure(model: ModelSpec, wanted: ProfileMetadata, target: Path) -> None:
-    for package in ("torch", "mpi4py"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(package, "run", "measuring a profile")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    say(f"profile: timing {model.name}'s layers on {wanted.ranks} ranks x "
-        f"{wanted.threads_per_rank} threads ({wanted.dtype}), once")
-    scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-"))
-    try:
-        request, progress = scratch / "request.json", scratch / "progress"
-        request.write_text(json.dumps({
-            "metadata": asdict(wanted), "model": asdict(model), "progress": str(progress),
-            "target": str(target)}), encoding="utf-8")
-        with StepBar("profiling") as bar:
-            run_ranks("xprofiler.measure.worker", request, wanted.ranks,
-                      watch=lambda: bar.read(progress))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.cli.session import Session, is_padded, open_session, timing_of
+from xgpt.cli.session import Session, open_session, timing_of
 from xgpt.errors import InputError, Mistake
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
@@ -29,11 +29,11 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
     config = _configuration(session, schedule_file)
-    found = Rra(session.problem, timing, padded=is_padded(session)).estimate(config)
+    found = Rra(session.problem, timing, padded=timing.is_padded).estimate(config)
     count = session.problem.num_queries or _REPLAYED_QUERIES
     replayed = predict_job(session.problem, timing, found, count,
                            np.random.default_rng(session.job.run.seed),
-                           inputs=session.input_lengths, padded=is_padded(session))
+                           inputs=session.input_lengths, padded=timing.is_padded)
     if as_json:
         print_json({**asdict(found), "replay": {"queries": count, **asdict(replayed)}})
         return

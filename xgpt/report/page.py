@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +207,30 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
 
 
 def _profile_facts(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured where, and how many points of each operator (xprofiler.profile)."""
-    known = {key: profile[key] for key in ("metadata", "verdict", "tables") if key in profile}
-    return [(label.removeprefix("metadata: ").replace("tables: ", "timed: "),
-             text.replace("entries", "points")) for label, text in _facts(known)]
+    """What was measured where, how good it is, and how many points each operator has, of a file of
+    any version, whole or not (xprofiler.profile_file)."""
+    facts = [(label.removeprefix("metadata: "), text) for label, text in _facts(
+        {"metadata": profile.get("metadata"), "verdict": profile.get("verdict")}) if text]
+    refused, tables = profile.get("refused"), profile.get("tables")
+    if isinstance(refused, Mapping):
+        facts += [(f"refused: degree {degree}", str(why)) for degree, why in refused.items()]
+    if (spent_s := number(profile, "spent_s")) is not None:
+        facts.append(("measured in", format_seconds(spent_s)))
+    by_name: dict[str, list[tuple[str, int]]] = {}
+    for key, points in tables.items() if isinstance(tables, Mapping) else ():
+        name, _, rest = key.partition(" ")  # "layer_rest tp=2", in version 1 "layer_rest"
+        if isinstance(points, list):
+            by_name.setdefault(name, []).append((rest, len(points)))
+    return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(found))
+                    for name, found in by_name.items()][:_MAX_FACTS]
+
+
+def _points_text(tables: Sequence[tuple[str, int]]) -> str:
+    """`25 points`, of several tables with how they differ: `14 points (tp=1), 11 points (tp=2)`."""
+    counts = [(rest, words.counted(count, "point")) for rest, count in tables]
+    if len(counts) == 1:
+        return counts[0][1]
+    return ", ".join(f"{count} ({rest})" if rest else count for rest, count in counts)
 
 
 def _facts(source: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """One measuring rank: `mpiexec -n R python -m mpi4py -m xprofiler.measure.worker REQUEST.json`.
 
-Every rank times the same point at the same time; a point's samples are those of all ranks.
+Every rank times the same point at the same time; a point's samples are those of all ranks. The
+profile is saved as it grows: a stopped measurement goes on from its last point.
 """
 
 from __future__ import annotations
@@ -8,169 +9,212 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 
-from xgpt.model import ModelSpec
+from xprofiler.measure.bench import (
+    DRAWN,
+    GREEDY,
+    LayerBench,
+    Measurement,
+    ordinary_inputs,
+    ragged,
+)
+from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
-from xprofiler.measure.operators import LayerBench
-from xprofiler.measure.timer import time_samples
-from xprofiler.profile import SPREAD_LIMIT, Grid, Profile, ProfileMetadata, Sample, save_profile
+from xprofiler.measure.network import Subject, measure_network
+from xprofiler.measure.peaks import measure_peaks
+from xprofiler.measure.ranks import Ranks, connect, own_device
+from xprofiler.measure.recorder import Recorder
+from xprofiler.plan import Kind, Needs, Point, refinement, skeleton
+from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, ProfileMetadata, TableKey
+from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
-from xrunner.comm import MpiComm
-from xrunner.messages import TokensMessage
 
-# Dense where kernels change regime (a few rows to a few dozen), sparse where cost is linear. Not
-# the powers of two: kernels tile by them and are up to a tenth quicker there than at the sizes
-# between, which are what a run meets.
-_ROWS = (1, 2, 3, 5, 7, 10, 14, 19, 27, 38, 53, 75, 105, 150, 210, 300, 430, 610, 900, 1350, 2000)
-_LENGTHS = (5, 18, 35, 70, 135, 265, 520)
-_BATCHES = (1, 2, 3, 5, 9, 17, 33, 66)
-_CONTEXTS = (17, 65, 130, 260, 520)
-_TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
-GRID: dict[Operator, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    Operator.ENCODE_ATTENTION: (_LENGTHS, (0,)),
-    Operator.DECODE_ATTENTION: (_BATCHES, _CONTEXTS),
-    Operator.EMBED: ((1, 15, 130, 1000), (0,)),
-    Operator.HEAD: ((1, 2, 3, 5, 7, 10, 14, 19, 27, 38, 53, 75, 130), (0,)),
-}
-_ATTEMPTS = 3
-_PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
+STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
+_COMPACTIONS = 5  # times each is measured
+_SAVE_EVERY_S = 2.0
+_REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION)
+
+
+Bench = LayerBench | EncoderDecoderBench
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the launcher asks for; its fields are those of REQUEST.json."""
+
+    metadata: dict[str, Any]
+    model: dict[str, Any]
+    refused: dict[str, str]
+    degrees: list[int]
+    needs: dict[str, int]
+    budget_s: float | None  # None: the skeleton alone
+    near: str  # names of the links inside a node and between nodes
+    far: str
+    target: str
+    progress: str
+    stop: str
 
 
 def main(arguments: list[str]) -> int:
-    request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    metadata = ProfileMetadata(**request["metadata"])
-    scaling = request["model"].pop("rope_scaling", None)
-    spec = ModelSpec(**request["model"],
-                     rope_scaling=tuple(tuple(p) for p in scaling) if scaling else None)
-    torch.set_num_threads(metadata.threads_per_rank)
-    world = _world(metadata.ranks)
-    progress = _progress_writer(world, Path(request["progress"]))
+    request = Request(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
+    ranks = connect(int(request.metadata["ranks"]))
+    torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     with torch.inference_mode():
-        profile = _measure(spec, metadata, world, progress)
-    if world is None or world.Get_rank() == 0:
-        save_profile(profile, Path(request["target"]))
+        _Session(request, ranks).run()
     return 0
 
 
-def _measure(spec: ModelSpec, metadata: ProfileMetadata, world: Any,
-             progress: Callable[[int, int], None]) -> Profile:
-    bench = LayerBench(spec, getattr(torch, metadata.dtype), metadata.ranks)
-    points = [(op, x, y) for op, (xs, ys) in GRID.items() for y in ys for x in xs
-              if _is_possible(spec, op, x, y)]
-    tables: dict[str, list[Sample]] = {op.value: [] for op in GRID}
-    for done, (op, x, y) in enumerate(points):
-        progress(done, len(points) + len(_ROWS))
-        work, calls = bench.operator(op, x, y)
-        tables[op.value].append(_quietest(
-            world, partial(time_samples, work, calls), x, y))
-    for done, rows in enumerate(_ROWS):
-        progress(len(points) + done, len(points) + len(_ROWS))
-        tables.setdefault(Operator.LAYER_REST.value, []).append(
-            _layer_rest(bench, rows, tables, world))
-    if world is not None and world.Get_size() > 1:
-        tables["transfer"] = [_transfer(world, n) for n in _TRANSFER_BYTES]
-    tables["step_overhead"] = [_quietest(world, head_overhead, 0, 0)]
-    progress(len(points) + len(_ROWS), len(points) + len(_ROWS))
-    return Profile(metadata=metadata, tables={k: tuple(v) for k, v in tables.items()})
+class _Session:
+    """The ranks' common course through the points."""
+
+    def __init__(self, request: Request, ranks: Ranks) -> None:
+        self._request, self._ranks = request, ranks
+        metadata, spec = ProfileMetadata(**request.metadata), model_from_json(request.model)
+        target = Path(request.target)
+        known = load_profile(target) if target.is_file() else Profile(
+            metadata=metadata, tables={}, model=spec,
+            refused={int(k): v for k, v in request.refused.items()})
+        self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
+        self._device = own_device(metadata.device, ranks.rank)
+        self._known, self._recorder = known, Recorder(known)
+        self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
+        self._begin_s = self._saved_s = time.monotonic()
+        self._host_s: list[float] = []
+        self._left = 0.0  # work of the skeleton still to do, in rows
+
+    def run(self) -> None:
+        if self._known.peaks is None:
+            self._measure_peaks()
+        self._host_s = self._ranks.together(head_overhead)
+        self._measure_network()
+        needs = Needs(**self._request.needs)
+        points = skeleton(self._spec, needs)
+        degrees = self._request.degrees
+        todo = [(d, p) for d in degrees for p in points if not self._recorder.has(p, d)]
+        self._total = self._left = sum(_work(p) for _, p in todo)
+        for index, degree in enumerate(degrees):
+            bench = (EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench)(
+                self._spec, self._dtype, num_stages=self._known.metadata.ranks, tp_degree=degree,
+                device=self._device, sampling=self._sampling)
+            mine = [p for d, p in todo if d == degree]
+            share = (index + 1) / len(degrees)  # of the budget, when this degree is through
+            if not self._measure_degree(bench, degree, mine, share):
+                break
+        self._save(force=True)
+
+    def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
+                        share: float) -> bool:
+        """False when asked to stop."""
+        for point in points:
+            if self._is_stopped():
+                return False
+            self._measure(bench, degree, point)
+            self._left -= _work(point)
+            self._save()
+        failed: set[Point] = set()
+        while self._ranks.agree(self._has_time(share)):
+            if self._is_stopped():
+                return False
+            tables = {op: self._recorder.operator(op, degree) for op in _REFINED}
+            done = self._recorder.done(degree) | failed
+            worst = refinement(tables, done, STEADY_ERROR)
+            if worst is None or bench.spec.is_encoder_decoder:
+                break
+            self._measure(bench, degree, worst)
+            failed.add(worst)  # whatever came of it, it is not asked for again
+            self._save()
+        return True
+
+    def _measure(self, bench: Bench, degree: int, point: Point) -> None:
+        if point.kind is Kind.COMPACTION:
+            move = bench.compaction(point.x, point.y)
+            move()
+            seconds = self._ranks.together(lambda: [move() for _ in range(_COMPACTIONS)])
+            self._recorder.add(TableKey(Operator.KV_COMPACTION.value, degree), point.x, point.y,
+                               seconds)
+            return
+        lengths = _lengths(point)
+        rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
+        steps = self._ranks.steady(_step(bench, point.kind, lengths))
+        self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.num_layers)
+
+    def _measure_peaks(self) -> None:
+        self._ranks.barrier()
+        found = self._ranks.gather(measure_peaks(self._dtype, self._device))
+        slowest = min(found, key=lambda p: p.flops_per_s)
+        self._recorder = Recorder(replace(self._known, peaks=slowest))
+
+    def _measure_network(self) -> None:
+        request, ranks = self._request, self._ranks
+        if ranks.size == 1:
+            return
+        degrees = tuple(d for d in request.degrees if d <= ranks.size)
+        reduced = [TableKey(ALL_REDUCE, d, request.near) for d in degrees if d > 1]
+        if all(map(self._recorder.has_network, [TableKey(TRANSFER, 1, request.near), *reduced])):
+            return
+        self._recorder.add_network(measure_network(
+            ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device),
+            degrees=degrees, near=request.near, far=request.far))
+
+    def _spent_s(self) -> float:
+        return self._known.spent_s + time.monotonic() - self._begin_s
+
+    def _has_time(self, share: float) -> bool:
+        budget_s = self._request.budget_s
+        if budget_s is None:
+            return False
+        # what earlier sessions spent counts, so the same command with the same budget is done
+        return self._spent_s() < budget_s * share
+
+    def _save(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if self._ranks.rank != 0 or (now - self._saved_s < _SAVE_EVERY_S and not force):
+            return
+        self._saved_s = now
+        save_profile(self._recorder.profile(spent_s=self._spent_s(), host_s=self._host_s),
+                     Path(self._request.target))
+        share, left_s = self._outlook(now)
+        Path(self._request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
+
+    def _outlook(self, now: float) -> tuple[float, float]:
+        """(share done, seconds left) of the skeleton and what the budget leaves after it."""
+        elapsed_s = now - self._begin_s
+        done = 1 - self._left / self._total if self._total else 1.0
+        skeleton_s = elapsed_s / done - elapsed_s if 0 < done < 1 else 0.0
+        budget_s = (self._request.budget_s or 0.0) - self._spent_s()
+        left_s = max(skeleton_s, budget_s, 0.0)
+        return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s
+
+    def _is_stopped(self) -> bool:
+        return self._ranks.agree(Path(self._request.stop).exists())
 
 
-def _layer_rest(bench: LayerBench, rows: int, tables: dict[str, list[Sample]],
-                world: Any) -> Sample:
-    """A real step of `rows` tokens, less its attention and embedding, a layer's share of it."""
-    work, lengths = bench.step(rows)
-    whole = _quietest(world, lambda: time_samples(work), rows, 0)
-
-    def table(operator: Operator, x: ArrayLike, y: ArrayLike = 0.0) -> float:
-        return float(np.sum(Grid(tables[operator.value])(np.asarray(x, float),
-                                                         np.asarray(y, float))))
-
-    attention_s = (table(Operator.ENCODE_ATTENTION, lengths) if lengths else
-                   table(Operator.DECODE_ATTENTION, rows, bench.step_context + 1))
-    embed_s = table(Operator.EMBED, rows)
-    return Sample(x=rows, y=0, samples_s=tuple(
-        max((s - embed_s) / bench.num_layers - attention_s, 0.0) for s in whole.samples_s))
+def _step(bench: Bench, kind: Kind, lengths: list[int]) -> Measurement:
+    if isinstance(bench, EncoderDecoderBench):
+        # self-attention over as many tokens as cross-attention: one step serves both tables
+        return (bench.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
+                else bench.encode(lengths))
+    return bench.decode(lengths) if kind is Kind.DECODE else bench.encode(lengths)
 
 
-def _is_possible(spec: ModelSpec, op: Operator, x: int, y: int) -> bool:
-    longest = {Operator.ENCODE_ATTENTION: x, Operator.DECODE_ATTENTION: y + 1}.get(op, 0)
-    return spec.max_positions is None or longest <= spec.max_positions
+def _lengths(point: Point) -> list[int]:
+    """Tokens cached before a decode step, inputs of an encode step."""
+    if point.kind in (Kind.DECODE, Kind.CROSS):
+        return ragged(point.x, point.y - 1)  # the token decoded is read too
+    return ordinary_inputs(point.x) if point.kind is Kind.REST else [point.x] * point.y
 
 
-def _quietest(world: Any, measure: Callable[[], tuple[float, ...]], x: int, y: int) -> Sample:
-    """The point, measured again where its samples disagree; the least disturbed attempt counts."""
-    attempts: list[Sample] = []
-    for _ in range(_ATTEMPTS):
-        attempts.append(Sample(x=x, y=y, samples_s=_together(world, measure)))
-        if attempts[-1].spread <= SPREAD_LIMIT:
-            break
-    return min(attempts, key=lambda sample: sample.spread)
-
-
-def _together(world: Any, measure: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-    """Samples of all ranks, measured at the same time."""
-    if world is None:
-        return measure()
-    world.Barrier()
-    samples = measure()
-    time.sleep(_PAUSE_S)
-    return tuple(s for each in world.allgather(samples) for s in each)
-
-
-def _transfer(world: Any, num_bytes: int) -> Sample:
-    """One-way time of a step's header and tensor between neighbours, by ping-pong."""
-    comm = MpiComm(world)
-    rank, pairs = comm.rank, comm.size // 2
-    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-    header = TokensMessage(group=0)
-
-    def ping_pong() -> None:
-        if rank % 2 == 0:
-            comm.send(rank + 1, header, tensor)
-            comm.receive(rank + 1)
-        else:
-            comm.receive(rank - 1)
-            comm.send(rank - 1, header, tensor)
-
-    samples: tuple[float, ...] = ()
-    if rank < 2 * pairs:
-        rounds = []
-        for _ in range(25):
-            start = time.perf_counter()
-            ping_pong()
-            rounds.append((time.perf_counter() - start) / 2)
-        samples = tuple(rounds[5:])
-        comm.flush()
-    gathered = [s for each in world.allgather(samples) for s in each]
-    return Sample(x=num_bytes, y=0, samples_s=tuple(gathered))
-
-
-def _world(ranks: int) -> Any:
-    """COMM_WORLD, or None for a single rank started without a launcher."""
-    if "mpi4py" not in sys.modules:
-        assert ranks == 1, f"{ranks = } without MPI"
-        return None
-    from mpi4py import MPI
-
-    assert MPI.COMM_WORLD.Get_size() == ranks, f"{MPI.COMM_WORLD.Get_size() = } {ranks = }"
-    return MPI.COMM_WORLD
-
-
-def _progress_writer(world: Any, path: Path) -> Callable[[int, int], None]:
-    is_root = world is None or world.Get_rank() == 0
-
-    def write(done: int, total: int) -> None:
-        if is_root:
-            path.write_text(f"{done} {total}\n", encoding="utf-8")
-
-    return write
+def _work(point: Point) -> float:
+    """How long a point takes against others, roughly: rows, and a fixed share."""
+    rows = {Kind.ENCODE: point.x * point.y, Kind.ENCODER: point.x * point.y,
+            Kind.REST: point.x}.get(point.kind, point.x / 4)
+    return 60 + rows
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
 from xgpt.errors import InputError, Mistake
@@ -31,13 +33,15 @@ from xsimulator import memory
 from xsimulator.allocation import StageCost, allocate, refuse_plan, stage_ranks
 from xsimulator.occupancy import Occupancy, QueryFlow, expected_maximum
 from xsimulator.pipeline import Timeline, phase_timeline
-from xsimulator.stage_times import LayerTimes, PerDegree, StageTimes
+from xsimulator.stage_times import LayerTimes, StageTimes
 
 # Reference workload that layers are balanced for: batches of ordinary size, in the ratio in which
 # the problem's queries need encoding and decoding.
 REFERENCE_ENCODE_QUERIES = 8
 REFERENCE_DECODE_QUERIES = 32
-_Steps = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, of all others'
+BoolArray = NDArray[np.bool_]
+# seconds of the slowest group's step, of all others', and whether the timing source answered
+_Steps = tuple[FloatArray, FloatArray, BoolArray]
 MAX_TIMELINE_ELEMENTS = 2_000_000  # configurations are evaluated in chunks of about this size
 
 
@@ -65,7 +69,17 @@ class EstimateArrays:
     present: FloatArray  # queries in the pool right after encoding, in the mean
     kv_tokens: FloatArray
     memory_bytes: FloatArray
-    fits: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    stretch: FloatArray  # largest size presented over the largest measured; refused beyond 4
+    fits: BoolArray
+
+
+class Room(NamedTuple):
+    """[configs] bytes on the fullest rank, queries present in the mean, and the largest size
+    presented to the timing source over the largest that it measured."""
+
+    memory_bytes: FloatArray
+    present: FloatArray
+    stretch: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +88,6 @@ class _Plan:
 
     stages: tuple[StageAssignment, ...]
     times: StageTimes
-    attention_s: PerDegree  # expected, one query, one layer
     weight_bytes: FloatArray  # [stages]
 
 
@@ -115,14 +128,15 @@ class Rra:
         fits = columns["memory_bytes"] <= self.capacity_bytes
         return EstimateArrays(**columns, fits=fits)
 
-    def room(self, configs: Sequence[RraConfig]) -> tuple[FloatArray, FloatArray]:
-        """(bytes on the fullest rank, queries present in the mean) of each: quick, no timeline."""
-        memory_bytes, present = np.empty(len(configs)), np.empty(len(configs))
+    def room(self, configs: Sequence[RraConfig]) -> Room:
+        """What each takes of what there is: quick, no timeline."""
+        memory_bytes, present, stretch = (np.empty(len(configs)) for _ in range(3))
         for row, config in enumerate(configs):
             plan = self._plan(config.tp_degree, config.tp_gpus)
             memory_bytes[row] = self._memory_bytes(plan, [config]).max()
             present[row] = config.encode_batch * self._occupancy(config).mean_present
-        return memory_bytes, present
+            stretch[row] = self._stretch(plan, config)
+        return Room(memory_bytes, present, stretch)
 
     def estimate(self, config: RraConfig) -> Estimate:
         """One configuration as the artefact that is shown, and executed."""
@@ -143,18 +157,58 @@ class Rra:
             period_s=period, memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
             fits=max(by_rank.values()) <= self.capacity_bytes, stages=plan.stages,
-            notes=(f"times: {self.timing.provenance()}",),
+            notes=(f"times: {self.timing.provenance()}", *self._beyond(plan, config)),
         )
+
+    def _sizes(self, plan: _Plan, config: RraConfig) -> list[tuple[Operator, str, float]]:
+        """The largest size each operator is presented with: (operator, in words, x)."""
+        groups, batch = _groups(plan, config), float(config.encode_batch)
+        queries, _, tokens = self._encode_sizes(
+            np.array([batch]), np.array([min(groups, batch)], float))
+        _, most, _ = _group_load(self._occupancy(config), batch / groups, groups)
+        is_encoder_decoder = self.problem.model.is_encoder_decoder
+        encode = Operator.ENCODER_REST if is_encoder_decoder else Operator.LAYER_REST
+        decoding = float(most.max(initial=0.0))
+        return [(encode, "tokens encoded at once", float(tokens[0])),
+                (Operator.HEAD, "queries encoded at once", float(queries[0])),
+                (Operator.HEAD, "queries decoded at once", decoding),
+                (Operator.DECODE_ATTENTION, "queries decoded at once", decoding)]
+
+    def _stretch(self, plan: _Plan, config: RraConfig) -> float:
+        degrees = plan.times.degrees
+        return max(x / self.timing.reach(operator, degree).x
+                   for operator, _, x in self._sizes(plan, config) for degree in degrees)
+
+    def _beyond(self, plan: _Plan, config: RraConfig) -> list[str]:
+        """In words, what of this configuration rests on extrapolated times."""
+        timing, degrees = self.timing, plan.times.degrees
+        lengths = self.problem.lengths
+        context = float(lengths.inputs.max + lengths.outputs.max)
+        found = {(words, x, reach) for operator, words, x in self._sizes(plan, config)
+                 if x > (reach := min(timing.reach(operator, d).x for d in degrees))}
+        reach = min(timing.reach(Operator.DECODE_ATTENTION, d).y for d in degrees)
+        if context > reach:
+            found.add(("tokens of context", context, reach))
+        longest = min(timing.reach(Operator.ENCODE_ATTENTION, d).x for d in degrees)
+        if lengths.inputs.max > longest:
+            found.add(("tokens of one input", float(lengths.inputs.max), longest))
+        return [f"extrapolated: up to {x:.0f} {words}, measured up to {reach:.0f}"
+                for words, x, reach in sorted(found)]
 
     def _figures(self, plan: _Plan, configs: Sequence[RraConfig]) -> dict[str, FloatArray]:
         batch = np.array([c.encode_batch for c in configs], float)
         occupancies = [self._occupancy(c) for c in configs]
-        timeline, encode_s = self._timeline(plan, configs, occupancies)
+        timeline, encode_s, is_timed = self._timeline(plan, configs, occupancies)
         memory_bytes = self._memory_bytes(plan, configs).max(axis=1)
+
+        def timed(seconds: FloatArray) -> FloatArray:
+            return np.where(is_timed, seconds, np.inf)
+
         return {
-            "throughput_qps": batch / timeline.period_s,
-            "latency_s": self._latency(timeline, configs),
-            "period_s": timeline.period_s, "encode_s": encode_s,
+            "throughput_qps": np.where(is_timed, batch / timeline.period_s, 0.0),
+            "latency_s": timed(self._latency(timeline, configs)),
+            "period_s": timed(timeline.period_s), "encode_s": timed(encode_s),
+            "stretch": np.array([self._stretch(plan, c) for c in configs]),
             "decode_batch": batch * np.array([o.mean_phases for o in occupancies]),
             "present": batch * np.array([o.mean_present for o in occupancies]),
             "kv_tokens": self._kv_tokens(plan, configs), "memory_bytes": memory_bytes,
@@ -164,31 +218,40 @@ class Rra:
         return self.flow.occupancy(config.decode_iterations, padded=self._padded)
 
     def _timeline(self, plan: _Plan, configs: Sequence[RraConfig],
-                  occupancies: Sequence[Occupancy]) -> tuple[Timeline, FloatArray]:
-        """The phases' timeline, and seconds from the first to the last stage's end of encoding."""
+                  occupancies: Sequence[Occupancy]) -> tuple[Timeline, FloatArray, BoolArray]:
+        """The phases' timeline, seconds from the first to the last stage's end of encoding, and
+        whether the timing source answered for every step (else both mean nothing)."""
         batch = np.array([c.encode_batch for c in configs], float)
         groups = np.array([_groups(plan, c) for c in configs], float)
-        encode, encode_rest = self._encode_s(plan, batch, np.minimum(groups, batch))
-        decode, decode_rest = self._decode_s(plan, batch, groups, occupancies)
+        encode, encode_rest, encode_timed = self._encode_s(plan, batch, np.minimum(groups, batch))
+        decode, decode_rest, decode_timed = self._decode_s(plan, batch, groups, occupancies)
         timeline = phase_timeline(
             encode_s=encode, encode_rest_s=encode_rest, decode_s=decode, decode_rest_s=decode_rest,
             iterations=np.array([c.decode_iterations for c in configs]))
-        return timeline, encode.sum(axis=1) + encode_rest.max(axis=1)
+        encode_s = encode.sum(axis=1) + encode_rest.max(axis=1)
+        return timeline, encode_s, encode_timed & decode_timed.all(axis=1)
 
     def _encode_s(self, plan: _Plan, batch: FloatArray, groups: FloatArray) -> _Steps:
+        inputs = self.problem.lengths.inputs
+        queries, tokens, most = self._encode_sizes(batch, groups)
+        one = plan.times.mean_attention_s(inputs, queries)
+
+        def seconds(tokens_each: FloatArray) -> FloatArray:
+            each = tokens_each / inputs.mean  # queries' worth of attention
+            attention = {degree: each * own for degree, own in one.items()}
+            return plan.times.encode_s(tokens_each, queries, attention)
+
+        return _slowest_and_rest(seconds(most), seconds(tokens), groups[:, None])
+
+    def _encode_sizes(self, batch: FloatArray,
+                      groups: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Queries and tokens of an encode micro-batch, and tokens of the largest of a phase."""
         inputs = self.problem.lengths.inputs
         queries = batch / groups
         odd = queries - np.floor(queries)  # that share of the groups encodes one query more
         tokens = queries * inputs.mean
         spread = np.sqrt(queries * inputs.std**2 + odd * (1 - odd) * inputs.mean**2)
-        most = tokens + _expected_maximum_z(groups) * spread
-
-        def seconds(tokens_each: FloatArray) -> FloatArray:
-            each = tokens_each / inputs.mean  # queries' worth of attention
-            attention = {degree: each * one for degree, one in plan.attention_s.items()}
-            return plan.times.encode_s(tokens_each, queries, attention)
-
-        return _slowest_and_rest(seconds(most), seconds(tokens), groups[:, None])
+        return queries, tokens, tokens + _expected_maximum_z(groups) * spread
 
     def _decode_s(self, plan: _Plan, batch: FloatArray, groups: FloatArray,
                   occupancies: Sequence[Occupancy]) -> _Steps:
@@ -248,9 +311,9 @@ class Rra:
                                       value=(tp_degree, tp_gpus), allowed=reason)])
         ranks = stage_ranks(problem.cluster.num_devices, tp_degree, tp_gpus)
         stages = allocate(problem.model, ranks, self._reference_costs(ranks))
-        times = StageTimes(problem.model, problem.cluster, self.timing, problem.dtype, stages)
+        times = StageTimes(problem.model, problem.cluster, self.timing, problem.dtype, stages,
+                           mean_input=problem.lengths.inputs.mean)
         return _Plan(stages=stages, times=times,
-                     attention_s=times.mean_attention_s(problem.lengths.inputs),
                      weight_bytes=memory.weight_bytes(problem.model, stages, problem.dtype))
 
     def _reference_costs(self, ranks: Sequence[tuple[int, ...]]) -> list[StageCost]:
@@ -269,10 +332,12 @@ class Rra:
         costs = []
         for index, group in enumerate(ranks):
             degree = len(group)
-            one = layers.encode_attention_s(problem.lengths.inputs.mean, degree)
+            one = layers.encode_attention_s(problem.lengths.inputs.mean,
+                                            REFERENCE_ENCODE_QUERIES, degree)
             encode = float(layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree))
             decode = rounds * float(
-                layers.decode_layer_s(REFERENCE_DECODE_QUERIES, context, degree))
+                layers.decode_layer_s(REFERENCE_DECODE_QUERIES, context, degree,
+                                      problem.lengths.inputs.mean))
             fixed = total(Operator.EMBED, tokens, degree) if index == 0 else 0.0
             if index == len(ranks) - 1:
                 fixed += total(Operator.HEAD, REFERENCE_ENCODE_QUERIES, degree)
@@ -315,8 +380,12 @@ def _expected_maximum_z(count: FloatArray) -> FloatArray:
 
 def _slowest_and_rest(slowest: FloatArray, usual: FloatArray, steps: FloatArray) -> _Steps:
     """`steps` (expected number, fractional) steps of `usual` seconds in the mean, the slowest of
-    which takes `slowest`: that one, and the others together."""
-    return slowest * np.minimum(steps, 1.0), np.maximum(steps * usual - slowest, 0.0)
+    which takes `slowest`: that one, and the others together. [..., stages], the last result
+    without that axis."""
+    is_timed: BoolArray = np.isfinite(slowest) & np.isfinite(usual)
+    slowest, usual = np.where(is_timed, slowest, 0.0), np.where(is_timed, usual, 0.0)
+    return (slowest * np.minimum(steps, 1.0), np.maximum(steps * usual - slowest, 0.0),
+            np.asarray(is_timed.all(axis=-1)))
 
 
 def evaluate(problem: Problem, timing: TimingSource, configs: Sequence[RraConfig], *,

@@ -54,7 +54,8 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     """
     assert inputs is None or len(inputs) == num_queries, f"{num_queries = }"
     lengths = problem.lengths
-    times = StageTimes(problem.model, problem.cluster, timing, problem.dtype, estimate.stages)
+    times = StageTimes(problem.model, problem.cluster, timing, problem.dtype, estimate.stages,
+                       mean_input=lengths.inputs.mean)
     planned = max(lengths.outputs.max, problem.default_max_tokens)
     most = np.full(num_queries, planned) if max_outputs is None else np.asarray(
         max_outputs, np.int64)

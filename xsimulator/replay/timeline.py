@@ -36,7 +36,8 @@ def step_seconds(times: StageTimes, steps: Trace, inputs: IntArray, *, padded: b
             sums = np.bincount(place, weights=values, minlength=len(encodes))
             return np.asarray(sums, dtype=np.float64)
 
-        attention = {d: per_step(v) for d, v in times.attention_s(tokens).items()}
+        together = steps.queries[encodes][place]
+        attention = {d: per_step(v) for d, v in times.attention_s(tokens, together).items()}
         seconds[encodes] = times.encode_s(
             per_step(tokens.astype(float)), steps.queries[encodes], attention)
     if decodes.size:

@@ -1,0 +1,214 @@
+"""Held-out points and full steps, predicted from a profile measured moments before.
+
+    python benchmarks/profile_accuracy.py [--models smollm2-135m opt-125m] [--budget 45s]
+                                          [--ranks 2] [--out benchmarks/results]
+
+Per model: a fresh profile within the budget, for degree 1 and one shard of a larger degree; then,
+on the same ranks, random batches, lengths and degrees that are not on the profile's grid, taken
+apart as the profiler does (operators), and steps of the whole model timed from outside, without
+marks (steps). The machine must be otherwise idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from xgpt.cli.local_profile import local_profile, wanted_profile
+from xgpt.cli.session import open_session
+from xgpt.launch.local import run_ranks
+from xgpt.local import detect
+from xgpt.model import refuse_tp_degree
+from xgpt.schedule import StageAssignment
+from xgpt.units import parse_seconds
+from xprofiler.measure.bench import LayerBench
+from xprofiler.measure.probe import Parts
+from xprofiler.measure.ranks import Ranks, connect, own_device
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
+from xsimulator.stage_times import StageTimes
+
+BATCHES = (1, 2, 4, 7, 11, 16, 23, 32, 45, 64)
+DECODE_POINTS, ENCODE_POINTS = 24, 14
+OPERATORS = {"layer rest": "rest_s", "attention": "attention_s", "head": "head_s"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m", "opt-125m"])
+    parser.add_argument("--budget", type=parse_seconds, default=45.0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    texts = [one_model(name, arguments) for name in arguments.models]
+    device = detect(arguments.ranks).device.name
+    head = (f"# Profile against held-out points, {device}, {arguments.ranks} ranks, "
+            f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
+    text = "\n".join([head, *texts])
+    print(text)
+    if arguments.out is not None:
+        path = arguments.out / f"profile-{device}-{time.strftime('%Y-%m-%d')}.md"
+        path.write_text(text, encoding="utf-8")
+
+
+def one_model(name: str, arguments: argparse.Namespace) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.yaml"
+        job.write_text(f"model: {name}\ncluster: local\nrun: {{ranks: {arguments.ranks}}}\n"
+                       "workload: {requests: {count: 64},\n"
+                       "  input_tokens: {mean: 90, std: 60, max: 300},\n"
+                       "  output_tokens: {mean: 60, std: 30, max: 200}}\n")
+        session = open_session(job, [], fetch=False)
+        spec = session.problem.model
+        larger = next(d for d in (2, 3, 4, 5) if refuse_tp_degree(spec, d) is None)
+        began = time.monotonic()
+        wanted = wanted_profile(session.job, session.problem, (1, larger))
+        # two degrees, so twice the budget of a job that runs one
+        profile = local_profile(wanted, budget_s=2 * arguments.budget, again=True)
+        took_s = time.monotonic() - began
+        save_profile(profile, Path(folder) / "profile.json")
+        request = Path(folder) / "request.json"
+        request.write_text(json.dumps({"profile": str(Path(folder) / "profile.json"),
+                                       "found": str(Path(folder) / "found.json"),
+                                       "degrees": [1, larger], "seed": arguments.seed}))
+        run_ranks("benchmarks.profile_accuracy", request, arguments.ranks, watch=lambda: None)
+        found = json.loads((Path(folder) / "found.json").read_text())
+    return report(name, session.problem.dtype, took_s, profile, found)
+
+
+def report(name: str, dtype: str, took_s: float, profile: Profile, found: dict[str, Any]) -> str:
+    lines = [f"## {name}, {dtype}", "",
+             f"Profiled degrees {', '.join(map(str, profile.tp_degrees))} in {took_s:.0f} s "
+             f"({sum(len(t) for t in profile.tables.values())} points).", "",
+             "| held out | points | median error | 95th percentile | bias |",
+             "|---|---|---|---|---|"]
+    pooled: list[tuple[float, float]] = []
+    for row, pairs in found["operators"].items():
+        pooled += pairs
+        lines.append(_row(row, pairs))
+    lines += [_row("**all of these**", pooled), "",
+              "| full step, whole model | batches | median error | 95th percentile | bias |",
+              "|---|---|---|---|---|"]
+    lines += [_row(row, pairs) for row, pairs in found["steps"].items()]
+    for row, pairs in found["steps"].items():
+        ratios = ", ".join(f"{m / p:.3f}" for p, m in pairs)
+        lines.append(f"\n{row}, measured / predicted at batch {', '.join(map(str, BATCHES))}: "
+                     f"{ratios}")
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, pairs: list[Any]) -> str:
+    ratios = np.array([m / p for p, m in pairs])
+    errors = np.abs(np.array([p / m for p, m in pairs]) - 1)
+    return (f"| {name} | {len(pairs)} | {np.median(errors):.1%} | {np.quantile(errors, .95):.1%} | "
+            f"{np.median(ratios) - 1:+.1%} |")
+
+
+# --- on the ranks -------------------------------------------------------------------------------
+
+def measure(request: dict[str, Any]) -> None:
+    profile = load_profile(Path(request["profile"]))
+    assert profile.model is not None
+    ranks, of = connect(profile.metadata.ranks), profile.metadata
+    torch.set_num_threads(of.threads_per_rank)
+    timing, rng = ProfileTiming(profile), np.random.default_rng(request["seed"])
+    found: dict[str, Any] = {"operators": {}, "steps": {}}
+    with torch.inference_mode():
+        for degree in request["degrees"]:
+            bench = LayerBench(profile.model, getattr(torch, of.dtype), num_stages=of.ranks,
+                               tp_degree=degree, device=own_device(of.device, ranks.rank))
+            for phase, points in (("decode", _decodes(rng, profile)), ("encode", _encodes(rng))):
+                for lengths in points:
+                    held_out(ranks, bench, timing, phase, lengths, degree, found["operators"])
+        full_steps(ranks, profile, timing, rng, found["steps"])
+    if ranks.rank == 0:
+        Path(request["found"]).write_text(json.dumps(found))
+
+
+def _decodes(rng: np.random.Generator, profile: Profile) -> list[list[int]]:
+    """Random batches with ragged contexts; sizes the profile measured are passed over."""
+    table = profile.table(Operator.DECODE_ATTENTION.value)
+    known_x, known_y = {p.x for p in table}, {p.y for p in table}
+    points: list[list[int]] = []
+    while len(points) < DECODE_POINTS:
+        queries = round(float(np.exp(rng.uniform(0, np.log(130)))))
+        longest = round(float(np.exp(rng.uniform(np.log(12), np.log(500)))))
+        if longest in known_y or (queries in known_x and queries > 2):
+            continue
+        contexts = rng.integers(max(longest // 4, 1), longest + 1, queries)
+        contexts[0] = longest
+        points.append([int(c) for c in contexts])
+    return points
+
+
+def _encodes(rng: np.random.Generator) -> list[list[int]]:
+    points = []
+    for _ in range(ENCODE_POINTS):
+        queries = round(float(np.exp(rng.uniform(0, np.log(16)))))
+        longest = min(round(float(np.exp(rng.uniform(np.log(12), np.log(500))))), 2000 // queries)
+        points.append([int(n) for n in rng.integers(max(longest // 3, 3), longest + 1, queries)])
+    return points
+
+
+def held_out(ranks: Ranks, bench: LayerBench, timing: ProfileTiming, phase: str,
+             lengths: list[int], degree: int, found: dict[str, Any]) -> None:
+    """Predicted and measured seconds of each operator of one step."""
+    step = bench.decode(lengths) if phase == "decode" else bench.encode(lengths)
+    steps = ranks.steady(step)
+    rows = len(lengths) if phase == "decode" else sum(lengths)
+    predicted = Parts(
+        whole_s=0.0, embed_s=0.0, rest_s=_seconds(timing, Operator.LAYER_REST, degree, rows),
+        head_s=_seconds(timing, Operator.HEAD, degree, len(lengths)),
+        attention_s=_seconds(timing, Operator.DECODE_ATTENTION, degree, rows, max(lengths) + 1)
+        if phase == "decode" else _seconds(timing, Operator.ENCODE_ATTENTION, degree, lengths,
+                                           len(lengths)))
+    for name, part in OPERATORS.items():
+        measured_s = float(np.median([getattr(s, part) for s in steps]))
+        found.setdefault(f"{phase} {name}, degree {degree}", []).append(
+            (getattr(predicted, part), measured_s))
+
+
+def _seconds(timing: ProfileTiming, operator: Operator, degree: int, x: Any, y: Any = 0) -> float:
+    return float(np.sum(timing.operator_s(operator, x, y, tp_degree=degree)))
+
+
+def full_steps(ranks: Ranks, profile: Profile, timing: ProfileTiming, rng: np.random.Generator,
+               found: dict[str, Any]) -> None:
+    """Steps of the whole model on each rank, from outside; predicted by the simulator's sum."""
+    spec, of = profile.model, profile.metadata
+    assert spec is not None
+    bench = LayerBench(spec, getattr(torch, of.dtype), num_stages=1, is_probed=False)
+    stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=spec.num_layers)
+    times = StageTimes(spec, detect(of.ranks), timing, of.dtype, [stage], mean_input=0.0)
+    for batch in BATCHES:
+        inputs = [int(n) for n in rng.integers(15, max(min(150, 2600 // batch), 16), batch)]
+        contexts = [int(n) for n in rng.integers(40, 300, batch)]
+        measured_s = _outside_s(ranks, bench.encode(inputs))
+        attention = {d: np.sum(s) for d, s in times.attention_s(np.array(inputs), batch).items()}
+        found.setdefault("encode step", []).append((float(times.encode_s(
+            float(sum(inputs)), float(batch), attention)[0]), measured_s))
+        measured_s = _outside_s(ranks, bench.decode(contexts))
+        found.setdefault("decode step", []).append((float(times.decode_s(
+            float(batch), float(max(contexts) + 1))[0]), measured_s))
+
+
+def _outside_s(ranks: Ranks, step: Any) -> float:
+    return float(np.median([s.whole_s for s in ranks.steady(step)]))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].endswith("request.json"):
+        measure(json.loads(Path(sys.argv[1]).read_text()))
+    else:
+        main()

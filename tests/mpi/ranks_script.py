@@ -1,0 +1,56 @@
+"""What every rank of test_rank_messages.py runs: checks by arithmetic, on all ranks alike."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from mpi4py import MPI
+
+from xrunner.collective import MpiGroup
+from xrunner.torch_group import TorchGroup
+
+
+def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...]) -> None:
+    world = MPI.COMM_WORLD
+    for dtype in dtypes:
+        # below and above the size from which a sum is scattered, and no multiple of the ranks
+        for shape in ((1,), (3, 7), (5, 3001), (40, 1000)):
+            parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+                     for rank in range(world.Get_size())]
+            expected = sum((p.float() for p in parts[1:]), parts[0].float()).to(dtype)
+            mine = parts[world.Get_rank()].clone()
+            total = group.all_reduce(mine)
+            assert total.shape == expected.shape and total.dtype == dtype
+            if isinstance(group, MpiGroup):
+                assert torch.equal(total, expected), f"{dtype = } {shape = }"
+                assert torch.equal(mine, parts[world.Get_rank()]), "the input is left alone"
+            else:
+                assert torch.allclose(total, expected, atol=1e-5)
+            bits = world.allgather(total.float().numpy().tobytes())
+            assert len(set(bits)) == 1, f"ranks disagree: {dtype = } {shape = }"
+
+
+def main() -> None:
+    world = MPI.COMM_WORLD
+    if sys.argv[1] == "mpi":
+        check_sums(MpiGroup(world), (torch.float32, torch.bfloat16, torch.float16))
+        # a group of one, beside others that have work
+        own = world.Split(world.Get_rank(), 0)
+        tensor = torch.ones(3)
+        assert MpiGroup(own).all_reduce(tensor) is tensor
+    else:
+        group = TorchGroup(world, "gloo")
+        check_sums(group, (torch.float32,))
+        block = torch.arange(6.0)
+        if group.rank == 0:
+            group.send(1, block)
+        elif group.rank == 1:
+            into = torch.zeros(6)
+            group.receive(0, into)
+            assert torch.equal(into, block)
+        group.close()
+    print("ok", flush=True)
+
+
+main()

@@ -1,0 +1,125 @@
+"""`xgpt profile` with real ranks on a toy: what is measured, stopped, gone on with and merged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="measuring needs the extra `run`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import toys  # noqa: E402
+
+from xprofiler.plan import Needs, missing  # noqa: E402
+from xprofiler.profile import Profile, TableKey  # noqa: E402
+from xprofiler.profile_file import load_profile  # noqa: E402
+from xprofiler.profile_timing import ProfileTiming  # noqa: E402
+from xprofiler.timing import Operator  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    toys.make_model("llama", folder / "model")
+    path = folder / "job.yaml"
+    path.write_text(f"model: {folder / 'model'}\ncluster: local\n"
+                    "workload:\n  input_tokens: {mean: 30, std: 10, max: 60}\n"
+                    "  output_tokens: {mean: 15, std: 8, max: 40}\n"
+                    "run: {ranks: 2, dtype: float32, threads_per_rank: 1}\n")
+    return path
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(cache)}
+
+
+def xgpt(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*XGPT, *arguments], capture_output=True, text=True, timeout=200,
+                          env=environment(cache), check=False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def profile(job: Path, cache: Path) -> Profile:
+    target = job.with_name("profile.json")
+    done = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2,3", "--out", str(target))
+    assert done.returncode == 0, done.stderr
+    assert "does not divide" in done.stderr, "degree 3 is refused with its reason"
+    return load_profile(target)
+
+
+def test_every_operator_degree_and_message_is_there(profile: Profile) -> None:
+    assert profile.model is not None and profile.peaks is not None
+    assert profile.tp_degrees == (1, 2) and list(profile.refused) == [3]
+    for degree in (1, 2):
+        assert not missing(profile, degree, Needs())
+        for operator in (Operator.LAYER_REST, Operator.HEAD, Operator.EMBED,
+                         Operator.KV_COMPACTION):
+            assert profile.table(operator.value, degree), operator
+    for key in (TableKey("all_reduce", 2, "shared-memory"),
+                TableKey("transfer", 1, "shared-memory"),
+                TableKey("kv_handover", 1, "shared-memory"), TableKey("step_overhead")):
+        assert profile.tables[key], key
+    assert not any(key.name == "all_reduce" and key.tp_degree != 2 for key in profile.tables)
+    samples = [s for table in profile.tables.values() for p in table for s in p.samples_s]
+    assert all(s >= 0 for s in samples) and sum(s > 0 for s in samples) > 0.9 * len(samples)
+
+
+def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
+    timing = ProfileTiming(profile)
+    for degree in (1, 2):
+        seconds = timing.operator_s(Operator.LAYER_REST, [1.0, 40.0, 2080.0], tp_degree=degree)
+        assert (seconds > 0).all()
+    table = {p.x: p.median_s for p in profile.table("decode_attention") if p.y == 17}
+    assert timing.operator_s(Operator.DECODE_ATTENTION, 9, 17) == pytest.approx(table[9])
+
+
+def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
+        job: Path, cache: Path, profile: Profile) -> None:
+    again = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2", "--json")
+    assert again.returncode == 0 and "from the cache" in again.stderr, again.stderr
+    spent_s = json.loads(again.stdout)["spent_s"]
+    more = xgpt(cache, "profile", str(job), "--budget", f"{spent_s + 4}s", "--tp", "1,2",
+                "--out", str(job.with_name("more.json")))
+    assert more.returncode == 0 and "going on" in more.stderr, more.stderr
+    grown = load_profile(job.with_name("more.json"))
+    for key, points in profile.tables.items():
+        if key.name == "decode_attention":
+            found = {(p.x, p.y): p for p in grown.tables[key]}
+            assert all(found[p.x, p.y] == p for p in points), "what was measured stays"
+    assert sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
+
+
+def test_a_stopped_measurement_is_kept_and_gone_on_with(job: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen([*XGPT, "profile", str(job), "--budget", "120s"],
+                               stderr=subprocess.PIPE, text=True, env=environment(tmp_path))
+    profiles = tmp_path / "xgpt" / "profiles"
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not list(profiles.glob("*.json")):
+        time.sleep(0.1)  # the first save comes with the first points
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "goes on" in said
+    kept = load_profile(next(profiles.glob("*.json")))
+    assert kept.tables and kept.spent_s > 0
+    done = xgpt(tmp_path, "profile", str(job), "--budget", "1s", "--json")
+    assert done.returncode == 0, done.stderr
+    after = load_profile(next(profiles.glob("*.json")))
+    assert not missing(after, 1, Needs()) and after.spent_s > kept.spent_s
+    for key, points in kept.tables.items():
+        if key.name in ("decode_attention", "transfer"):
+            assert set(points) <= set(after.tables[key])

@@ -1,0 +1,43 @@
+"""Sums over ranks, and blocks between them, under real mpiexec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="ranks need the extra `run`")
+from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xprofiler.measure.network import Places  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("ranks_script.py")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "over"), [(2, "mpi"), (3, "mpi"), (2, "gloo"), (3, "gloo")])
+def test_every_rank_holds_the_same_sum(ranks: int, over: str) -> None:
+    done = subprocess.run(
+        [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", str(SCRIPT), over],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok") == ranks
+
+
+@pytest.mark.parametrize(("node_of", "size", "near", "far"), [
+    ((0, 0, 0, 0), 2, [(0, 1), (2, 3)], []),
+    ((0, 0, 1, 1), 2, [(0, 1), (2, 3)], [(0, 2)]),
+    ((0, 0, 1, 1), 4, [], [(0, 1, 2, 3)]),
+    ((0, 1, 2, 3), 2, [], [(0, 1)]),
+    ((0, 1, 2, 3), 4, [], [(0, 1, 2, 3)]),
+    ((0, 0, 0, 1), 2, [(0, 1)], [(0, 3)]),
+    ((0, 0, 0, 1), 3, [(0, 1, 2)], []),
+])
+def test_groups_lie_within_a_node_or_evenly_over_several(
+        node_of: tuple[int, ...], size: int, near: list[tuple[int, ...]],
+        far: list[tuple[int, ...]]) -> None:
+    where = Places(node_of=node_of)
+    assert where.near_groups(size) == near
+    assert where.far_groups(size) == far

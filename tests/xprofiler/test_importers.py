@@ -1,0 +1,570 @@
+"""Importers of others' profiling data: units, sums, what is refused and what is said of gaps.
+
+Tests of the files themselves read `shared/data` beside the checkout and skip where it is absent.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xgpt import catalog
+from xgpt.errors import InputError, UnknownNameError
+from xgpt.model import ModelSpec
+from xprofiler.importers import aiconfigurator, distserve, import_folder, kernel_tables, vidur
+from xprofiler.importers.parts import grouped_messages, samples_at, undisturbed
+from xprofiler.importers.table import Column, read_table
+from xprofiler.profile import Profile
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the checkout")
+A100 = catalog.device("A100-80")
+TINY = ModelSpec(name="tiny", family="llama", num_layers=2, hidden_size=64, num_heads=4,
+                 num_kv_heads=2, intermediate_size=128, vocab_size=256, is_gated_mlp=True,
+                 has_bias=False, max_positions=512)
+
+
+def seconds(profile: Profile, operator: Operator, x: float, y: float = 0.0, *,
+            tp_degree: int = 1) -> float:
+    return float(ProfileTiming(profile).operator_s(operator, x, y, tp_degree=tp_degree))
+
+
+def again(profile: Profile, folder: Path) -> Profile:
+    """`profile` written and read."""
+    save_profile(profile, folder / "profile.json")
+    return load_profile(folder / "profile.json")
+
+
+def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def faults(error: pytest.ExceptionInfo[InputError]) -> list[tuple[int | None, str]]:
+    return [(m.line, m.key) for m in error.value.mistakes]
+
+
+# --- tables ---
+
+COLUMNS = (Column("size", "count", least=1), Column("time", "ms"),
+           Column("kind", "text", allowed=("a", "b")))
+
+
+def test_milliseconds_become_seconds(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 2.5, "a"], [16, 0, "b"]])
+    table = read_table(path, COLUMNS)
+    assert table.seconds("time").tolist() == [0.0025, 0.0]
+    assert table.counts("size").tolist() == [8, 16]
+
+
+def test_every_fault_of_a_table_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ["size", "time", "colour"],
+                 [[8, -1, "x"], [0, "nan", "x"], [1.5, "fast", "x"], [4, 1, "x"]])
+    with pytest.raises(InputError) as error:
+        read_table(path, COLUMNS)
+    assert sorted(faults(error), key=str) == sorted([
+        (1, "kind"), (1, "colour"), (2, "time"), (3, "time"), (4, "time"), (3, "size"),
+        (4, "size")], key=str)
+    assert "missing column" in str(error.value) and "unknown column" in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "size,time,kind\n"])
+def test_an_empty_table_is_a_mistake(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match="empty"):
+        read_table(path, COLUMNS)
+
+
+def test_a_missing_file_and_a_short_row_are_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="readable"):
+        read_table(tmp_path / "none.csv", COLUMNS)
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 1, "a"], [8, 1]])
+    with pytest.raises(InputError, match=r"t\.csv:3"):
+        read_table(path, COLUMNS)
+
+
+def test_many_faults_of_one_column_are_counted_not_listed(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[1, -1, "a"]] * 50)
+    with pytest.raises(InputError, match="30 more such cells"):
+        read_table(path, COLUMNS)
+
+
+def test_rows_of_one_place_are_samples_of_one_point() -> None:
+    found = samples_at([4, 1, 4], [0.3, 0.1, 0.5])
+    assert [(p.x, p.samples_s) for p in found] == [(4, (0.3, 0.5)), (1, (0.1,))]
+
+
+def test_one_slow_message_raises_no_larger_ones() -> None:
+    sizes = np.arange(1, 101) * 1000
+    times = 1e-5 + sizes * 1e-10
+    times[3] = 1.0
+    found = grouped_messages(sizes, times)
+    assert max(np.median(p.samples_s) for p in found) < 3e-5
+    assert sum(len(p.samples_s) for p in found) == 100
+
+
+def test_a_point_far_slower_than_one_of_more_work_is_left_out() -> None:
+    found = samples_at([1, 2, 1, 2], [5.0, 2.0, 1.5, 3.0], [1, 1, 2, 2])
+    assert [(p.x, p.y) for p in undisturbed(found, grows_with_y=True)] == [(2, 1), (1, 2), (2, 2)]
+    assert len(undisturbed(found, grows_with_y=False)) == 3  # (1, 1) is slower than (2, 1) too
+
+
+# --- Vidur ---
+
+def mlp_row(tokens: int, degree: int, shape: Mapping[str, object] | None = None) -> dict[
+        str, object]:
+    operators = ("emb", *vidur.GEMMS, *vidur.ELEMENTWISE)
+    times = {f"time_stats.{op}.median": (i + 1) * tokens / degree
+             for i, op in enumerate(operators)}
+    model = {"n_head": 4, "n_kv_head": 2, "n_embd": 64, "n_expanded_embd": 128,
+             "vocab_size": 256, "use_gated_mlp": True, **(shape or {})}
+    return {**times, **model, "num_tokens": tokens, "num_tensor_parallel_workers": degree}
+
+
+def mlp_file(folder: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    path = folder / "compute" / "a100" / "org" / "tiny" / "mlp.csv"
+    return write(path, list(rows[0]), [list(row.values()) for row in rows])
+
+
+def test_a_layer_of_vidur_is_its_operators_with_two_adds(tmp_path: Path) -> None:
+    mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 2)])
+    profile = import_folder("vidur", tmp_path, TINY, A100, "float16")
+    # operators take 1 (emb), 2 .. 10 ms a token; the last, add, counts twice
+    assert seconds(profile, Operator.LAYER_REST, 8) == pytest.approx(8e-3 * (sum(range(2, 11))
+                                                                            + 10))
+    assert seconds(profile, Operator.EMBED, 8, tp_degree=2) == pytest.approx(8e-3 / 2)
+
+
+def test_what_vidur_lacks_is_said_and_taken_from_the_roofline(tmp_path: Path) -> None:
+    mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 4)])
+    profile = again(import_folder("vidur", tmp_path, TINY, A100, "bfloat16"), tmp_path)
+    origin = profile.metadata.origin
+    assert "Vidur" in origin and "head" in origin and "roofline" in origin
+    assert not profile.metadata.is_padded and profile.model == TINY
+    assert "key-value heads" in profile.refused[4], "2 key-value heads are not split by 4"
+    assert seconds(profile, Operator.HEAD, 8) > 0
+    assert seconds(profile, Operator.KV_COMPACTION, 8, 100) == 0, "a paged cache moves no rows"
+
+
+def test_a_vidur_table_of_another_model_is_named(tmp_path: Path) -> None:
+    path = mlp_file(tmp_path, [mlp_row(1, 1, {"n_head": 8, "n_expanded_embd": 256})])
+    with pytest.raises(InputError) as error:
+        vidur.import_profile(TINY, A100, "float16", mlp=path)
+    assert {key for _, key in faults(error)} == {"n_head", "n_expanded_embd"}
+    assert "tiny has num_heads = 4" in str(error.value)
+    with pytest.raises(InputError, match=r"tiny \(8, 2, 64, 256, True\)"):
+        vidur.import_folder(tmp_path, TINY, A100, "float16")
+
+
+def test_a_vidur_file_of_two_models_is_refused(tmp_path: Path) -> None:
+    path = mlp_file(tmp_path, [mlp_row(1, 1), mlp_row(2, 1, {"n_head": 8})])
+    with pytest.raises(InputError, match="one value in the whole file"):
+        vidur.read_mlp(path)
+
+
+def test_unknown_operators_and_lacking_ones_are_refused(tmp_path: Path) -> None:
+    row = mlp_row(1, 1)
+    del row["time_stats.attn_rope.median"]
+    path = mlp_file(tmp_path, [{**row, "time_stats.router.median": 1.0}])
+    with pytest.raises(InputError) as error:
+        vidur.read_mlp(path)
+    assert {key for _, key in faults(error)} == {"time_stats.attn_rope.median",
+                                                 "time_stats.router.median"}
+
+
+@pytest.mark.parametrize(("dtype", "device", "match"), [
+    ("float32", "A100-80", "16-bit"), ("float16", "T4", "A100-80, A40")])
+def test_other_dtypes_and_devices_are_refused(tmp_path: Path, dtype: str, device: str,
+                                              match: str) -> None:
+    mlp_file(tmp_path, [mlp_row(1, 1)])
+    with pytest.raises(InputError, match=match):
+        vidur.import_folder(tmp_path, TINY, catalog.device(device), dtype)
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+    path = mlp_file(tmp_path, [mlp_row(1, 1)])
+    with pytest.raises(InputError, match="decoder-only"):
+        vidur.import_profile(catalog.model("t5-11b"), A100, "float16", mlp=path)
+
+
+def message_file(path: Path, collective: str) -> Path:
+    header = ["", f"time_stats.{collective}.median", "rank", "num_workers", "size", "collective",
+              "devices_per_node", "max_devices_per_node"]
+    rows = [[i, 0.01 * per_node * (i + 1), 0, 2, 1000 * (i + 1), collective, per_node, 8]
+            for per_node in (1, 2) for i in range(5)]
+    return write(path, header, rows)
+
+
+def test_messages_within_and_between_nodes_go_to_their_links(tmp_path: Path) -> None:
+    profile = vidur.import_profile(
+        TINY, A100, "float16", mlp=mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8)
+                                                       for d in (1, 2)]),
+        all_reduce=message_file(tmp_path / "a.csv", "all_reduce"),
+        send_recv=message_file(tmp_path / "s.csv", "send_recv"),
+        links={"intra": "nvlink3", "inter": "ib-200g"})
+    timing = ProfileTiming(profile)
+    near, far = catalog.link("nvlink3"), catalog.link("ib-200g")
+    # the third of five sizes is their median: 3000 bytes, 0.03 ms a rank of the node
+    assert timing.all_reduce_s(3000, 2, near) == pytest.approx(6e-5)
+    assert timing.transfer_s(3000, far) == pytest.approx(3e-5)
+    with pytest.raises(InputError, match="collective"):
+        vidur.read_all_reduce(message_file(tmp_path / "x.csv", "send_recv"))
+
+
+def test_attention_serves_the_degree_that_has_its_heads(tmp_path: Path) -> None:
+    header = ["time_stats.attn_prefill.median", "time_stats.attn_decode.median", "n_embd",
+              "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "batch_size",
+              "prefill_chunk_size", "kv_cache_size", "is_prefill"]
+    shape = [128, 8, 4]  # at degree 4 a rank has TINY's heads at degree 2
+    rows = [[n / 10, "", *shape, 4, 1, n, cached, True] for n in (64, 128) for cached in (0, 99)]
+    rows += [["", q * y / 100, *shape, 4, q, 0, y, False] for q in (1, 4) for y in (32, 64)]
+    mlp = mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 2)])
+    profile = vidur.import_profile(TINY, A100, "float16", mlp=mlp,
+                                   attention=[write(tmp_path / "att.csv", header, rows)])
+    assert seconds(profile, Operator.ENCODE_ATTENTION, 128, tp_degree=2) == pytest.approx(0.0128)
+    assert seconds(profile, Operator.DECODE_ATTENTION, 4, 64, tp_degree=2) == pytest.approx(2.56e-3)
+    assert "decode_attention (tp 1)" in profile.metadata.origin
+    rows[0][0] = ""
+    with pytest.raises(InputError, match=r"att\.csv:2: time_stats\.attn_prefill\.median"):
+        vidur.read_attention(write(tmp_path / "att.csv", header, rows))
+
+
+@needs_data
+def test_llama_2_of_vidur_is_the_sum_of_its_rows(tmp_path: Path) -> None:
+    profile = again(import_folder("vidur", DATA / "vidur", catalog.model("llama-2-7b"), A100,
+                                  "float16"), tmp_path)
+    names = ("input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj",
+             "post_attention_layernorm", "mlp_up_proj", "mlp_act", "mlp_down_proj", "add", "add")
+    path = DATA / "vidur/compute/a100/meta-llama/Llama-2-7b-hf/mlp.csv"
+    layers_s: dict[tuple[int, int], list[float]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            place = int(row["num_tokens"]), int(row["num_tensor_parallel_workers"])
+            layers_s.setdefault(place, []).append(
+                sum(float(row[f"time_stats.{name}.median"]) for name in names) / 1e3)
+    for degree in (1, 2, 4, 8):
+        points = {p.x: p.median_s for p in profile.table("layer_rest", degree)}
+        for tokens in (1, 4096):
+            expected = float(np.median(layers_s[tokens, degree]))
+            assert points[tokens] == pytest.approx(expected, rel=1e-3)
+            # 3968 tokens were up to 5 % slower than 4096, and times are taken to grow
+            got = seconds(profile, Operator.LAYER_REST, tokens, tp_degree=degree)
+            assert expected * 0.999 < got < expected * (1.06 if tokens > 1 else 1.001)
+
+
+@needs_data
+def test_vidur_network_of_the_a100_node(tmp_path: Path) -> None:
+    profile = import_folder("vidur", DATA / "vidur", catalog.model("llama-2-7b"), A100, "float16")
+    timing, link = ProfileTiming(profile), catalog.link("nvlink3")
+    # the README's own check: 64 MiB on eight GPUs in 0.675 ms; 36 us below 1 MiB
+    assert timing.all_reduce_s(2**26, 8, link) == pytest.approx(0.675e-3, rel=0.05)
+    assert 20e-6 < float(timing.all_reduce_s(2**16, 8, link)) < 60e-6
+
+
+@needs_data
+def test_a_layer_with_one_norm_is_read_but_is_no_layer_of_xgpt() -> None:
+    table = vidur.read_mlp(DATA / "vidur/compute/a100/microsoft/phi-2/mlp.csv")
+    assert not table.shape.use_gated_mlp and len(table.tokens) == 261
+    with pytest.raises(InputError, match="post_attention_layernorm"):
+        vidur.layer_rest_s(table)
+
+
+@needs_data
+def test_every_vidur_layer_of_a_catalog_model_is_found() -> None:
+    for name, device in (("llama-2-70b", "A100-80"), ("llama-3-8b", "A100-80"),
+                         ("llama-2-7b", "A40")):
+        profile = import_folder("vidur", DATA / "vidur", catalog.model(name),
+                                catalog.device(device), "float16")
+        assert profile.table("layer_rest", 8)
+        if name == "llama-2-70b":
+            assert len(profile.table("decode_attention", 2)) > 5000
+    with pytest.raises(InputError, match="Llama-2-7b-hf"):
+        import_folder("vidur", DATA / "vidur", catalog.model("opt-13b"), A100, "float16")
+
+
+# --- DistServe ---
+
+FITS = {"prefill": [10.0, 0.1, 1e-5], "decoding_smallbs": [12.0, 1e-3, 0.05],
+        "decoding_largebs": [8.0, 9e-4, 0.1], "decoding_large_small_bs_threshold": 95}
+
+
+def fits_file(folder: Path, of_degree: Mapping[str, object], model: str = "facebook/opt-13b",
+              ) -> Path:
+    path = folder / "profiler-a100-80g.distserve.json"
+    path.write_text(json.dumps({model: of_degree}))
+    return path
+
+
+def encode_s(profile: Profile, lengths: Sequence[int], degree: int) -> float:
+    """As xsimulator.stage_times sums a whole model on one stage."""
+    timing, layers = ProfileTiming(profile), catalog.model(profile.metadata.model).num_layers
+    rest = timing.operator_s(Operator.LAYER_REST, sum(lengths), tp_degree=degree)
+    attention = timing.operator_s(Operator.ENCODE_ATTENTION, lengths, len(lengths),
+                                  tp_degree=degree).sum()
+    ends = (timing.operator_s(Operator.EMBED, sum(lengths), tp_degree=degree)
+            + timing.operator_s(Operator.HEAD, len(lengths), tp_degree=degree))
+    return float(layers * (rest + attention) + ends + timing.step_overhead_s())
+
+
+def decode_s(profile: Profile, queries: float, context: float, degree: int) -> float:
+    timing, layers = ProfileTiming(profile), catalog.model(profile.metadata.model).num_layers
+    rest = timing.operator_s(Operator.LAYER_REST, queries, tp_degree=degree)
+    attention = timing.operator_s(Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
+    ends = (timing.operator_s(Operator.EMBED, queries, tp_degree=degree)
+            + timing.operator_s(Operator.HEAD, queries, tp_degree=degree))
+    reduce_s = timing.all_reduce_s(queries * 10240, degree, catalog.link("nvlink3"))
+    return float(layers * (rest + attention + 2 * reduce_s) + ends + timing.step_overhead_s())
+
+
+def test_distserve_formulas_come_out_of_the_sums(tmp_path: Path) -> None:
+    fits_file(tmp_path, {"1": FITS, "2": FITS})
+    profile = again(import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100,
+                                  "float16"), tmp_path)
+    for lengths in ([1], [100], [64] * 16, [2048, 5, 700]):
+        expected = 10e-3 + 0.1e-3 * sum(lengths) + 1e-8 * sum(n * n for n in lengths)
+        assert encode_s(profile, lengths, 2) == pytest.approx(expected, rel=2e-3)
+    for queries, context in ((1, 0), (1, 500), (40, 3), (94, 700), (130, 10), (300, 900)):
+        a, b, c = FITS["decoding_smallbs" if queries < 95 else "decoding_largebs"]
+        expected = (a + b * queries * context + c * queries) / 1e3
+        assert decode_s(profile, queries, context, 2) == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_short_prefill_falls_below_where_decode_is_cheaper(tmp_path: Path) -> None:
+    fits_file(tmp_path, {"1": {**FITS, "prefill": [13.0, 0.1, 0.0]}})
+    profile = import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100, "float16")
+    # decode without context reaches 13 ms at 20 queries: below, the rows are charged as decode
+    assert encode_s(profile, [10], 1) == pytest.approx((12.0 + 0.05 * 10 + 1.0) / 1e3, rel=1e-3)
+    assert encode_s(profile, [20], 1) == pytest.approx((13.0 + 2.0) / 1e3, rel=1e-3)
+    assert decode_s(profile, 10, 0, 1) == pytest.approx((12.0 + 0.5) / 1e3, rel=1e-3)
+
+
+def test_a_fit_that_falls_with_work_refuses_its_degree_alone(tmp_path: Path) -> None:
+    falling = {**FITS, "prefill": [10.0, 0.1, -1e-5]}
+    fits_file(tmp_path, {"1": FITS, "2": falling})
+    profile = import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100, "float16")
+    assert "negative" in profile.refused[2] and not profile.table("layer_rest", 2)
+    fits_file(tmp_path, {"2": falling})
+    with pytest.raises(InputError, match="negative"):
+        import_folder("distserve", tmp_path, catalog.model("opt-13b"), A100, "float16")
+
+
+def test_faults_of_a_fit_are_named_together(tmp_path: Path) -> None:
+    path = fits_file(tmp_path, {"1": {"prefill": [1, "x", 2], "decoding": [1, 2, 3]}, "two": FITS})
+    with pytest.raises(InputError) as error:
+        distserve.read_coefficients(path)
+    assert {key.removeprefix("facebook/opt-13b.") for _, key in faults(error)} == {
+        "1.prefill", "1.decoding", "1.decoding_smallbs", "1.decoding_largebs",
+        "1.decoding_large_small_bs_threshold", "two"}
+
+
+def test_models_and_devices_without_fits_are_named(tmp_path: Path) -> None:
+    fits_file(tmp_path, {"1": FITS})
+    with pytest.raises(InputError, match="facebook/opt-13b"):
+        import_folder("distserve", tmp_path, catalog.model("opt-66b"), A100, "float16")
+    with pytest.raises(InputError, match="A100-80"):
+        import_folder("distserve", tmp_path, catalog.model("opt-13b"), catalog.device("A40"),
+                      "float16")
+    with pytest.raises(InputError, match="none"):
+        import_folder("distserve", tmp_path / "none", catalog.model("opt-13b"), A100, "float16")
+
+
+@needs_data
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_opt_13b_of_distserve(tmp_path: Path, degree: int) -> None:
+    profile = again(import_folder("distserve", DATA / "distserve", catalog.model("opt-13b"), A100,
+                                  "float16"), tmp_path)
+    fit = distserve.read_coefficients(
+        DATA / "distserve/profiler-a100-80g.distserve.json")["facebook/opt-13b"][degree]
+    for lengths in ([100], [512, 37, 1000], [128] * 32):
+        assert encode_s(profile, lengths, degree) == pytest.approx(fit.prefill_s(lengths),
+                                                                   rel=2e-3)
+    for queries, context in ((1, 100), (16, 10), (64, 500), (94, 1000), (128, 300), (256, 1000)):
+        assert decode_s(profile, queries, context, degree) == pytest.approx(
+            fit.decode_s(queries, context), rel=2e-3)
+    # just above the batch at which the fits change, times are held at the one below
+    held = decode_s(profile, 95, 1000, degree) / fit.decode_s(95, 1000)
+    assert 1.0 <= held < 1.08
+
+
+# --- aiconfigurator ---
+
+SIZES = (32, 64, 128, 256, 512)
+
+
+def gemm_file(folder: Path, name: str = "a100_sxm_vllm_0.14.0") -> Path:
+    rows = [["bfloat16", m, n, k, 1e-6 * m * n * k] for m in (1, 8, 64) for n in SIZES
+            for k in SIZES if (n, k) != (512, 512)]
+    return write(folder / f"{name}_gemm.csv", ["gemm_dtype", "m", "n", "k", "latency"], rows)
+
+
+def attention_files(folder: Path, heads: Sequence[tuple[int, int]],
+                    name: str = "a100_sxm_vllm_0.14.0") -> None:
+    common = ["batch_size", "num_heads", "num_key_value_heads", "head_dim", "step", "latency"]
+    write(folder / f"{name}_context_attention.csv", [*common, "isl"],
+          [[b, h, kv, 16, 0, b * n / 100, n] for b in (1, 4) for n in (16, 256)
+           for h, kv in heads])
+    write(folder / f"{name}_generation_attention.csv", common,
+          [[b, h, kv, 16, step, b * (step + 1) / 1000] for b, most in ((1, 255), (8, 31))
+           for step in (15, 31, 255) if step <= most for h, kv in heads])
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Iterator[Path]:
+    gemm_file(tmp_path)
+    attention_files(tmp_path, [(4, 2), (2, 1)])
+    write(tmp_path / "a100_sxm_vllm_0.14.0_custom_allreduce.csv",
+          ["kernel_source", "allreduce_dtype", "num_gpus", "message_size", "latency", "backend"],
+          [[f"vLLM_custom_{kind}", "bfloat16", 2, size, size * slow / 1e4, f"vllm_{kind}"]
+           for size in (1000, 4000) for kind, slow in (("graph", 1), ("eager", 7))])
+    yield tmp_path
+
+
+def test_products_lie_between_the_measured_sizes_and_beyond_in_proportion(tables: Path) -> None:
+    times = kernel_tables.GemmTimes(
+        kernel_tables.read_gemm(tables / "a100_sxm_vllm_0.14.0_gemm.csv"))
+    for m, n, k in ((1, 32, 64), (20, 100, 300), (64, 512, 512), (128, 2048, 256)):
+        assert times(m, n, k) == pytest.approx(1e-9 * m * n * k, rel=1e-9)
+
+
+def test_a_layer_is_measured_products_and_analytic_elementwise_parts(tables: Path) -> None:
+    profile = again(import_folder("aiconfigurator", tables, TINY, A100, "bfloat16"), tables)
+    assert profile.metadata.libraries == "vllm 0.14.0"
+    assert "norms" in profile.metadata.origin and "roofline" in profile.metadata.origin
+    # query, key, value: 64 + 2 x 32 wide; output; up and gate; down
+    for degree in (1, 2):
+        products = 1e-9 * 64 * 64 * (128 + 64 + 256 + 128) / degree
+        rest = seconds(profile, Operator.LAYER_REST, 64, tp_degree=degree)
+        assert products < rest < products + 1e-4
+    assert "key-value heads" in profile.refused[4]
+
+
+def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path) -> None:
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    assert seconds(profile, Operator.ENCODE_ATTENTION, 256, 4) == pytest.approx(256e-5)
+    assert seconds(profile, Operator.DECODE_ATTENTION, 1, 256) == pytest.approx(256e-6)
+    # eight queries were measured up to 32 tokens: beyond, eight times the one query's
+    assert seconds(profile, Operator.DECODE_ATTENTION, 8, 256) == pytest.approx(8 * 256e-6)
+
+
+def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables: Path) -> None:
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    link = catalog.link("nvlink3")
+    times = ProfileTiming(profile).all_reduce_s([2000, 8000], 2, link)
+    assert times[1] - times[0] == pytest.approx(0.3e-3)
+    skew_s = float(times[0]) - 0.1e-3
+    assert 10e-6 < skew_s < 100e-6, "the analytic skew of ranks is added once"
+
+
+def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Path) -> None:
+    (tables / "a100_sxm_vllm_0.14.0_custom_allreduce.csv").unlink()
+    write(tables / "a100_sxm_nccl_2.27.3.csv",
+          ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"],
+          [[name, "half", 2, size, size / 1e4] for size in (1000, 4000)
+           for name in ("all_gather", "all_reduce")])
+    table = kernel_tables.read_nccl_all_reduce(tables / "a100_sxm_nccl_2.27.3.csv")
+    assert table.num_bytes.tolist() == [2000, 8000]
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    times = ProfileTiming(profile).all_reduce_s([2000, 8000], 2, catalog.link("nvlink3"))
+    assert times[1] - times[0] == pytest.approx(0.3e-3)
+
+
+def test_attention_of_other_heads_refuses_the_degree_and_says_what_there_is(tables: Path) -> None:
+    attention_files(tables, [(2, 1)])
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    assert "4 heads and 2 key-value heads of 16" in profile.refused[1]
+    assert "it has heads: 2" in profile.refused[1] and profile.table("layer_rest", 2)
+    attention_files(tables, [(2, 2), (4, 4)])
+    with pytest.raises(InputError, match="with 4 heads it has key-value heads: 4 of 16"):
+        import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+
+
+def test_times_beyond_the_devices_peaks_are_not_taken(tables: Path) -> None:
+    common = ["batch_size", "num_heads", "num_key_value_heads", "head_dim", "step", "latency"]
+    write(tables / "a100_sxm_vllm_0.14.0_generation_attention.csv", common,
+          [[1, h, kv, 16, step, 1e-9] for step in (15, 4095) for h, kv in ((4, 2), (2, 1))])
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    assert "decode_attention not taken" in profile.metadata.origin
+    assert "2 of 2 at tp 1" in profile.metadata.origin
+    assert seconds(profile, Operator.DECODE_ATTENTION, 1, 4000) > 1e-6
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("b200_sxm_vllm_0.14.0_gemm.csv", "system"), ("a100_sxm_sglang_0.14.0_gemm.csv", "framework"),
+    ("a100_sxm_vllm_9.9.9_gemm.csv", "version"), ("a100_sxm_vllm_0.14.0_moe.csv", "table"),
+    ("gemm.csv", "file name")])
+def test_unknown_names_list_the_known(name: str, key: str) -> None:
+    with pytest.raises(InputError) as error:
+        aiconfigurator.parse_name(Path(name))
+    assert faults(error) == [(None, key)]
+    assert key == "file name" or error.value.mistakes[0].allowed.count(",") or key == "version"
+
+
+def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
+    other = "a100_sxm_trtllm_1.0.0"
+    attention_files(tables, [(4, 2)], other)
+    with pytest.raises(InputError, match="a100_sxm vllm 0.14.0"):
+        aiconfigurator.import_profile(
+            TINY, A100, "bfloat16", gemm=tables / "a100_sxm_vllm_0.14.0_gemm.csv",
+            context_attention=tables / f"{other}_context_attention.csv")
+
+
+def test_folders_without_the_device_or_engine_say_what_is_there(tables: Path) -> None:
+    with pytest.raises(InputError, match="a100_sxm_vllm_0.14.0_gemm.csv"):
+        import_folder("aiconfigurator", tables, TINY, catalog.device("H200"), "bfloat16")
+    with pytest.raises(InputError, match="A100-80, H100, H200"):
+        import_folder("aiconfigurator", tables, TINY, catalog.device("A40"), "bfloat16")
+    with pytest.raises(InputError, match="vllm, trtllm"):
+        aiconfigurator.import_folder(tables, TINY, A100, "bfloat16", framework="sglang")
+
+
+@needs_data
+def test_llama_3_1_of_aiconfigurator(tmp_path: Path) -> None:
+    model = catalog.model("llama-3.1-8b")
+    profile = again(import_folder("aiconfigurator", DATA / "aiconfigurator", model, A100,
+                                  "bfloat16"), tmp_path)
+    assert not profile.refused
+    # weights of a layer are 436 MB: read at 1.1 to 1.8 TB/s by one row, 2039 GB/s at most
+    weights_bytes = 2 * (6144 + 4096 + 2 * 14336 + 14336) * 4096
+    rate = weights_bytes / seconds(profile, Operator.LAYER_REST, 1)
+    assert 1.1e12 < rate < 1.8e12
+    # 64 queries of 1023 cached tokens and the new one: 268 MB of keys and values
+    table = kernel_tables.read_generation_attention(
+        DATA / "aiconfigurator/a100_sxm_vllm_0.14.0_generation_attention.csv")
+    row = np.flatnonzero((table.num_heads == 32) & (table.kv_heads == 8) & (table.queries == 64)
+                         & (table.tokens == 1024))
+    assert len(row) == 1
+    assert seconds(profile, Operator.DECODE_ATTENTION, 64, 1024) == pytest.approx(
+        float(table.seconds[row[0]]), rel=1e-3)
+    assert 0.5 * 2.039e12 < 2**28 / seconds(profile, Operator.DECODE_ATTENTION, 64, 1024) < 2.039e12
+
+
+@needs_data
+def test_the_h200_prompt_attention_that_beats_the_peak_is_left_out() -> None:
+    profile = import_folder("aiconfigurator", DATA / "aiconfigurator",
+                            catalog.model("llama-3.1-8b"), catalog.device("H200"), "bfloat16")
+    assert "encode_attention not taken" in profile.metadata.origin
+    assert seconds(profile, Operator.ENCODE_ATTENTION, 8192, 1) > 0.5559e-3
+
+
+@needs_data
+def test_mha_models_lack_vllms_decode_attention() -> None:
+    with pytest.raises(InputError, match="40 key-value heads"):
+        import_folder("aiconfigurator", DATA / "aiconfigurator", catalog.model("opt-13b"), A100,
+                      "bfloat16")
+
+
+def test_an_unknown_source_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="vidur"):
+        import_folder("vidor", tmp_path, TINY, A100, "float16")

@@ -1,0 +1,236 @@
+"""A Profile in the terminal: what was measured on what, and every table beside its floor."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from xgpt.report.table import _ascii, _table
+from xgpt.report.words import clean, counted
+from xgpt.units import DTYPE_BYTES, format_bytes, format_seconds
+from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
+from xprofiler.profile_file import AXES
+from xprofiler.timing import Operator
+from xprofiler.verdict import SPREAD_LIMIT, judge
+from xprofiler.work import bound_by, floor_s, work
+
+WIDTH = 79
+MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
+_LEFT_OF_FACTS = 13
+_OPERATORS = frozenset(operator.value for operator in Operator)
+_MESSAGES = frozenset(name for name, (x, _) in AXES.items() if x == "bytes")
+_NOISY = "*"
+
+
+class Point(NamedTuple):
+    """A measured point and, where model and peaks are known, the least time it can take."""
+
+    sample: Sample
+    floor_s: float | None
+    bound_by: str  # "compute", "memory", or nothing
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.sample.spread > SPREAD_LIMIT
+
+    @property
+    def share(self) -> float | None:
+        """Of the roofline that is reached; over 1 where a cache beats the memory's bandwidth."""
+        if self.floor_s is None or not self.sample.median_s:
+            return None
+        return self.floor_s / self.sample.median_s
+
+
+def profile_tables(profile: Profile) -> str:
+    """What the profile is of and how good it is, then a table an operator, degree and link."""
+    head = [_fact(label, value) for label, value in profile_facts(profile)]
+    if (reason := no_floor_reason(profile)) is not None:
+        head.append(_fact("roofline", f"no shares of it: {reason}"))
+    tables = [_table_of(profile, key) for key in shown_keys(profile)]
+    legend = ("time: median of the samples; spread: between its quartiles, over the median "
+              f"({_NOISY} over {SPREAD_LIMIT:.0%})")
+    if no_floor_reason(profile) is None:
+        legend += ("; floor: the least time at the device's peaks, bound by compute or memory; "
+                   "share: floor over time, over 100% where a cache beats the memory")
+    return "\n\n".join(["\n".join(head), *tables, textwrap.fill(legend, WIDTH)])
+
+
+def profile_facts(profile: Profile) -> list[tuple[str, str]]:
+    """(label, text) of everything but the tables."""
+    m, peaks = profile.metadata, profile.peaks
+    measured = f"in {format_seconds(profile.spent_s)}" if profile.spent_s else ""
+    on = ", ".join(part for part in (
+        m.date, m.clock, f"commit {m.commit}" if m.commit else "") if part)
+    facts = [
+        ("model", _model(profile)),
+        ("device", f"{m.device}, {m.dtype}"),
+        ("ranks", f"{counted(m.ranks, 'rank')} x {counted(m.threads_per_rank, 'thread')}"),
+        ("libraries", m.libraries),
+        ("kernels", f"{m.kernels}, {m.sampling} sampling, "
+                    f"{'padded' if m.is_padded else 'exact'} decode attention"),
+        ("origin", " ".join(part for part in (m.origin, measured) if part)),
+        ("date", on),
+        ("verdict", judge(profile).sentence),
+        ("degrees", ", ".join(str(d) for d in profile.tp_degrees) or "none"),
+        *((f"refused {degree}", reason) for degree, reason in profile.refused.items()),
+        ("peaks", "" if peaks is None else
+         f"{_rate(peaks.flops_per_s)}FLOP/s, {_rate(peaks.bandwidth_bytes_per_s)}B/s a rank "
+         f"({peaks.source})"),
+    ]
+    return [(label, clean(text)) for label, text in facts if text]
+
+
+def no_floor_reason(profile: Profile) -> str | None:
+    """Why nothing can be said of the device's share; None where it can."""
+    if profile.model is None:
+        return "this profile does not carry the model's shape"
+    if profile.peaks is None:
+        return "this profile does not carry the device's peaks"
+    if profile.metadata.dtype not in DTYPE_BYTES:
+        return f"the size of an element of {profile.metadata.dtype} is not known"
+    return None
+
+
+def shown_keys(profile: Profile) -> list[TableKey]:
+    """Keys of the tables that have points, operators first, messages after them, by degree."""
+    order = {name: place for place, name in enumerate(AXES)}
+    return sorted((key for key, points in profile.tables.items() if points),
+                  key=lambda key: (order.get(key.name, len(order)), key.tp_degree, key.link))
+
+
+def points_of(profile: Profile, key: TableKey) -> list[Point]:
+    """The points of a table by y, then x, each with its floor."""
+    samples = sorted(profile.tables[key], key=lambda s: (s.y, s.x))
+    model, peaks = profile.model, profile.peaks
+    if key.name not in _OPERATORS or model is None or peaks is None or no_floor_reason(profile):
+        return [Point(sample, None, "") for sample in samples]
+    needed = work(model, Operator(key.name), [s.x for s in samples], [s.y for s in samples],
+                  tp_degree=key.tp_degree, item_bytes=DTYPE_BYTES[profile.metadata.dtype])
+    return [Point(sample, float(floor), str(bound)) for sample, floor, bound in zip(
+        samples, floor_s(needed, peaks), bound_by(needed, peaks), strict=True)]
+
+
+def lines_of(points: Iterable[Point]) -> dict[float, list[Point]]:
+    """The points by y; those of a table without y are one line."""
+    lines: dict[float, list[Point]] = {}
+    for point in points:
+        lines.setdefault(point.sample.y, []).append(point)
+    return lines
+
+
+def spread_out(lines: Sequence[float], most: int) -> list[float]:
+    """At most `most` of `lines`, first and last among them and the others evenly between."""
+    if len(lines) <= most:
+        return list(lines)
+    places = {round(i * (len(lines) - 1) / (most - 1)) for i in range(most)}
+    return [lines[place] for place in sorted(places)]
+
+
+def full_lines(lines: Mapping[float, list[Point]]) -> list[float]:
+    """The y that more than one x was measured at; all of them where there is none."""
+    return [y for y, points in lines.items() if len(points) > 1] or list(lines)
+
+
+def title_of(key: TableKey) -> str:
+    """An operator's or message's name in words, its degree where that says something, its link."""
+    degree = "" if key.name == STEP_OVERHEAD or (key.link and key.tp_degree == 1) else (
+        f", degree {key.tp_degree}")
+    return clean(key.name.replace("_", " ") + (f" over {key.link}" if key.link else "") + degree)
+
+
+def _table_of(profile: Profile, key: TableKey) -> str:
+    points = points_of(profile, key)
+    if key.name == STEP_OVERHEAD:
+        time, spread = _timed(points[0])
+        return _paragraph(f"{title_of(key)}: {time} a micro-batch and stage, spread {spread}")
+    shown = _thinned(points)
+    x, y = AXES[key.name]
+    is_2d = any(p.sample.y for p in points)
+    axes = f"x = {x}" + (f", y = {y}" if is_2d else "")
+    title = f"{title_of(key)}: {axes}"
+    if len(shown) < len(points):
+        left_out = [p for p in points if p not in shown]
+        noisy = sum(p.is_noisy for p in left_out)
+        title += f" ({len(shown)} of {counted(len(points), 'point')}"
+        title += f", {noisy} of the others noisy)" if noisy else ")"
+    rows = _message_rows(shown) if key.name in _MESSAGES else _operator_rows(shown, is_2d)
+    return f"{_paragraph(title)}\n{rows}"
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """MAX_ROWS points at most; of many y the first, the middle and the last."""
+    lines = lines_of(points)
+    kept = list(lines) if len(points) <= MAX_ROWS else spread_out(full_lines(lines), MAX_LINES)
+    each = max(MAX_ROWS // len(kept), 2)
+    shown = []
+    for y in kept:
+        by_x = {p.sample.x: p for p in lines[y]}
+        xs = list(by_x) if len(points) <= MAX_ROWS else spread_out(list(by_x), each)
+        shown += [by_x[x] for x in xs]
+    return shown
+
+
+def _operator_rows(points: Sequence[Point], is_2d: bool) -> str:
+    """Columns y, x, time, spread and, where there is a floor: floor, share, what bounds."""
+    has_floor = any(p.floor_s is not None for p in points)
+    header = [*(["y"] if is_2d else []), "x", "time", "spread ",
+              *(["floor", "share", "bound by"] if has_floor else [])]
+    rows, last_y = [], None
+    for p in points:
+        y = "" if p.sample.y == last_y else _count(p.sample.y)  # named once a group
+        last_y = p.sample.y
+        row = [*([y] if is_2d else []), _count(p.sample.x), *_timed(p)]
+        if has_floor:
+            row += [format_seconds(p.floor_s or 0.0), "-" if p.share is None else f"{p.share:.0%}",
+                    p.bound_by]
+        rows.append(row)
+    return _table(header, rows, right=[i for i, name in enumerate(header) if name != "bound by"])
+
+
+def _message_rows(points: Sequence[Point]) -> str:
+    header = ("bytes", "time", "spread ", "GB/s")
+    rows = [(format_bytes(p.sample.x), *_timed(p), gigabytes_per_s(p.sample)) for p in points]
+    return _table(header, rows, right=range(4))
+
+
+def gigabytes_per_s(sample: Sample) -> str:
+    """The message's own bytes over its time, in 10^9 bytes a second."""
+    return f"{sample.x / sample.median_s / 1e9:.3g}" if sample.median_s else "-"
+
+
+def _timed(point: Point) -> tuple[str, str]:
+    mark = _NOISY if point.is_noisy else " "
+    return format_seconds(point.sample.median_s), f"{point.sample.spread:.1%}{mark}"
+
+
+def _model(profile: Profile) -> str:
+    m, model = profile.metadata, profile.model
+    if model is None:
+        return f"{m.model or 'not named'} (shape {m.model_shape})"
+    layers = (f"{model.num_encoder_layers} encoder and {model.num_layers} decoder layers"
+              if model.is_encoder_decoder else counted(model.num_layers, "layer"))
+    return (f"{m.model or model.name} ({model.family}, {layers}, hidden size "
+            f"{model.hidden_size:,}, {counted(model.num_heads, 'head')} of {model.head_dim}, "
+            f"{model.kv_heads} of keys and values)")
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.4g}"
+
+
+def _rate(per_s: float) -> str:
+    """1.2e12 -> '1.2 T'."""
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if per_s >= scale:
+            return f"{per_s / scale:.3g} {prefix}"
+    return f"{per_s:.3g} "
+
+
+def _fact(label: str, value: str) -> str:
+    return textwrap.fill(_ascii(value), WIDTH, initial_indent=label.ljust(_LEFT_OF_FACTS),
+                         subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(_ascii(text), WIDTH, break_on_hyphens=False)

@@ -1,0 +1,31 @@
+"""Importers of others' profiling data: each yields a Profile that says whose numbers it holds.
+
+The files stay where they are; docs/importers.md says what is read, assumed and left out.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from xgpt.cluster import Device
+from xgpt.errors import UnknownNameError
+from xgpt.model import ModelSpec
+from xprofiler.profile import Profile
+
+# name -> module with `import_folder(folder, model, device, dtype)`
+IMPORTERS = {
+    "vidur": "xprofiler.importers.vidur",
+    "distserve": "xprofiler.importers.distserve",
+    "aiconfigurator": "xprofiler.importers.aiconfigurator",
+}
+
+
+def import_folder(source: str, folder: Path, model: ModelSpec, device: Device,
+                  dtype: str) -> Profile:
+    """The Profile of `source`'s tables in `folder`. Raises UnknownNameError for another source,
+    InputError listing what is there where the folder has no tables for this model and device."""
+    if source not in IMPORTERS:
+        raise UnknownNameError("source of profiles", source, IMPORTERS)
+    profile: Profile = import_module(IMPORTERS[source]).import_folder(folder, model, device, dtype)
+    return profile

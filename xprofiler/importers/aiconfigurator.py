@@ -1,0 +1,266 @@
+"""aiconfigurator's kernel tables (ai-dynamo/aiconfigurator): one call of one kernel of an inference
+engine, in milliseconds, by its sizes.
+
+    <system>_<framework>_<version>_{gemm,context_attention,generation_attention,custom_allreduce}.csv
+    <system>_nccl_<version>.csv
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.cluster import Device
+from xgpt.model import ModelSpec, refuse_tp_degree
+from xprofiler.importers.kernel_tables import (
+    ELEMENT_BYTES,
+    AllReduceTable,
+    AttentionTable,
+    GemmTimes,
+    read_context_attention,
+    read_custom_all_reduce,
+    read_gemm,
+    read_generation_attention,
+    read_nccl_all_reduce,
+)
+from xprofiler.importers.parts import (
+    OPERATORS,
+    Parts,
+    Point,
+    Source,
+    check_supported,
+    points,
+    samples_at,
+)
+from xprofiler.importers.table import Fault, fail
+from xprofiler.profile import ALL_REDUCE, Profile, TableKey
+from xprofiler.timing import Operator
+from xprofiler.work import floor_s, work
+
+COMMIT, DATE = "095f58a51", "2026-08-21"
+SYSTEMS = {"a100_sxm": "A100-80", "h100_sxm": "H100", "h200_sxm": "H200"}
+# Versions whose columns these readers were written for.
+VERSIONS = {"vllm": ("0.14.0", "0.19.0"), "trtllm": ("1.0.0", "1.2.0rc5")}
+TABLES = ("gemm", "context_attention", "generation_attention", "custom_allreduce")
+LINKS = {"A100-80": "nvlink3", "H100": "nvlink4", "H200": "nvlink4"}
+DEGREES = (1, 2, 4, 8)
+_BEYOND_PEAK = 1.05  # quicker than the data sheet's peaks allow by more: no time of this kernel
+
+
+class Origin(NamedTuple):
+    """What a file's name says."""
+
+    system: str
+    framework: str
+    version: str
+    table: str
+
+
+def parse_name(path: Path) -> Origin:
+    """Raises InputError for a system, framework, version or table that is not known."""
+    match = re.fullmatch(r"([a-z0-9]+_[a-z]+)_([a-z]+)_([^_]+)_([a-z_]+)\.csv", path.name)
+    if match is None:
+        fail(path, [Fault(None, "file name", path.name,
+                          "<system>_<framework>_<version>_<table>.csv")])
+    assert match is not None
+    origin = Origin(*match.groups())
+    known = VERSIONS.get(origin.framework, ())
+    faults = []
+    if origin.system not in SYSTEMS:
+        faults.append(Fault(None, "system", origin.system, f"one of {', '.join(SYSTEMS)}"))
+    if not known:
+        faults.append(Fault(None, "framework", origin.framework, f"one of {', '.join(VERSIONS)}"))
+    elif origin.version not in known:
+        faults.append(Fault(None, "version", origin.version,
+                            f"of {origin.framework}, one of {', '.join(known)}"))
+    if origin.table not in TABLES:
+        faults.append(Fault(None, "table", origin.table, f"one of {', '.join(TABLES)}"))
+    fail(path, faults)
+    return origin
+
+
+def import_profile(model: ModelSpec, device: Device, dtype: str, *, gemm: Path,
+                   context_attention: Path | None = None,
+                   generation_attention: Path | None = None, all_reduce: Path | None = None,
+                   links: Mapping[str, str] | None = None) -> Profile:
+    """A Profile of one framework's tables. `all_reduce`: the framework's own, or NCCL's. `links`:
+    see vidur.import_profile (`intra` alone). Raises InputError for files that are no such tables,
+    of another device or of another engine than `gemm`, and where no degree has its attention heads
+    in them."""
+    origin = parse_name(gemm)
+    _check_same_engine(origin, context_attention, generation_attention, all_reduce)
+    source = _source(origin)
+    check_supported(gemm, source, model, dtype)
+    if SYSTEMS[origin.system] != device.name:
+        fail(gemm, [Fault(None, "device", device.name, f"{SYSTEMS[origin.system]}: the table is "
+                                                       f"of {origin.system}")])
+    parts = Parts(model, device, dtype)
+    times = GemmTimes(read_gemm(gemm))
+    degrees = [d for d in DEGREES if not parts.refuse(d, refuse_tp_degree(model, d))]
+    for degree in degrees:
+        _add_products(parts, times, model, degree)
+    if context_attention is not None:
+        _add_attention(parts, read_context_attention(context_attention), model,
+                       Operator.ENCODE_ATTENTION)
+    if generation_attention is not None:
+        _add_attention(parts, read_generation_attention(generation_attention), model,
+                       Operator.DECODE_ATTENTION)
+    link = (links or {}).get("intra")
+    if all_reduce is not None and link is not None:
+        read = read_nccl_all_reduce if "_nccl_" in all_reduce.name else read_custom_all_reduce
+        _add_all_reduce(parts, read(all_reduce), link)
+    _check_any(parts, gemm)
+    parts.notes.append("products between the measured m, n, k by the logarithms of time and size; "
+                       "norms, rotary embedding, activation, residual adds and sampling from the "
+                       "analytic roofline")
+    parts.fill_from_roofline()
+    return parts.profile(source, f"{origin.system} {origin.framework} {origin.version}")
+
+
+def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
+                  links: Mapping[str, str] | None = None, framework: str = "vllm") -> Profile:
+    """The Profile of `framework`'s tables for this device, of the newest version read here."""
+    names = [system for system, name in SYSTEMS.items() if name == device.name]
+    if framework not in VERSIONS or not names:
+        fail(folder, [
+            *([] if framework in VERSIONS else [Fault(
+                None, "framework", framework, f"one of {', '.join(VERSIONS)}")]),
+            *([] if names else [Fault(
+                None, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")])])
+    gemms = [path for version in VERSIONS[framework]
+             if (path := folder / f"{names[0]}_{framework}_{version}_gemm.csv").is_file()]
+    if not gemms:
+        there = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
+        fail(folder, [Fault(None, "tables", f"{names[0]}_{framework}",
+                            f"versions {', '.join(VERSIONS[framework])}; there are: {there}")])
+
+    def beside(table: str) -> Path | None:
+        path = gemms[-1].with_name(gemms[-1].name.replace("_gemm.csv", f"_{table}.csv"))
+        return path if path.is_file() else None
+
+    return import_profile(
+        model, device, dtype, gemm=gemms[-1], context_attention=beside("context_attention"),
+        generation_attention=beside("generation_attention"),
+        all_reduce=beside("custom_allreduce") or next(iter(sorted(
+            folder.glob(f"{names[0]}_nccl_*.csv"))), None),
+        links={"intra": LINKS[device.name]} if links is None else links)
+
+
+def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
+    """(n, k) of one rank's products in one layer: query, key and value together; output; up (with
+    gate); down."""
+    hidden, width = model.hidden_size, model.num_heads * model.head_dim / degree
+    inner = model.intermediate_size / degree
+    return [(width + model.kv_elements_per_token_layer / degree, hidden), (hidden, width),
+            (inner * (2 if model.is_gated_mlp else 1), hidden), (hidden, inner)]
+
+
+def _add_products(parts: Parts, times: GemmTimes, model: ModelSpec, degree: int) -> None:
+    """LAYER_REST and HEAD: measured products, and what the roofline has besides products."""
+    head = [(-(-model.vocab_size // degree), model.hidden_size)]
+    for operator, products in ((Operator.LAYER_REST, layer_products(model, degree)),
+                               (Operator.HEAD, head)):
+        roofline = parts.roofline.operator_s(operator, times.rows, tp_degree=degree)
+        for n, k in products:
+            roofline = roofline - parts.roofline.gemm_s(times.rows, n, k)
+        seconds = np.maximum(roofline, 0.0) + sum(times(times.rows, n, k) for n, k in products)
+        parts.add(operator, degree, samples_at(times.rows, seconds))
+
+
+def _add_attention(parts: Parts, table: AttentionTable, model: ModelSpec,
+                   operator: Operator) -> None:
+    """Of each degree whose heads of one GPU were measured; the others are refused."""
+    beyond_peak = []
+    for degree in parts.degrees:
+        heads = (model.num_heads // degree, model.kv_heads // degree, model.head_dim)
+        rows = ((table.num_heads == heads[0]) & (table.kv_heads == heads[1])
+                & (table.head_dim == heads[2]))
+        if not rows.any():
+            _drop(parts, degree, f"{table.path.name} lacks attention of {heads[0]} heads and "
+                                 f"{heads[1]} key-value heads of {heads[2]}; "
+                                 f"{_geometries(table, heads[0])}")
+            continue
+        queries, tokens, seconds = table.queries[rows], table.tokens[rows], table.seconds[rows]
+        is_encode = operator is Operator.ENCODE_ATTENTION
+        x, y = (tokens, queries) if is_encode else (queries, tokens)
+        share_s = seconds / queries if is_encode else seconds
+        least = work(model, operator, x, y, tp_degree=degree, item_bytes=ELEMENT_BYTES)
+        beyond = int((floor_s(least, parts.peaks) > _BEYOND_PEAK * share_s).sum())
+        if beyond:
+            beyond_peak.append(f"{beyond} of {rows.sum()} at tp {degree}")
+            continue
+        found = parts.calm(operator, samples_at(x, share_s, y))
+        parts.add(operator, degree, found if is_encode else _completed(found))
+    if beyond_peak:
+        parts.notes.append(f"{operator.value} not taken where points are quicker than the "
+                           f"device's peaks allow ({', '.join(beyond_peak)})")
+
+
+def _drop(parts: Parts, degree: int, reason: str) -> None:
+    parts.refuse(degree, reason)
+    for operator in OPERATORS:
+        parts.tables.pop(TableKey(operator.value, degree), None)
+
+
+def _completed(found: list[Point]) -> list[Point]:
+    """Decode attention on the whole grid: large batches were measured at short contexts alone. At
+    such sizes the cache's bytes decide, so a batch takes as many times the longest one measured at
+    that context as it has times its queries."""
+    at = {(p.x, p.y): p for p in found}
+    batches, contexts = sorted({p.x for p in found}), sorted({p.y for p in found})
+    added = []
+    for context in contexts:
+        largest = max(x for x in batches if (x, context) in at)
+        measured = at[largest, context]
+        added += [Point(x, context, tuple(s * x / largest for s in measured.samples_s))
+                  for x in batches if x > largest]
+    return [*found, *added]
+
+
+def _add_all_reduce(parts: Parts, table: AllReduceTable, link: str) -> None:
+    """With the analytic skew of the ranks: the kernel was timed with all ranks ready. Of kernels
+    launched singly and from a CUDA graph, the graph's."""
+    kernel = np.array(table.kernel)
+    wanted = np.char.endswith(kernel, "_graph") if any(table.kernel) else np.ones(len(kernel), bool)
+    for degree in parts.degrees:
+        rows = wanted & (table.ranks == degree)
+        if rows.any():
+            skew_s = parts.roofline.synchronisation_s(degree)
+            parts.tables[TableKey(ALL_REDUCE, degree, link)] = points(
+                samples_at(table.num_bytes[rows], table.seconds[rows] + skew_s))
+    if any(key.name == ALL_REDUCE for key in parts.tables):
+        parts.notes.append("all_reduce with the analytic skew of ranks added")
+
+
+def _check_same_engine(origin: Origin, *others: Path | None) -> None:
+    for path in others:
+        if path is not None and "_nccl_" not in path.name:
+            theirs = parse_name(path)
+            if theirs[:3] != origin[:3]:
+                fail(path, [Fault(None, "engine", " ".join(theirs[:3]),
+                                  f"that of the products: {' '.join(origin[:3])}")])
+
+
+def _check_any(parts: Parts, path: Path) -> None:
+    if not parts.degrees:
+        fail(path, [Fault(None, f"tensor-parallel degree {d}", None, why)
+                    for d, why in sorted(parts.refused.items())])
+
+
+def _source(origin: Origin) -> Source:
+    return Source(name="aiconfigurator", kernels=f"aiconfigurator {origin.framework}",
+                  commit=COMMIT, date=DATE, libraries=f"{origin.framework} {origin.version}")
+
+
+def _geometries(table: AttentionTable, num_heads: int) -> str:
+    """What there is of `num_heads`, else of which heads there is anything."""
+    of_heads = table.num_heads == num_heads
+    found = zip(table.kv_heads[of_heads].tolist(), table.head_dim[of_heads].tolist(), strict=True)
+    pairs = ", ".join(f"{kv} of {dim}" for kv, dim in sorted(set(found)))
+    if pairs:
+        return f"with {num_heads} heads it has key-value heads: {pairs}"
+    return f"it has heads: {', '.join(str(h) for h in np.unique(table.num_heads))}"

@@ -1,0 +1,189 @@
+"""aiconfigurator's tables as they are: sizes and seconds of single kernel calls.
+
+Latencies are milliseconds and messages elements of two bytes in the files; seconds and bytes here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.interpolate import RegularGridInterpolator
+
+from xgpt.units import DTYPE_BYTES
+from xprofiler.importers.table import (
+    BoolArray,
+    Column,
+    Fault,
+    FloatArray,
+    IntArray,
+    Table,
+    fail,
+    read_table,
+)
+
+ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
+_UNUSED_ATTENTION = "version|window_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GemmTable:
+    """[rows] out[m, n] = in[m, k] x w[n, k]."""
+
+    path: Path
+    m: IntArray
+    n: IntArray
+    k: IntArray
+    seconds: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionTable:
+    """[rows] `queries` together, each of `tokens`: new ones (context attention, causal) or those
+    in its cache (generation: one new token). Heads are those of one GPU."""
+
+    path: Path
+    queries: IntArray
+    tokens: IntArray
+    num_heads: IntArray
+    kv_heads: IntArray
+    head_dim: IntArray
+    seconds: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AllReduceTable:
+    """[rows] bytes, not the files' elements. `kernel`: the file's name of it, empty where it has
+    none."""
+
+    path: Path
+    ranks: IntArray
+    num_bytes: IntArray
+    seconds: FloatArray
+    kernel: tuple[str, ...]
+
+
+def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
+    """The rows of one dtype; a file without the column has bfloat16 alone."""
+    table = read_table(path, [
+        *(Column(name, "count", least=1) for name in "mnk"), Column("latency", "ms"),
+        Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True)])
+    dtypes = (table.texts("gemm_dtype") if "gemm_dtype" in table
+              else np.full(len(table.lines), "bfloat16"))
+    rows = dtypes == dtype
+    if not rows.any():
+        fail(path, [Fault(None, "gemm_dtype", dtype,
+                          f"one of {', '.join(np.unique(dtypes).tolist())}")])
+    m, n, k = (table.counts(name)[rows] for name in "mnk")
+    return GemmTable(path=path, m=m, n=n, k=k, seconds=table.seconds("latency")[rows])
+
+
+def read_context_attention(path: Path) -> AttentionTable:
+    """Prompts without a cached prefix."""
+    table = _read_attention(path, Column("isl", "count", least=1))
+    cached = np.flatnonzero(table.counts("step"))[:1]
+    fail(path, [Fault(int(table.lines[i]), "step", int(table.counts("step")[i]),
+                      "0: no cached prefix") for i in cached])
+    return _attention(table, table.counts("isl"))
+
+
+def read_generation_attention(path: Path) -> AttentionTable:
+    """`tokens` counts the one being made: the file's step + 1."""
+    table = _read_attention(path)
+    return _attention(table, table.counts("step") + 1)
+
+
+def read_custom_all_reduce(path: Path) -> AllReduceTable:
+    """The framework's own all-reduce kernels."""
+    table = read_table(path, [
+        Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
+        Column("latency", "ms"), Column("allreduce_dtype", "text", allowed=("bfloat16",)),
+        Column("kernel_source", "text", may_lack=True)], "backend|implementation")
+    kernels = table.texts("kernel_source").tolist() if "kernel_source" in table else (
+        [""] * len(table.lines))
+    return _all_reduce(table, np.ones(len(table.lines), bool), kernels)
+
+
+def read_nccl_all_reduce(path: Path) -> AllReduceTable:
+    """NCCL's all-reduces; its other collectives are left out."""
+    table = read_table(path, [
+        Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
+        Column("latency", "ms"), Column("nccl_dtype", "text", allowed=("half", "bfloat16")),
+        Column("op_name", "text",
+               allowed=("all_reduce", "all_gather", "alltoall", "reduce_scatter"))])
+    return _all_reduce(table, table.texts("op_name") == "all_reduce", [""] * len(table.lines))
+
+
+class GemmTimes:
+    """A GemmTable between its sizes: linear in the logarithms of m, n, k and time. Beyond the
+    largest (a vocabulary is wider) in proportion to each; below the smallest, as there."""
+
+    def __init__(self, table: GemmTable) -> None:
+        self.rows, wide, deep = (np.unique(axis) for axis in (table.m, table.n, table.k))
+        values = np.full((len(self.rows), len(wide), len(deep)), np.nan)
+        at = tuple(np.searchsorted(axis, of) for axis, of in (
+            (self.rows, table.m), (wide, table.n), (deep, table.k)))
+        with np.errstate(divide="ignore"):
+            values[at] = np.log(table.seconds)
+        if np.isneginf(values).any():
+            fail(table.path, [Fault(None, "latency", 0, "a product takes more than no time")])
+        if min(values.shape) < 2 or (np.isfinite(values).sum(axis=2) < 2).any():
+            fail(table.path, [Fault(None, "m, n, k", values.shape,
+                                    "two m and n at least, and two k for each m and n")])
+        self._axes = tuple(np.log(axis) for axis in (self.rows, wide, deep))
+        self._of = RegularGridInterpolator(self._axes, _filled(values, self._axes[-1]))
+
+    def __call__(self, rows: ArrayLike, n: float, k: float) -> FloatArray:
+        """Seconds of [rows, k] x [k, n]."""
+        sizes = [np.log(np.asarray(size, float)) for size in (rows, n, k)]
+        inside = [np.clip(at, axis[0], axis[-1])
+                  for at, axis in zip(sizes, self._axes, strict=True)]
+        beyond = sum(np.maximum(at - axis[-1], 0.0)
+                     for at, axis in zip(sizes, self._axes, strict=True))
+        found: FloatArray = np.exp(self._of(tuple(inside)) + beyond)
+        return found
+
+
+def _filled(values: FloatArray, depths: FloatArray) -> FloatArray:
+    """[m, n, k] logarithms; sizes not measured (the largest n with the largest k) go on along k."""
+    filled = values.copy()
+    for line in filled.reshape(-1, values.shape[-1]):
+        known = np.flatnonzero(np.isfinite(line))
+        missing = np.flatnonzero(~np.isfinite(line))
+        if not len(missing):
+            continue
+        line[missing] = np.interp(depths[missing], depths[known], line[known])
+        last, before = known[-1], known[-2]
+        slope = (line[last] - line[before]) / (depths[last] - depths[before])
+        beyond = missing[missing > last]
+        line[beyond] = line[last] + slope * (depths[beyond] - depths[last])
+    return filled
+
+
+def _read_attention(path: Path, *more: Column) -> Table:
+    names = ("batch_size", "num_heads", "num_key_value_heads")
+    return read_table(path, [
+        *(Column(name, "count", least=1) for name in names), *more,
+        Column("head_dim", "count", least=1, may_lack=True), Column("step", "count"),
+        Column("attn_dtype", "text", allowed=("bfloat16",), may_lack=True),
+        Column("kv_cache_dtype", "text", allowed=("bfloat16",), may_lack=True),
+        Column("latency", "ms")], _UNUSED_ATTENTION)
+
+
+def _attention(table: Table, tokens: IntArray) -> AttentionTable:
+    dims = (table.counts("head_dim") if "head_dim" in table
+            else np.full(len(table.lines), 128))
+    return AttentionTable(
+        path=table.path, queries=table.counts("batch_size"), tokens=tokens,
+        num_heads=table.counts("num_heads"), kv_heads=table.counts("num_key_value_heads"),
+        head_dim=dims, seconds=table.seconds("latency"))
+
+
+def _all_reduce(table: Table, rows: BoolArray, kernels: list[str]) -> AllReduceTable:
+    return AllReduceTable(
+        path=table.path, ranks=table.counts("num_gpus")[rows],
+        num_bytes=table.counts("message_size")[rows] * ELEMENT_BYTES,
+        seconds=table.seconds("latency")[rows],
+        kernel=tuple(k for k, wanted in zip(kernels, rows, strict=True) if wanted))

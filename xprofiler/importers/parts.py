@@ -1,0 +1,217 @@
+"""What importers share: points of a table, and a Profile of imported and analytic parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xgpt.cluster import Device
+from xgpt.errors import InputError, Mistake
+from xgpt.model import ModelSpec
+from xgpt.units import DTYPE_BYTES
+from xprofiler.cache import model_shape
+from xprofiler.importers.table import FloatArray
+from xprofiler.profile import STEP_OVERHEAD, Peaks, Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.roofline import Roofline
+from xprofiler.timing import Operator
+
+# Of a decoder-only model; in this order in the file.
+OPERATORS = (Operator.LAYER_REST, Operator.ENCODE_ATTENTION, Operator.DECODE_ATTENTION,
+             Operator.EMBED, Operator.HEAD, Operator.KV_COMPACTION)
+MAX_TOKENS, MAX_QUERIES, MAX_ROWS = 2**14, 2**10, 2**20  # where analytic parts end
+_TOGETHER = np.array([1.0, 4.0, 16.0])  # queries encoded together
+_DISTURBED = 1.5
+_GROUP, _RATIO = 5, 1.15  # sizes in a group of messages: this many, this far apart
+
+
+class Source(NamedTuple):
+    """Whose numbers, and what is known of how they were taken."""
+
+    name: str
+    kernels: str
+    commit: str
+    date: str
+    libraries: str
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+    samples_s: tuple[float, ...]
+
+
+class Parts:
+    """A profile in the making: imported tables, and the roofline for what nobody measured."""
+
+    def __init__(self, model: ModelSpec, device: Device, dtype: str) -> None:
+        self.roofline = Roofline(model, device, dtype)
+        self.tables: dict[TableKey, tuple[Sample, ...]] = {}
+        self.refused: dict[int, str] = {}
+        self.notes: list[str] = []
+        self._model, self._device, self._dtype = model, device, dtype
+        self._analytic: dict[str, list[int]] = {}
+        self._disturbed = 0
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that have a LAYER_REST."""
+        return tuple(sorted(k.tp_degree for k in self.tables
+                            if k.name == Operator.LAYER_REST.value))
+
+    @property
+    def peaks(self) -> Peaks:
+        return Peaks(flops_per_s=self._device.peak_flops_per_s(self._dtype),
+                     bandwidth_bytes_per_s=self._device.bandwidth_bytes_per_s,
+                     source=self._device.source or "data sheet")
+
+    def refuse(self, degree: int, reason: str | None) -> bool:
+        """Notes why `degree` is left out; False without a reason."""
+        if reason is not None:
+            self.refused[degree] = reason
+        return reason is not None
+
+    def add(self, operator: Operator, degree: int, table: Iterable[Point]) -> None:
+        """A table of measured points; nothing where there are none."""
+        if found := points(table):
+            self.tables[TableKey(operator.value, degree)] = found
+
+    def calm(self, operator: Operator, table: Sequence[Point]) -> list[Point]:
+        """An attention table without its disturbed points, which are counted."""
+        kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)
+        self._disturbed += len(table) - len(kept)
+        return kept
+
+    def fill_from_roofline(self) -> None:
+        """What each degree lacks. A paged cache moves no rows: compaction is free."""
+        for degree in self.degrees:
+            for operator in OPERATORS:
+                key = TableKey(operator.value, degree)
+                if key in self.tables:
+                    continue
+                if operator is Operator.KV_COMPACTION:
+                    self.tables[key] = free(MAX_ROWS)
+                else:
+                    self.tables[key] = points(self._analytic_points(operator, degree))
+                    self._analytic.setdefault(operator.value, []).append(degree)
+        overhead = TableKey(STEP_OVERHEAD)
+        if overhead not in self.tables:
+            self.tables[overhead] = points([Point(0, 0, (self.roofline.step_overhead_s(),))])
+            self._analytic[STEP_OVERHEAD] = [1]
+
+    def profile(self, source: Source, what: str) -> Profile:
+        """`what`: which of the source's tables, for the origin's sentence."""
+        assert self.degrees, f"no degree of {what}"
+        disturbed = [f"{self._disturbed} disturbed points of attention left out"]
+        text = "; ".join([f"imported from {source.name} ({source.commit}): {what}", *self.notes,
+                          *(disturbed if self._disturbed else []), *self._analytic_note()])
+        order = [TableKey(op.value, d) for d in self.degrees for op in OPERATORS]
+        order += [key for key in self.tables if key not in order]
+        return Profile(
+            metadata=ProfileMetadata(
+                model=self._model.name, model_shape=model_shape(self._model),
+                device=self._device.name, dtype=self._dtype, ranks=1, threads_per_rank=1,
+                kernels=source.kernels, libraries=source.libraries, is_padded=False, origin=text,
+                date=source.date, commit=source.commit),
+            tables={key: self.tables[key] for key in order},
+            refused={d: self.refused[d] for d in sorted(self.refused)}, model=self._model,
+            peaks=self.peaks)
+
+    def _analytic_points(self, operator: Operator, degree: int) -> list[Point]:
+        most = self._model.max_positions or MAX_TOKENS
+        xs, ys = _ladder(MAX_TOKENS), np.zeros(1)
+        if operator is Operator.ENCODE_ATTENTION:
+            xs, ys = _ladder(most), _TOGETHER
+        elif operator is Operator.DECODE_ATTENTION:
+            xs, ys = _ladder(MAX_QUERIES), _ladder(most)
+        elif operator is Operator.HEAD:
+            xs = _ladder(MAX_QUERIES)
+        return [Point(float(x), float(y), (float(s),)) for y in ys for x, s in zip(
+            xs, self.roofline.operator_s(operator, xs, y, tp_degree=degree), strict=True)]
+
+    def _analytic_note(self) -> list[str]:
+        if not self._analytic:
+            return []
+        names = []
+        for name, degrees in self._analytic.items():
+            is_all = name == STEP_OVERHEAD or tuple(degrees) == self.degrees
+            at = "" if is_all else f" (tp {', '.join(str(d) for d in degrees)})"
+            names.append(name + at)
+        return [f"{', '.join(names)} from the analytic roofline"]
+
+
+def check_supported(path: Path, source: Source, model: ModelSpec, dtype: str) -> None:
+    """Raises InputError for models and dtypes that none of the sources has."""
+    faults = []
+    if model.is_encoder_decoder:
+        faults.append(("model", model.name, "a decoder-only model"))
+    if DTYPE_BYTES.get(dtype) != 2:
+        faults.append(("dtype", dtype, f"float16 or bfloat16: {source.name} measured 16-bit "
+                                       "kernels"))
+    if faults:
+        raise InputError([Mistake(file=str(path), line=None, key=key, value=value,
+                                  allowed=allowed) for key, value, allowed in faults])
+
+
+def points(table: Iterable[Point]) -> tuple[Sample, ...]:
+    """In the order of a profile's file."""
+    return tuple(Sample(x=p.x, y=p.y, samples_s=p.samples_s)
+                 for p in sorted(table, key=lambda p: (p.y, p.x)))
+
+
+def free(most: float) -> tuple[Sample, ...]:
+    """A table of no cost up to x = `most`."""
+    return points([Point(1, 0, (0.0,)), Point(most, 0, (0.0,))])
+
+
+def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[Point]:
+    """One point for each place (x, y); rows of the same place are its samples."""
+    xs = np.asarray(x, float)
+    ys = np.zeros_like(xs) if y is None else np.asarray(y, float)
+    found: dict[tuple[float, float], list[float]] = {}
+    for at_x, at_y, s in zip(xs.tolist(), ys.tolist(), np.asarray(seconds, float).tolist(),
+                             strict=True):
+        found.setdefault((at_x, at_y), []).append(s)
+    return [Point(at_x, at_y, tuple(s)) for (at_x, at_y), s in found.items()]
+
+
+def undisturbed(table: Sequence[Point], *, grows_with_y: bool) -> list[Point]:
+    """Without the points that took `_DISTURBED` times as long as one of more work did: something
+    else ran. Each would raise all larger ones, since times are taken to grow with size."""
+    xs, column = np.unique([p.x for p in table], return_inverse=True)
+    ys, row = np.unique([p.y for p in table], return_inverse=True)
+    medians = np.full((len(ys), len(xs)), np.nan)
+    medians[row, column] = [np.median(p.samples_s) for p in table]
+    least = np.fmin.accumulate(medians[:, ::-1], axis=1)[:, ::-1]
+    if grows_with_y:
+        least = np.fmin.accumulate(least[::-1], axis=0)[::-1]
+    is_good = medians <= _DISTURBED * least
+    return [p for p, good in zip(table, is_good[row, column], strict=True) if good]
+
+
+def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[Point]:
+    """Many sizes with few repeats as few sizes with many: neighbours, at least `_GROUP` and up to
+    `_RATIO` apart, are samples at their median size. One slow message among thousands would
+    otherwise raise all larger ones, since times are taken to grow with size."""
+    xs, values = np.asarray(num_bytes, float), np.asarray(seconds, float)
+    order = np.argsort(xs, kind="stable")
+    xs, values = xs[order], values[order]
+    groups, start = [], 0
+    while start < len(xs):
+        far = int(np.searchsorted(xs, xs[start] * _RATIO, side="right"))
+        end = max(start + _GROUP, far)
+        if len(xs) - end < _GROUP:
+            end = len(xs)
+        groups.append(slice(start, end))
+        start = end
+    return [Point(float(np.median(xs[g])), 0, tuple(values[g].tolist())) for g in groups]
+
+
+def _ladder(most: float) -> FloatArray:
+    """1, 2, 3, 4, 6, 8, ... up to `most`."""
+    doubles = 2.0 ** np.arange(np.floor(np.log2(most)) + 1)
+    steps: Sequence[float] = sorted({1.0, *doubles, *(1.5 * doubles[1:]), float(most)})
+    return np.array([s for s in steps if s <= most])

@@ -1,0 +1,332 @@
+"""Vidur's profiling tables (Agrawal et al., MLSys 2024): one layer's operators by tokens and
+degree, attention kernels, collectives. Medians of float16 kernels, in milliseconds.
+
+    compute/<gpu>/<org>/<model>/mlp.csv    network/<node>/{all_reduce,send_recv}.csv
+    history/<gpu>_attention_*.csv          (the tree's older attention tables)
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.cluster import Device
+from xgpt.model import ModelSpec, refuse_tp_degree
+from xprofiler.importers.parts import (
+    Parts,
+    Source,
+    check_supported,
+    grouped_messages,
+    points,
+    samples_at,
+)
+from xprofiler.importers.table import (
+    BoolArray,
+    Column,
+    Fault,
+    FloatArray,
+    IntArray,
+    Table,
+    fail,
+    one_value,
+    read_table,
+)
+from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, Sample, TableKey
+from xprofiler.timing import Operator
+
+SOURCE = Source(name="Vidur", kernels="vidur", commit="7d47513", date="2024-11-19",
+                libraries="not recorded")
+
+GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+ELEMENTWISE = (*_NORMS, "attn_rope", "mlp_act", "add")
+ADDS_PER_LAYER = 2  # recorded once, done after attention and after the MLP
+_STATS = r"|time_stats\..*\.(min|max|mean|std)"
+# Attention's own time: the kernel and what brings its operands into place.
+_AROUND_ATTENTION = ("attn_input_reshape", "attn_output_reshape", "attn_kv_cache_save")
+
+
+class LayerShape(NamedTuple):
+    """Of the whole model, not of a shard; Vidur's names."""
+
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    n_expanded_embd: int
+    use_gated_mlp: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MlpTable:
+    """Medians of one layer's operators but attention. Rows may repeat (tokens, tp_degree).
+    `seconds` by operator [rows]; a layer with one norm lacks `post_attention_layernorm`."""
+
+    path: Path
+    shape: LayerShape
+    tokens: IntArray
+    tp_degree: IntArray
+    seconds: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MessageTable:
+    """Medians of one collective or message [rows], one row for each (ranks, ranks of a node,
+    bytes). `ranks_per_node` below `ranks`: it went between nodes."""
+
+    num_bytes: IntArray
+    ranks: IntArray
+    ranks_per_node: IntArray
+    seconds: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionTable:
+    """Medians of attention in one layer [rows]. Prefill: one query of `new_tokens` with
+    `cached_tokens` before them; decode: `queries` of one token at `cached_tokens` each."""
+
+    path: Path
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    tp_degree: IntArray
+    is_prefill: BoolArray
+    queries: IntArray
+    new_tokens: IntArray
+    cached_tokens: IntArray
+    seconds: FloatArray
+
+
+def read_mlp(path: Path) -> MlpTable:
+    """Raises InputError for a file that is no such table."""
+    operators = ("emb", *GEMMS, *ELEMENTWISE)
+    shape = [Column(name, "count", least=1) for name in LayerShape._fields[:-1]]
+    table = read_table(path, [
+        *(Column(_median(op), "ms", may_lack=op == "post_attention_layernorm")
+          for op in operators),
+        *shape, Column("use_gated_mlp", "flag"), Column("num_tokens", "count", least=1),
+        Column("num_tensor_parallel_workers", "count", least=1)], "vocab_size" + _STATS)
+    return MlpTable(
+        path=path, shape=LayerShape(*(one_value(table, name) for name in LayerShape._fields)),
+        tokens=table.counts("num_tokens"), tp_degree=table.counts("num_tensor_parallel_workers"),
+        seconds={op: table.seconds(_median(op)) for op in operators if _median(op) in table})
+
+
+def read_all_reduce(path: Path) -> MessageTable:
+    """Raises InputError for a file that is no such table."""
+    return _read_messages(path, "all_reduce")
+
+
+def read_send_recv(path: Path) -> MessageTable:
+    """Raises InputError for a file that is no such table."""
+    return _read_messages(path, "send_recv")
+
+
+def read_attention(path: Path) -> AttentionTable:
+    """Raises InputError for a file that is no such table."""
+    counts = ("n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "batch_size")
+    table = read_table(path, [
+        *(Column(_median(op), "ms", may_blank=True) for op in ("attn_prefill", "attn_decode")),
+        *(Column(_median(op), "ms", may_lack=True) for op in _AROUND_ATTENTION),
+        *(Column(name, "count", least=1) for name in counts),
+        Column("prefill_chunk_size", "count"), Column("kv_cache_size", "count"),
+        Column("is_prefill", "flag")],
+        "block_size|max_model_len|attention_backend|profile_method" + _STATS)
+    is_prefill = table.flags("is_prefill")
+    kernel = np.where(is_prefill, table.seconds(_median("attn_prefill")),
+                      table.seconds(_median("attn_decode")))
+    fail(path, [Fault(int(line), _median("attn_prefill" if prefill else "attn_decode"), "",
+                      "a time in milliseconds, 0 or more")
+                for line, prefill, s in zip(table.lines, is_prefill, kernel, strict=True)
+                if np.isnan(s)])
+    around = [table.seconds(_median(op)) for op in _AROUND_ATTENTION if _median(op) in table]
+    return AttentionTable(
+        path=path, n_embd=one_value(table, "n_embd"), n_head=one_value(table, "n_q_head"),
+        n_kv_head=one_value(table, "n_kv_head"), is_prefill=is_prefill,
+        tp_degree=table.counts("num_tensor_parallel_workers"),
+        queries=table.counts("batch_size"), new_tokens=table.counts("prefill_chunk_size"),
+        cached_tokens=table.counts("kv_cache_size"),
+        seconds=np.sum([kernel, *around], axis=0))
+
+
+def layer_rest_s(table: MlpTable) -> FloatArray:
+    """[rows] one layer without its attention kernel."""
+    missing = [op for op in ELEMENTWISE if op not in table.seconds]
+    fail(table.path, [Fault(1, _median(op), None, "missing column: xgpt runs no layer without it")
+                      for op in missing])
+    single = sum(table.seconds[op] for op in (*GEMMS, *_NORMS, "attn_rope", "mlp_act"))
+    total: FloatArray = single + ADDS_PER_LAYER * table.seconds["add"]
+    return total
+
+
+def import_profile(model: ModelSpec, device: Device, dtype: str, *, mlp: Path,
+                   attention: Sequence[Path] = (), all_reduce: Path | None = None,
+                   send_recv: Path | None = None,
+                   links: Mapping[str, str] | None = None) -> Profile:
+    """A Profile of Vidur's tables. `links`: xgpt's names for what joins ranks within a node
+    ("intra") and between nodes ("inter"); tables without a name are left out. Raises InputError
+    for files that are no such tables, or tables of another model."""
+    check_supported(mlp, SOURCE, model, dtype)
+    table = read_mlp(mlp)
+    _check_shape(table, model)
+    parts = Parts(model, device, dtype)
+    rest_s = layer_rest_s(table)
+    for degree in (int(d) for d in np.unique(table.tp_degree)):
+        if parts.refuse(degree, refuse_tp_degree(model, degree)):
+            continue
+        rows = table.tp_degree == degree
+        parts.add(Operator.LAYER_REST, degree, samples_at(table.tokens[rows], rest_s[rows]))
+        parts.add(Operator.EMBED, degree,
+                  samples_at(table.tokens[rows], table.seconds["emb"][rows]))
+    for path in attention:
+        _add_attention(parts, read_attention(path), model)
+    if all_reduce is not None:
+        parts.tables.update(_message_tables(ALL_REDUCE, read_all_reduce(all_reduce), links or {}))
+    if send_recv is not None:
+        parts.tables.update(_message_tables(TRANSFER, read_send_recv(send_recv), links or {}))
+    parts.fill_from_roofline()
+    return parts.profile(SOURCE, f"{mlp.parent.name}'s layer")
+
+
+class _Place(NamedTuple):
+    """Where in the data folder a device's tables are, and xgpt's names for its links."""
+
+    gpu: str
+    all_reduce: str
+    send_recv: str
+    links: Mapping[str, str]
+
+
+# Messages between nodes have no name by default: those machines' network is not a catalog link's.
+# The A40 table shows no NVLink between any two cards (64 MiB between two take 17 ms).
+PLACES = {
+    "A100-80": _Place("a100", "network/a100_dgx/all_reduce.csv", "network/a100_dgx/send_recv.csv",
+                      {"intra": "nvlink3"}),
+    "A40": _Place("a40", "history/a40_all_reduce.csv",
+                  "network/a40_pairwise_nvlink/send_recv.csv", {"intra": "pcie4-x16"}),
+}
+
+
+def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
+                  links: Mapping[str, str] | None = None) -> Profile:
+    """The Profile of the tables for this model's layer and this device in Vidur's data folder.
+    Raises InputError listing what is there if there are none."""
+    place = PLACES.get(device.name)
+    if place is None:
+        fail(folder, [Fault(None, "device", device.name,
+                            f"Vidur's tables are of {', '.join(PLACES)}")])
+    assert place is not None
+    compute = folder / "compute" / place.gpu
+
+    def there(name: str) -> Path | None:
+        return folder / name if (folder / name).is_file() else None
+
+    return import_profile(
+        model, device, dtype, mlp=_find_mlp(compute, model),
+        attention=sorted((folder / "history").glob(f"{place.gpu}_*attention*.csv")),
+        all_reduce=there(place.all_reduce), send_recv=there(place.send_recv),
+        links=place.links if links is None else links)
+
+
+def _find_mlp(compute: Path, model: ModelSpec) -> Path:
+    """The table of the model's own name, else the first by name of one with equal layers."""
+    shapes = {path: _peek_shape(path) for path in sorted(compute.glob("*/*/mlp.csv"))}
+    equal = [path for path, shape in shapes.items() if shape == _shape_of(model)]
+    own = [path for path in equal if f"{path.parent.parent.name}/{path.parent.name}"
+           == model.hub_id]
+    if not equal:
+        known = "; ".join(f"{path.parent.name} {_shown(shape)}" for path, shape in shapes.items())
+        fail(compute, [Fault(None, "model", model.name, f"a layer of shape "
+                             f"{_shown(_shape_of(model))}; there are: {known or 'no tables'}")])
+    return (own or equal)[0]
+
+
+def _peek_shape(path: Path) -> LayerShape | None:
+    """Of the first row; None where it has none (reading the whole file says what is wrong)."""
+    with path.open(encoding="utf-8", newline="") as file:
+        row = next(csv.DictReader(file), None) or {}
+    try:
+        heads, kv_heads, width, inner = (int(row[name]) for name in LayerShape._fields[:-1])
+        return LayerShape(heads, kv_heads, width, inner, row["use_gated_mlp"] == "True")
+    except (KeyError, ValueError):
+        return None
+
+
+def _shape_of(model: ModelSpec) -> LayerShape:
+    return LayerShape(model.num_heads, model.kv_heads, model.hidden_size,
+                      model.intermediate_size, model.is_gated_mlp)
+
+
+def _shown(shape: LayerShape | None) -> str:
+    return "(unreadable)" if shape is None else str(tuple(shape))
+
+
+def _check_shape(table: MlpTable, model: ModelSpec) -> None:
+    names = ("num_heads", "kv_heads", "hidden_size", "intermediate_size", "is_gated_mlp")
+    fail(table.path, [
+        Fault(None, key, theirs, f"{model.name} has {name} = {ours}")
+        for key, theirs, name, ours in zip(LayerShape._fields, table.shape, names,
+                                           _shape_of(model), strict=True) if theirs != ours])
+
+
+def _add_attention(parts: Parts, table: AttentionTable, model: ModelSpec) -> None:
+    """Tables for those degrees at which a rank has the heads that were measured."""
+    head_dim = table.n_embd // table.n_head
+    for theirs in np.unique(table.tp_degree):
+        for degree in parts.degrees:
+            measured = (table.n_head * degree, table.n_kv_head * degree, head_dim)
+            ours = (model.num_heads * theirs, model.kv_heads * theirs, model.head_dim)
+            if measured != ours:
+                continue
+            rows = table.tp_degree == theirs
+            alone = rows & table.is_prefill & (table.cached_tokens == 0) & (table.queries == 1)
+            decode = rows & ~table.is_prefill
+            for operator, of, x, y in (
+                    (Operator.ENCODE_ATTENTION, alone, table.new_tokens, table.queries),
+                    (Operator.DECODE_ATTENTION, decode, table.queries, table.cached_tokens)):
+                if of.any():
+                    found = samples_at(x[of], table.seconds[of], y[of])
+                    parts.add(operator, degree, parts.calm(operator, found))
+
+
+def _message_tables(name: str, table: MessageTable,
+                    links: Mapping[str, str]) -> dict[TableKey, tuple[Sample, ...]]:
+    tables = {}
+    crosses = table.ranks_per_node < table.ranks
+    for kind, link in links.items():
+        assert kind in ("intra", "inter"), f"{kind = }"
+        for ranks in np.unique(table.ranks):
+            rows = (table.ranks == ranks) & (crosses == (kind == "inter"))
+            if not rows.any():
+                continue
+            degree = int(ranks) if name == ALL_REDUCE else 1
+            tables[TableKey(name, degree, link)] = points(
+                grouped_messages(table.num_bytes[rows], table.seconds[rows]))
+    return tables
+
+
+def _read_messages(path: Path, collective: str) -> MessageTable:
+    table = read_table(path, [
+        Column(_median(collective), "ms"), Column("size", "count", least=1),
+        Column("num_workers", "count", least=2), Column("devices_per_node", "count", least=1),
+        Column("collective", "text", allowed=(collective,))],
+        "|rank|max_devices_per_node" + _STATS)
+    places = np.stack([table.counts(c) for c in ("num_workers", "devices_per_node", "size")])
+    unique, row = np.unique(places, axis=1, return_inverse=True)
+    return MessageTable(ranks=unique[0], ranks_per_node=unique[1], num_bytes=unique[2],
+                        seconds=_medians(table, _median(collective), np.ravel(row)))
+
+
+def _medians(table: Table, name: str, group: IntArray) -> FloatArray:
+    """[groups] over the rows (ranks, repeats) of each group."""
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order])) + 1
+    return np.array([np.median(part) for part in np.split(table.seconds(name)[order], starts)])
+
+
+def _median(operator: str) -> str:
+    return f"time_stats.{operator}.median"

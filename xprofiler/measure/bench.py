@@ -1,0 +1,144 @@
+"""One rank's share of a model, ready to take any real step: XRunner's own executor on random
+weights, with a probe around the parts.
+
+Weights of one layer alone would stay in a cache; a run streams all layers of its stage. So the
+bench holds as many layers as a stage does, and both ends of the model, whose vocabularies matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from xgpt.model import ModelSpec
+from xgpt.schedule import StageAssignment
+from xprofiler.measure.clock import Clock, clock_of
+from xprofiler.measure.probe import Parts, Probe, Whole
+from xprofiler.plan import MEAN_INPUT
+from xrunner.kv import KvCache
+from xrunner.messages import Joined, StartMessage, StepMessage
+from xrunner.models.shard import Shard
+from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import RandomWeights
+from xrunner.rules.steps import StepKind
+from xrunner.sampling import Sampling
+from xrunner.stage import StageExecutor
+
+MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the cache's behaviour
+# Layers whose caches would take more than this share one, where it is too large for any processor's
+# caches to keep from one layer to the next.
+_MAX_KV_BYTES, _SHARED_KV_BYTES = 2**30, 2**26
+GREEDY, DRAWN = Sampling(), Sampling(temperature=1.0, top_k=50, top_p=0.95)
+
+Measurement = Callable[[], Parts]  # executes the step once
+
+
+class LayerBench:
+    """A stage of `num_stages` with both ends, one shard of `tp_degree` of it, on `device`."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
+                 tp_degree: int = 1, device: torch.device | str = "cpu",
+                 sampling: Sampling = GREEDY, is_probed: bool = True) -> None:
+        """`is_probed` False: steps are timed as a whole, without marks inside."""
+        layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
+        self.num_layers = max(1, min(math.ceil(spec.num_layers / num_stages),
+                                     MAX_WEIGHT_BYTES // layer_bytes))
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self._sampling = sampling
+        stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=self.num_layers)
+        self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
+                                stage, dtype, shard=Shard(degree=tp_degree), device=self.device)
+        clock = clock_of(self.device)
+        self._probe = Probe(self.model, clock) if is_probed else Whole(clock)
+
+    def decode(self, contexts: list[int]) -> Measurement:
+        """A decode step of one query for each of `contexts` (tokens already cached)."""
+        queries = len(contexts)
+        executor = self._executor(queries, max(contexts) + 1)
+        cache = executor.caches[0]
+        cache.allocate(list(range(queries)), contexts)
+        executor.adopt(0, [self._sampling] * queries)
+        tokens = torch.ones(queries, dtype=torch.long, device=self.device)
+        message = StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1)
+
+        def step() -> Parts:
+            cache.lengths = list(contexts)
+            return self._probe.time(lambda: executor.execute(message, tokens))
+
+        return step
+
+    def encode(self, lengths: list[int]) -> Measurement:
+        """An encode step of queries of these lengths."""
+        executor = self._executor(len(lengths), max(lengths))
+        cache = executor.caches[0]
+        tokens = torch.ones(sum(lengths), dtype=torch.long, device=self.device)
+        joined = tuple(Joined(query=i, input_tokens=n, sampling=self._sampling)
+                       for i, n in enumerate(lengths))
+        message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=joined)
+
+        def step() -> Parts:
+            cache.queries, cache.lengths = [], []
+            executor.adopt(0, [])
+            return self._probe.time(lambda: executor.execute(message, tokens))
+
+        return step
+
+    def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
+        """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""
+        return compaction(self._cache(2 * rows, tokens, is_whole=True), rows, tokens,
+                          clock_of(self.device))
+
+    def _executor(self, queries: int, capacity: int) -> StageExecutor:
+        executor = StageExecutor(self.model)
+        executor.start(StartMessage(num_groups=1, slots=1, capacity=1))
+        executor.caches = [self._cache(queries, capacity)]
+        return executor
+
+    def _cache(self, queries: int, capacity: int, *, is_whole: bool = False) -> KvCache:
+        """Resident and finite, as in a run. `is_whole`: every layer has memory of its own."""
+        heads = self.model.kv_heads
+        layer_bytes = 2 * heads * self.spec.head_dim * self.dtype.itemsize * queries * capacity
+        is_shared = (not is_whole and layer_bytes > _SHARED_KV_BYTES
+                     and layer_bytes * self.num_layers > _MAX_KV_BYTES)
+        cache = KvCache(self.spec, 1 if is_shared else self.num_layers, self.dtype,
+                        slots=queries, capacity=capacity, kv_heads=heads, device=self.device)
+        if is_shared:
+            cache.share_layers(self.num_layers)
+        cache.store[:1 if is_shared else None].normal_()
+        return cache
+
+
+def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable[[], float]:
+    """Seconds, a layer, of moving `rows` of the twice as many rows of `cache`."""
+    def move() -> float:
+        # the first half leaves, the second moves into its place
+        cache.queries, cache.lengths = list(range(2 * rows)), [tokens] * (2 * rows)
+        begin = clock.mark()
+        moved = cache.free(range(rows))
+        end = clock.mark()
+        clock.settle()
+        assert moved == rows, f"{moved = } {rows = }"
+        return clock.seconds(begin, end) / len(cache.store)
+
+    return move
+
+
+def ragged(queries: int, longest: int) -> list[int]:
+    """Contexts of a decode batch: all different, the longest among them; the same each time."""
+    rng = np.random.default_rng((queries, longest))
+    contexts = [int(n) for n in rng.integers(max(longest // 3, 1), longest + 1, size=queries)]
+    contexts[queries // 2] = longest
+    return contexts
+
+
+def ordinary_inputs(tokens: int) -> list[int]:
+    """Input lengths that sum to `tokens`: ordinary ones, all different, the same each time."""
+    rng = np.random.default_rng(tokens)
+    shares = rng.uniform(0.5, 1.5, size=max(round(tokens / MEAN_INPUT), 1))
+    lengths = np.maximum(np.floor(shares / shares.sum() * tokens).astype(int), 1)
+    lengths[0] += tokens - lengths.sum()
+    return [int(n) for n in lengths]

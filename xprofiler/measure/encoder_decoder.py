@@ -1,0 +1,152 @@
+"""The bench of an encoder-decoder model: one stage's encoder and decoder layers, taken apart.
+
+The layers and kernels are XRunner's; their order here is the model's own (T5: each decoder layer
+attends to itself, then to the encoder's output).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from xgpt.model import ModelSpec
+from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction
+from xprofiler.measure.clock import clock_of
+from xprofiler.measure.probe import Parts
+from xrunner.kv import KvCache
+from xrunner.models.attention import (
+    attend_bidirectional,
+    attend_cross,
+    attend_decode,
+    cross_context,
+    decode_context,
+    store_packed,
+)
+from xrunner.models.shard import Shard
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
+from xrunner.models.t5 import SCALE
+from xrunner.models.weights import OnDevice, RandomWeights
+from xrunner.sampling import Sampling, sample
+
+
+class EncoderDecoderBench:
+    """Encoder and decoder layers of a stage of `num_stages`, with both ends, one shard of
+    `tp_degree` of them, on `device`; random weights."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
+                 tp_degree: int = 1, device: torch.device | str = "cpu",
+                 sampling: Sampling = GREEDY) -> None:
+        layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
+        most = max(MAX_WEIGHT_BYTES // 2 // layer_bytes, 1)
+        self.num_layers = min(math.ceil(spec.num_layers / num_stages), most)
+        self.num_encoder_layers = min(math.ceil(spec.num_encoder_layers / num_stages), most)
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self._sampling, self._clock = sampling, clock_of(self.device)
+        classes, shard = ENCODER_DECODER_CLASSES[spec.family], Shard(degree=tp_degree)
+        weights = OnDevice(RandomWeights(dtype), self.device)
+        self._encoder: list[Any] = [classes.encoder_layer(spec, weights, i, shard)
+                                    for i in range(self.num_encoder_layers)]
+        self._decoder: list[Any] = [classes.decoder_layer(spec, weights, i, shard)
+                                    for i in range(self.num_layers)]
+        self._encoder_ends: Any = classes.encoder_ends(
+            spec, weights, first=True, last=True, shard=shard)
+        self._decoder_ends: Any = classes.decoder_ends(
+            spec, weights, first=True, last=True, shard=shard)
+        self._kv_heads = shard.share(spec.kv_heads)
+
+    def encode(self, lengths: Sequence[int]) -> Measurement:
+        """An encode step: the encoder's layers, then every decoder layer's cross keys and values,
+        put into their caches."""
+        tokens = torch.ones(sum(lengths), dtype=torch.long, device=self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        slots = slots.to(self.device)
+        cache = self._cache(len(lengths), max(lengths))
+
+        def step() -> Parts:
+            watch = _Watch(self._clock)
+            hidden = watch("embed", self._encoder_ends.embed, tokens, positions)
+            bias = watch("rest", self._encoder_ends.prepare, positions, self.dtype)
+            for layer in self._encoder:
+                query, key, value = watch("rest", layer.qkv, hidden, bias)
+                attended = watch("attention", attend_bidirectional, query, key, value, lengths,
+                                 bias, SCALE)
+                hidden = watch("rest", layer.finish, hidden, attended)
+            encoded = watch("rest", self._encoder_ends.finish, hidden)
+            for layer, (keys, values) in zip(self._decoder, cache.store, strict=True):
+                key, value = watch("cross_kv", layer.cross_kv, encoded)
+                watch("cross_kv", store_packed, key, value, keys, values, slots, positions)
+            return watch.parts(self.num_encoder_layers, cross_layers=self.num_layers)
+
+        return step
+
+    def decode(self, contexts: Sequence[int], encoder_tokens: Sequence[int]) -> Measurement:
+        """A decode step of queries with so many tokens cached, and so many of input."""
+        queries = len(contexts)
+        own, cross = self._cache(queries, max(contexts) + 1), self._cache(
+            queries, max(encoder_tokens))
+        tokens = torch.ones(queries, dtype=torch.long, device=self.device)
+        cached = torch.tensor(contexts, device=self.device)
+        choices, positions = [self._sampling] * queries, list(contexts)
+        inputs = torch.tensor(encoder_tokens, device=self.device)
+
+        def step() -> Parts:
+            watch = _Watch(self._clock)
+            context = decode_context(cached, self.dtype)
+            across = cross_context(inputs, self.dtype)
+            hidden = watch("embed", self._decoder_ends.embed, tokens, context.positions)
+            bias = watch("rest", self._decoder_ends.prepare, context.positions, self.dtype)
+            for layer, (keys, values), (cross_keys, cross_values) in zip(
+                    self._decoder, own.store, cross.store, strict=True):
+                query, key, value = watch("rest", layer.qkv, hidden, bias)
+                attended = watch("attention", attend_decode, query, key, value, keys, values,
+                                 context, bias, SCALE)
+                hidden, query = watch("rest", layer.cross_query, hidden, attended)
+                attended = watch("cross", attend_cross, query, cross_keys, cross_values, across,
+                                 SCALE)
+                hidden = watch("rest", layer.finish, hidden, attended)
+            watch("head", lambda: sample(self._decoder_ends.logits(hidden), choices, positions))
+            return watch.parts(self.num_layers)
+
+        return step
+
+    def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
+        """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""
+        return compaction(self._cache(2 * rows, tokens), rows, tokens, self._clock)
+
+    def _cache(self, queries: int, capacity: int) -> KvCache:
+        cache = KvCache(replace(self.spec, num_layers=self.num_layers), self.num_layers, self.dtype,
+                        slots=queries, capacity=capacity, kv_heads=self._kv_heads,
+                        device=self.device)
+        cache.store.normal_()
+        return cache
+
+
+class _Watch:
+    """Runs the parts of one step and keeps when each began and ended."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock, self._begin = clock, clock.mark()
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}
+
+    def __call__(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin = self._clock.mark()
+        out = call(*arguments)
+        self._spans.setdefault(part, []).append((begin, self._clock.mark()))
+        return out
+
+    def parts(self, layers: int, *, cross_layers: int = 1) -> Parts:
+        """Seconds of each part; of layers' parts, the mean over `layers` (`cross_layers`)."""
+        end = self._clock.mark()
+        self._clock.settle()
+        total = {part: sum(self._clock.seconds(*span) for span in spans)
+                 for part, spans in self._spans.items()}
+        return Parts(
+            whole_s=self._clock.seconds(self._begin, end), rest_s=total.get("rest", 0.0) / layers,
+            attention_s=total.get("attention", 0.0) / layers, embed_s=total.get("embed", 0.0),
+            head_s=total.get("head", 0.0), cross_s=total.get("cross", 0.0) / layers,
+            cross_kv_s=total.get("cross_kv", 0.0) / cross_layers)

@@ -1,0 +1,271 @@
+"""What messages between ranks cost, measured with the very calls a run makes.
+
+Pairs and groups lie within a node (the `near` link) or across nodes (`far`); all of one kind
+measure at the same time, as in a run. A rank that is in none of them waits. Between GPUs a message
+goes through both hosts' memory (MPI), and directly (NCCL) where every rank has a GPU of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from xgpt.model import ModelSpec
+from xprofiler.measure.clock import clock_of
+from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
+from xrunner.collective import MpiGroup
+from xrunner.comm import MpiComm, wait_politely
+from xrunner.handover import pack, unpack
+from xrunner.kv import KvCache
+from xrunner.messages import TokensMessage
+from xrunner.torch_group import TorchGroup
+
+TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
+ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # hidden states of so many tokens
+HANDOVER_TOKENS = (20, 150, 600)
+_ROUNDS, _WARM_UP, _REDUCES = 21, 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Which ranks share a node. `node_of` [ranks]."""
+
+    node_of: tuple[int, ...]
+
+    @property
+    def is_split(self) -> bool:
+        return len(set(self.node_of)) > 1
+
+    def near_groups(self, size: int) -> list[tuple[int, ...]]:
+        """Disjoint groups of `size` consecutive ranks, each within a node."""
+        groups = []
+        for node in sorted(set(self.node_of)):
+            ranks = [r for r, n in enumerate(self.node_of) if n == node]
+            groups += [tuple(ranks[i:i + size]) for i in range(0, len(ranks) - size + 1, size)]
+        return groups
+
+    def far_groups(self, size: int) -> list[tuple[int, ...]]:
+        """One group of `size` ranks spread evenly over as many nodes as divide it."""
+        nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.node_of):
+            nodes.setdefault(node, []).append(rank)
+        for count in range(min(size, len(nodes)), 1, -1):
+            each = size // count
+            if size % count == 0 and all(len(r) >= each for r in list(nodes.values())[:count]):
+                return [tuple(rank for r in list(nodes.values())[:count] for rank in r[:each])]
+        return []
+
+
+def places(world: Any) -> Places:
+    """By the nodes that MPI sees: ranks that could share memory."""
+    from mpi4py import MPI
+
+    shared = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leader = shared.bcast(world.Get_rank(), root=0)
+    shared.Free()
+    leaders = world.allgather(leader)
+    order = sorted(set(leaders))
+    return Places(node_of=tuple(order.index(name) for name in leaders))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What the messages carry: hidden states and KV entries of this model, from this device."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def row_bytes(self) -> int:
+        return self.spec.hidden_size * self.dtype.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token, in all layers."""
+        return (self.spec.kv_elements_per_token_layer * self.dtype.itemsize
+                * self.spec.num_layers)
+
+
+def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], near: str,
+                    far: str) -> dict[TableKey, tuple[Sample, ...]]:
+    """Every table of messages that these ranks can measure; `near`, `far`: the links' names."""
+    where = places(world)
+    can_go_direct = _has_own_gpu_each(world, subject.device)
+    ways: dict[str, type[_Channel]] = {HANDOVER: _ThroughHosts}
+    if can_go_direct:
+        ways[HANDOVER_DIRECT] = _Directly
+    tables: dict[TableKey, tuple[Sample, ...]] = {}
+    for link, groups in _scopes(where, 2, near, far):
+        tables[TableKey(TRANSFER, 1, link)] = tuple(
+            _on_groups(world, groups, n, partial(_transfer, num_bytes=n)) for n in TRANSFER_BYTES)
+        for name, way in ways.items():
+            tables[TableKey(name, 1, link)] = tuple(
+                _on_groups(world, groups, n * subject.kv_bytes,
+                           partial(_handover, way=way, subject=subject, tokens=n))
+                for n in HANDOVER_TOKENS)
+    for degree in (d for d in degrees if d > 1):
+        for link, groups in _scopes(where, degree, near, far):
+            tables[TableKey(ALL_REDUCE, degree, link)] = tuple(
+                _on_groups(world, groups, n * subject.row_bytes,
+                           partial(_all_reduce, subject=subject, rows=n, is_direct=can_go_direct))
+                for n in ALL_REDUCE_ROWS)
+    return tables
+
+
+def _scopes(where: Places, size: int, near: str, far: str
+            ) -> list[tuple[str, list[tuple[int, ...]]]]:
+    scopes = [(near, where.near_groups(size))]
+    if where.is_split and far != near:
+        scopes.append((far, where.far_groups(size)))
+    return [(link, groups) for link, groups in scopes if groups]
+
+
+def _has_own_gpu_each(world: Any, device: torch.device) -> bool:
+    """NCCL refuses two ranks on one GPU."""
+    if device.type != "cuda":
+        return False
+    places_of = world.allgather((places(world).node_of[world.Get_rank()], device.index))
+    return len(set(places_of)) == len(places_of)
+
+
+def _on_groups(world: Any, groups: list[tuple[int, ...]], num_bytes: int,
+               measure: Callable[[Any], list[float]]) -> Sample:
+    """All groups measure at once; the samples of every rank that took them."""
+    rank = world.Get_rank()
+    mine = next((i for i, group in enumerate(groups) if rank in group), None)
+    comm = world.Split(len(groups) if mine is None else mine, rank)
+    world.Barrier()
+    samples = measure(comm) if mine is not None else []
+    request = world.Ibarrier()
+    wait_politely(lambda: bool(request.Test()))
+    comm.Free()
+    gathered = [s for each in world.allgather(samples) for s in each]
+    return Sample(x=num_bytes, samples_s=tuple(gathered))
+
+
+class _Channel(Protocol):
+    """Blocks of memory between ranks 0 and 1 of a communicator."""
+
+    rank: int
+
+    def __init__(self, comm: Any) -> None: ...
+
+    def send(self, block: Tensor) -> None: ...
+
+    def receive(self, like: Tensor) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class _ThroughHosts:
+    """From the device to this host's memory, over MPI, and to the other's device."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = MpiComm(comm)
+        self.rank = self._comm.rank
+
+    def send(self, block: Tensor) -> None:
+        self._comm.send(1 - self.rank, TokensMessage(group=0), block.cpu())
+
+    def receive(self, like: Tensor) -> Tensor:
+        _, block = self._comm.receive(1 - self.rank)
+        assert block is not None
+        return block.to(like.device)
+
+    def close(self) -> None:
+        self._comm.flush()
+
+
+class _Directly:
+    """Between devices, by NCCL; for CPUs, in tests, by gloo."""
+
+    def __init__(self, comm: Any) -> None:
+        self._group = TorchGroup(comm, "nccl" if torch.cuda.is_available() else "gloo")
+        self.rank = self._group.rank
+
+    def send(self, block: Tensor) -> None:
+        self._group.send(1 - self.rank, block)
+
+    def receive(self, like: Tensor) -> Tensor:
+        block = torch.empty_like(like)
+        self._group.receive(1 - self.rank, block)
+        return block
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def _transfer(comm: Any, num_bytes: int) -> list[float]:
+    """One-way time of a step's header and tensor, by ping-pong."""
+    channel = MpiComm(comm)
+    tensor, other = torch.zeros(num_bytes, dtype=torch.uint8), 1 - channel.rank
+    return _ping_pong(channel.rank, lambda: channel.send(other, TokensMessage(group=0), tensor),
+                      lambda: channel.receive(other), channel.flush)
+
+
+def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> list[float]:
+    """From one rank's cache to the other's: packed, sent, unpacked."""
+    channel = way(comm)
+    spec, device = subject.spec, subject.device
+
+    def cache() -> KvCache:
+        return KvCache(spec, spec.num_layers, subject.dtype, slots=2, capacity=tokens,
+                       is_resident=True, device=device)
+
+    source, target, clock = cache(), cache(), clock_of(device)
+    source.allocate([0], [tokens])
+    like = pack(source, [0])
+
+    def receive() -> None:
+        block = channel.receive(like)
+        target.queries, target.lengths = [], []
+        unpack(target, [0], [tokens], block)
+        clock.settle()
+
+    return _ping_pong(channel.rank, lambda: channel.send(pack(source, [0])), receive,
+                      channel.close)
+
+
+def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], object],
+               end: Callable[[], object]) -> list[float]:
+    """Half of there and back, a round each, between ranks 0 and 1; of rank 0 alone."""
+    rounds = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        for call in (send, receive) if rank == 0 else (receive, send):
+            call()
+        rounds.append((time.perf_counter() - begin) / 2)
+    end()
+    return rounds[_WARM_UP:] if rank == 0 else []
+
+
+def _all_reduce(comm: Any, subject: Subject, rows: int, is_direct: bool) -> list[float]:
+    """What an all-reduce adds to work of a layer's kind: the ranks come to it as skewed as a layer
+    leaves them, and find their caches as it leaves them (design.md section 3.6)."""
+    group = TorchGroup(comm, "nccl") if is_direct else MpiGroup(comm)
+    size, dtype, device = subject.spec.hidden_size, subject.dtype, subject.device
+    hidden = torch.randn(rows, size, device=device).to(dtype)
+    weight = torch.randn(size, size, device=device).to(dtype)
+    clock = clock_of(device)
+
+    def seconds(reduce: Callable[[Tensor], Tensor]) -> float:
+        comm.Barrier()
+        begin = clock.mark()
+        for _ in range(_REDUCES):
+            reduce(linear(hidden, weight))
+        end = clock.mark()
+        clock.settle()
+        return clock.seconds(begin, end) / _REDUCES
+
+    rounds = [seconds(group.all_reduce) - seconds(lambda t: t) for _ in range(_ROUNDS)]
+    if isinstance(group, TorchGroup):
+        group.close()
+    return [max(s, 0.0) for s in rounds[_WARM_UP:]]

@@ -1,0 +1,89 @@
+"""The measuring ranks as one: begin together, gather, agree. A single rank needs no MPI."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from xprofiler.measure.probe import Parts
+from xprofiler.verdict import SPREAD_LIMIT
+
+_ATTEMPTS = 3
+_POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
+_MIN_STEPS, _MAX_STEPS = 5, 40
+_SLOW_STEP_S, _SLOW_STEPS = 0.3, 3  # a step this slow hardly scatters: fewer times, no warm-up
+_PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
+
+
+class Ranks:
+    """`world`: COMM_WORLD of mpi4py, or None for a single rank started without a launcher."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.rank = 0 if world is None else int(world.Get_rank())
+        self.size = 1 if world is None else int(world.Get_size())
+
+    def barrier(self) -> None:
+        if self.world is not None:
+            self.world.Barrier()
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's, on every rank."""
+        return [mine] if self.world is None else list(self.world.allgather(mine))
+
+    def agree(self, mine: bool) -> bool:
+        """Rank 0's answer, on every rank: clocks and files are not read by each."""
+        return mine if self.world is None else bool(self.world.bcast(mine, root=0))
+
+    def together(self, measure: Callable[[], Sequence[Any]]) -> list[Any]:
+        """What all ranks measured at the same time."""
+        self.barrier()
+        mine = list(measure())
+        time.sleep(_PAUSE_S)
+        return [s for each in self.gather(mine) for s in each]
+
+    def steady(self, step: Callable[[], Parts]) -> list[Parts]:
+        """A step on all ranks, timed until it has been seen often enough; again where the times
+        disagree: the least disturbed attempt counts."""
+        once_s = max(self.gather(step().whole_s))
+        if once_s < _SLOW_STEP_S:
+            once_s = max(self.gather(step().whole_s))  # the first was a warm-up
+        least = _MIN_STEPS if once_s < _SLOW_STEP_S else _SLOW_STEPS
+        count = int(np.clip(_POINT_S / once_s, least, _MAX_STEPS))
+        attempts: list[list[Parts]] = []
+        for _ in range(_ATTEMPTS):
+            attempts.append(self.together(lambda: [step() for _ in range(count)]))
+            if _spread(attempts[-1]) <= SPREAD_LIMIT:
+                break
+        return min(attempts, key=_spread)
+
+
+def connect(ranks: int) -> Ranks:
+    """All ranks of the launcher, which must have started so many."""
+    if "mpi4py" not in sys.modules:
+        assert ranks == 1, f"{ranks = } without MPI"
+        return Ranks(None)
+    from mpi4py import MPI
+
+    found = Ranks(MPI.COMM_WORLD)
+    assert found.size == ranks, f"{found.size = } {ranks = }"
+    return found
+
+
+def own_device(name: str, rank: int) -> torch.device:
+    """The CPU, or for a profile of GPUs one of them, in turn."""
+    if name.startswith("cpu") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _spread(steps: Sequence[Parts]) -> float:
+    low, middle, high = np.quantile([s.whole_s for s in steps], (0.25, 0.5, 0.75))
+    return float(high - low) / float(middle)

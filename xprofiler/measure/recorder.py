@@ -1,0 +1,100 @@
+"""Points measured so far, taken apart into the profile's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from xprofiler.measure.probe import Parts
+from xprofiler.plan import DECODE_ROWS_UP_TO, OWN_TABLE, Kind, Point
+from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
+from xprofiler.timing import Operator
+
+MAX_SAMPLES = 15  # more are kept as so many order statistics, evenly spaced
+
+
+class Recorder:
+    """The samples of one profile under measurement; every rank holds the same."""
+
+    def __init__(self, profile: Profile) -> None:
+        """`profile`: what an earlier session measured; its points are not measured again."""
+        self._profile = profile
+        self._tables: dict[TableKey, dict[tuple[float, float], list[float]]] = {
+            key: {(p.x, p.y): list(p.samples_s) for p in points}
+            for key, points in profile.tables.items() if key.name != STEP_OVERHEAD}
+
+    def has(self, point: Point, degree: int) -> bool:
+        """Whether the point was measured, here or in the profile given."""
+        table = self._tables.get(TableKey(OWN_TABLE[point.kind].value, degree), {})
+        return (point.x, point.y) in table
+
+    def done(self, degree: int) -> set[Point]:
+        return {Point(kind, int(x), int(y)) for kind, operator in OWN_TABLE.items()
+                for x, y in self._tables.get(TableKey(operator.value, degree), {})}
+
+    def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float]) -> None:
+        """Samples of one place; those of the same place measured before stay."""
+        self._tables.setdefault(key, {}).setdefault((x, y), []).extend(samples_s)
+
+    def add_network(self, tables: Mapping[TableKey, tuple[Sample, ...]]) -> None:
+        for key, points in tables.items():
+            self._tables[key] = {(p.x, p.y): list(p.samples_s) for p in points}
+
+    def has_network(self, key: TableKey) -> bool:
+        return key in self._tables
+
+    def add_step(self, point: Point, degree: int, rows: int, queries: int,
+                 steps: Sequence[Parts], num_layers: int) -> None:
+        """One point's steps, taken apart. `rows`: tokens that went through the layers."""
+        def put(operator: Operator, x: float, y: float, values: Iterable[float]) -> None:
+            self.add(TableKey(operator.value, degree), x, y, values)
+
+        is_decode = point.kind in (Kind.DECODE, Kind.CROSS)
+        if is_decode:
+            put(Operator.DECODE_ATTENTION, point.x, point.y, (s.attention_s for s in steps))
+            put(Operator.HEAD, queries, 0, (s.head_s for s in steps))
+            self.add(TableKey(STEP_OVERHEAD, degree), rows, point.y,
+                     (s.overhead_s(num_layers) for s in steps))
+        elif point.kind is not Kind.REST:
+            put(Operator.ENCODE_ATTENTION, point.x, point.y,
+                (s.attention_s / queries for s in steps))
+        if point.kind is Kind.CROSS:
+            put(Operator.CROSS_ATTENTION, point.x, point.y, (s.cross_s for s in steps))
+        if point.kind is Kind.ENCODER:
+            put(Operator.ENCODER_REST, rows, 0, (s.rest_s for s in steps))
+            put(Operator.CROSS_KV, rows, 0, (s.cross_kv_s for s in steps))
+        elif is_decode or rows > DECODE_ROWS_UP_TO:
+            put(Operator.LAYER_REST, rows, 0, (s.rest_s for s in steps))
+        put(Operator.EMBED, rows, 0, (s.embed_s for s in steps))
+
+    def operator(self, operator: Operator, degree: int) -> tuple[Sample, ...]:
+        return _samples(self._tables.get(TableKey(operator.value, degree), {}))
+
+    def profile(self, *, spent_s: float, host_s: Sequence[float]) -> Profile:
+        """Everything so far. `host_s`: the head's own seconds a step, added to what a step takes
+        besides its parts."""
+        tables = {key: _samples(places) for key, places in sorted(self._tables.items())
+                  if key.name != STEP_OVERHEAD}
+        overhead = TableKey(STEP_OVERHEAD)
+        besides = [s for key, places in self._tables.items() if key.name == STEP_OVERHEAD
+                   for values in places.values() for s in values]
+        if besides:
+            host = float(np.median(host_s))
+            tables[overhead] = (Sample(x=0, samples_s=_ordered([host + s for s in besides])),)
+        elif overhead in self._profile.tables:
+            tables[overhead] = self._profile.tables[overhead]
+        return replace(self._profile, tables=tables, spent_s=spent_s)
+
+
+def _samples(places: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Sample, ...]:
+    return tuple(Sample(x=x, y=y, samples_s=_ordered(values))
+                 for (x, y), values in sorted(places.items(), key=lambda item: item[0][::-1]))
+
+
+def _ordered(values: Sequence[float]) -> tuple[float, ...]:
+    """The values, or MAX_SAMPLES order statistics of them."""
+    if len(values) <= MAX_SAMPLES:
+        return tuple(values)
+    return tuple(float(q) for q in np.quantile(values, np.linspace(0, 1, MAX_SAMPLES)))

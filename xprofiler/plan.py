@@ -1,0 +1,183 @@
+"""Which points to measure: a skeleton that spans the sizes a job needs, then wherever linear
+interpolation would be furthest off. Torch-free.
+
+Sizes are kept off the powers of two: kernels tile by them and are up to a tenth quicker there than
+at the sizes between, which are what a run meets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.model import ModelSpec
+from xprofiler.interpolation import interpolation_errors
+from xprofiler.profile import Profile, Sample
+from xprofiler.timing import Operator
+
+DECODE_ROWS_UP_TO = 66  # rows of LAYER_REST that are timed in decode steps; more, in encode steps
+STEP_CONTEXT = 130  # context of a decode step that is measured for its rows alone
+MEAN_INPUT = 70  # tokens of an average query in an encode step measured for its rows alone
+_BATCHES_TOGETHER = (1, 4)  # queries of one length encoded together
+_LEAST_RATIO = 1.12  # neighbours closer than this are not split further
+
+
+class Kind(Enum):
+    """What is executed to measure a point; x, y of the Point."""
+
+    DECODE = "decode"  # x = queries, y = the longest context
+    ENCODE = "encode"  # an encode step: x = tokens of each query, y = queries
+    REST = "rest"  # an encode step of ordinary queries with x tokens in all, for its rows alone
+    COMPACTION = "compaction"  # x = cache rows moved, y = tokens in each
+    # encoder-decoder models
+    ENCODER = "encoder"  # an encoder step: x = tokens of each query, y = queries
+    CROSS = "cross"  # a decoder step: x = queries, y = encoder tokens each
+
+
+# The table that a kind of point belongs to, whose (x, y) are the point's.
+OWN_TABLE = {
+    Kind.DECODE: Operator.DECODE_ATTENTION, Kind.ENCODE: Operator.ENCODE_ATTENTION,
+    Kind.REST: Operator.LAYER_REST, Kind.COMPACTION: Operator.KV_COMPACTION,
+    Kind.ENCODER: Operator.ENCODE_ATTENTION, Kind.CROSS: Operator.CROSS_ATTENTION,
+}
+
+
+class Point(NamedTuple):
+    """One thing to measure."""
+
+    kind: Kind
+    x: int
+    y: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Sizes a profile is to cover (it answers up to four times as much)."""
+
+    input_tokens: int = 520
+    context_tokens: int = 520
+    queries: int = 130
+    tokens: int = 2080  # of one encode step
+
+    def within(self, model: ModelSpec) -> Needs:
+        """Cut to the positions the model has."""
+        most = model.max_positions
+        if most is None:
+            return self
+        return Needs(input_tokens=min(self.input_tokens, most), queries=self.queries,
+                     context_tokens=min(self.context_tokens, most - 1), tokens=self.tokens)
+
+
+def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
+    """The points without which there is no profile, cheap ones first."""
+    needs = needs.within(model)
+    batches = _ladder((1, 3, 9, 33, 130), needs.queries)
+    contexts = _ladder((17, 130, 520), needs.context_tokens)
+    lengths = _ladder((5, 20, 65, 135, 265, 520), needs.input_tokens)
+    decode = Kind.CROSS if model.is_encoder_decoder else Kind.DECODE
+    encode = Kind.ENCODER if model.is_encoder_decoder else Kind.ENCODE
+    points = [Point(decode, n, context) for n in batches for context in contexts]
+    together = [b for b in _BATCHES_TOGETHER if b * lengths[-1] <= needs.tokens] or [1]
+    points += [Point(encode, length, 1) for length in lengths]
+    # the ratio of a query's share to its time alone changes slowly
+    points += [Point(encode, length, b) for length in (lengths[0], lengths[-3:][0], lengths[-1])
+               for b in together if b > 1]
+    points += [Point(Kind.COMPACTION, rows, tokens) for rows in (1, 5)
+               for tokens in (contexts[0], contexts[-1])]
+    if not model.is_encoder_decoder:
+        # between and beyond the rows that the encode points bring along
+        brought = [p.x * p.y for p in points if p.kind is encode]
+        points += [Point(Kind.REST, rows) for rows in _ladder((300, 900, 2080), needs.tokens)
+                   if not any(0.87 < rows / other < 1.15 for other in brought)]
+    return points
+
+
+def missing(profile: Profile, degree: int, needs: Needs) -> list[Point]:
+    """Points of the skeleton that `profile`, whose model must be known, does not have."""
+    assert profile.model is not None, "a measured profile knows its model"
+    places = {kind: {(p.x, p.y) for p in profile.table(operator.value, degree)}
+              for kind, operator in OWN_TABLE.items()}
+    return [point for point in skeleton(profile.model, needs)
+            if (point.x, point.y) not in places[point.kind]]
+
+
+def refinement(tables: Mapping[Operator, Iterable[Sample]], done: set[Point],
+               tolerance: float) -> Point | None:
+    """The next point: in the middle of the interval whose interpolation is furthest off, weighed by
+    the operator's share of a step; None where every interval is within `tolerance`."""
+    candidates = [(error * weight, point) for error, weight, point in _candidates(tables)
+                  if error > tolerance and point not in done]
+    return max(candidates, key=lambda c: c[0])[1] if candidates else None
+
+
+def worst_error(tables: Mapping[Operator, Iterable[Sample]]) -> float:
+    """The largest estimated interpolation error of any interval, relative."""
+    return max((error for error, _, _ in _candidates(tables)), default=0.0)
+
+
+def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[float, float,
+                                                                             Point]]:
+    """(error, weight, point) of every interval that could be split."""
+    rest = _medians(tables.get(Operator.LAYER_REST, ()))
+    attention = list(tables.get(Operator.DECODE_ATTENTION, ()))
+    weight = _attention_share(rest, attention)
+    for low, high, error in _intervals(rest):
+        rows = _between(low, high)
+        kind = Point(Kind.DECODE, rows, STEP_CONTEXT) if rows <= DECODE_ROWS_UP_TO else Point(
+            Kind.REST, rows)
+        yield error, 1.0, kind
+    by_context: dict[float, dict[float, float]] = {}
+    by_queries: dict[float, dict[float, float]] = {}
+    for sample in attention:
+        by_context.setdefault(sample.y, {})[sample.x] = sample.median_s
+        by_queries.setdefault(sample.x, {})[sample.y] = sample.median_s
+    for context, row in by_context.items():
+        for low, high, error in _intervals(row):
+            yield error, weight, Point(Kind.DECODE, _between(low, high), int(context))
+    for queries, column in by_queries.items():
+        for low, high, error in _intervals(column):
+            yield error, weight, Point(Kind.DECODE, int(queries), _between(low, high))
+    alone = {s.x: s.median_s for s in tables.get(Operator.ENCODE_ATTENTION, ()) if s.y <= 1}
+    for low, high, error in _intervals(alone, is_power=True):
+        yield error, weight, Point(Kind.ENCODE, _between(low, high), 1)
+
+
+def _intervals(row: Mapping[float, float], *, is_power: bool = False
+               ) -> Iterator[tuple[float, float, float]]:
+    """(low, high, estimated error in the middle) of neighbouring points."""
+    xs = sorted(row)
+    errors = interpolation_errors(xs, [row[x] for x in xs], is_power=is_power)
+    for i, (low, high) in enumerate(zip(xs, xs[1:], strict=False)):
+        if high >= low * _LEAST_RATIO and high - low >= 2:
+            yield low, high, float(max(errors[i], errors[i + 1])) / 4
+
+
+def _medians(samples: Iterable[Sample]) -> dict[float, float]:
+    return {s.x: s.median_s for s in samples}
+
+
+def _attention_share(rest: Mapping[float, float], attention: Iterable[Sample]) -> float:
+    """Attention's share of a decode step in the middle of what was measured."""
+    shares = [s.median_s / (s.median_s + rest[s.x]) for s in attention if s.x in rest]
+    return float(np.median(shares)) if shares else 0.5
+
+
+def _between(low: float, high: float) -> int:
+    """A size between two others, their geometric middle, off multiples of 8."""
+    middle = min(max(round(math.sqrt(low * high)), int(low) + 1), int(high) - 1)
+    return middle + 1 if middle > 8 and middle % 8 == 0 and middle + 1 < high else middle
+
+
+def _ladder(steps: tuple[int, ...], top: int) -> list[int]:
+    """`steps` up to `top`, then on by threes to it; `top` itself is the last."""
+    found = [s for s in steps if s < top]
+    while found and top > 4 * found[-1]:
+        found.append(found[-1] * 3)
+    if len(found) > 1 and top < 1.5 * found[-1]:
+        found.pop()
+    return [*found, top]

@@ -1,0 +1,204 @@
+"""A Profile as a file: versioned JSON, one point a line, so that two can be compared with diff."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from xgpt.errors import InputError, Mistake
+from xgpt.model import ModelSpec
+from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.timing import Operator
+from xprofiler.verdict import judge
+
+# What each version of the format brought.
+SCHEMA_HISTORY = {
+    1: "operators of one rank, one transfer table; `torch_version` in the metadata",
+    2: "tables by tensor-parallel degree and link (`layer_rest tp=2`); metadata of libraries, "
+       "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
+       "seconds spent; y of encode_attention",
+}
+PROFILE_VERSION = max(SCHEMA_HISTORY)
+
+# name -> (x, y) in words; every value is in seconds
+AXES = {
+    Operator.ENCODE_ATTENTION.value: ("tokens of a query", "queries encoded together"),
+    Operator.DECODE_ATTENTION.value: ("queries", "context tokens"),
+    Operator.CROSS_ATTENTION.value: ("queries", "encoder tokens"),
+    Operator.LAYER_REST.value: ("tokens", ""), Operator.ENCODER_REST.value: ("tokens", ""),
+    Operator.CROSS_KV.value: ("tokens", ""), Operator.EMBED.value: ("tokens", ""),
+    Operator.HEAD.value: ("queries", ""), Operator.KV_COMPACTION.value: ("rows moved", "tokens"),
+    "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
+    "kv_handover_direct": ("bytes", ""),
+    "step_overhead": ("", ""),
+}
+_COLUMNS = ["x", "y", "samples_s"]
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Writes the file whole or not at all."""
+    head = {"version": PROFILE_VERSION, "metadata": asdict(profile.metadata),
+            "verdict": judge(profile).sentence, "spent_s": round(profile.spent_s, 1),
+            "refused": {str(degree): why for degree, why in profile.refused.items()},
+            "model": asdict(profile.model) if profile.model else None,
+            "peaks": asdict(profile.peaks) if profile.peaks else None,
+            "units": {name: {"x": AXES[name][0], "y": AXES[name][1], "samples_s": "seconds"}
+                      for name in sorted({key.name for key in profile.tables})},
+            "columns": _COLUMNS}
+    rows = ",\n".join(
+        f'  "{key}": [\n' + ",\n".join(f"   {_line(p)}" for p in points) + "\n  ]"
+        for key, points in profile.tables.items() if points)
+    text = json.dumps(head, indent=1)[:-2] + ',\n "tables": {\n' + rows + "\n }\n}\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def load_profile(path: Path) -> Profile:
+    """Raises InputError for a file that is no profile of a known version, naming every fault."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise _bad(path, [("", None, f"not a readable profile: {cause}")]) from None
+    if not isinstance(raw, dict):
+        raise _bad(path, [("", type(raw).__name__, "a profile is a JSON object")])
+    version = raw.get("version")
+    if version not in SCHEMA_HISTORY:
+        known = ", ".join(str(v) for v in SCHEMA_HISTORY)
+        raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
+    if version == 1:
+        raw = _from_version_1(raw)
+    faults: list[tuple[str, object, str]] = []
+    metadata = _metadata(raw.get("metadata"), faults)
+    tables = {key: points for name, rows in _mapping(raw, "tables", faults).items()
+              if (key := _key(name, faults)) is not None
+              and (points := _points(name, rows, faults))}
+    refused = {int(k): str(v) for k, v in _mapping(raw, "refused", faults).items() if k.isdigit()}
+    model, peaks = _model(raw.get("model"), faults), _peaks(raw.get("peaks"), faults)
+    if faults or metadata is None:
+        raise _bad(path, faults)
+    return Profile(metadata=metadata, tables=tables, refused=refused, model=model, peaks=peaks,
+                   spent_s=float(raw.get("spent_s", 0.0)))
+
+
+def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
+    """A ModelSpec written by dataclasses.asdict through JSON. Raises TypeError for other keys."""
+    scaling = raw.get("rope_scaling")
+    pairs = tuple((str(k), v) for k, v in scaling) if scaling else None
+    return ModelSpec(**{**raw, "rope_scaling": pairs})
+
+
+def _line(point: Sample) -> str:
+    def short(value: float) -> float | int:
+        return int(value) if value == int(value) else value
+
+    return json.dumps([short(point.x), short(point.y), [float(f"{s:.4g}") for s in
+                                                        point.samples_s]])
+
+
+def _metadata(raw: object, faults: list[tuple[str, object, str]]) -> ProfileMetadata | None:
+    if not isinstance(raw, dict):
+        faults.append(("metadata", raw, "an object"))
+        return None
+    known = {f.name: f for f in fields(ProfileMetadata)}
+    required = ("model", "model_shape", "device", "dtype", "ranks", "threads_per_rank", "kernels",
+                "libraries")
+    faults += [(f"metadata.{k}", raw[k], f"unknown; known: {', '.join(known)}")
+               for k in raw if k not in known]
+    faults += [(f"metadata.{k}", None, "missing") for k in required if k not in raw]
+    wanted = {"int": int, "bool": bool, "str": str}
+    for k, value in raw.items():
+        if k in known and type(value) is not (kind := wanted[str(known[k].type)]):
+            faults.append((f"metadata.{k}", value, f"a value of type {kind.__name__}"))
+    return None if faults else ProfileMetadata(**raw)
+
+
+def _model(raw: object, faults: list[tuple[str, object, str]]) -> ModelSpec | None:
+    if raw is None:
+        return None
+    try:
+        return model_from_json(raw)  # type: ignore[arg-type]
+    except (TypeError, ValueError, AttributeError) as cause:
+        faults.append(("model", None, f"a model's shape: {cause}"))
+        return None
+
+
+def _peaks(raw: object, faults: list[tuple[str, object, str]]) -> Peaks | None:
+    match raw:
+        case None:
+            return None
+        case {"flops_per_s": float() | int() as flops, "source": str() as source,
+              "bandwidth_bytes_per_s": float() | int() as rate} if flops > 0 and rate > 0:
+            return Peaks(flops_per_s=flops, bandwidth_bytes_per_s=rate, source=source)
+        case _:
+            faults.append(("peaks", raw, "flops_per_s, bandwidth_bytes_per_s (> 0) and source"))
+            return None
+
+
+def _mapping(raw: Mapping[str, Any], key: str,
+             faults: list[tuple[str, object, str]]) -> dict[str, Any]:
+    value = raw.get(key, {} if key == "refused" else None)
+    if not isinstance(value, dict):
+        faults.append((key, value, "an object"))
+        return {}
+    return value
+
+
+def _key(text: str, faults: list[tuple[str, object, str]]) -> TableKey | None:
+    name, *rest = text.split(" ", 2)
+    parts = dict(part.split("=", 1) for part in rest if "=" in part)
+    degree = parts.get("tp", "1")
+    if name not in AXES or not degree.isdigit() or int(degree) < 1 or set(parts) - {"tp", "link"}:
+        faults.append((f"tables.{text}", None, "NAME tp=DEGREE [link=LINK] with NAME one of "
+                                               + ", ".join(AXES)))
+        return None
+    return TableKey(name, int(degree), parts.get("link", ""))
+
+
+def _points(name: str, rows: object,
+            faults: list[tuple[str, object, str]]) -> tuple[Sample, ...]:
+    points = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        point = _point(row)
+        if point is None:
+            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]]"))
+        else:
+            points.append(point)
+    places = {(p.x, p.y) for p in points}
+    if len(places) < len(points):
+        faults.append((f"tables.{name}", None, "one line a point (x, y)"))
+    return tuple(points)
+
+
+def _point(row: Any) -> Sample | None:
+    match row:
+        case [x, y, [_, *_] as samples] if all(map(_is_size, (x, y, *samples))):
+            return Sample(x=float(x), y=float(y), samples_s=tuple(float(s) for s in samples))
+        case _:
+            return None
+
+
+def _is_size(value: object) -> bool:
+    return (isinstance(value, (int, float)) and not isinstance(value, bool)
+            and 0 <= value < float("inf"))
+
+
+def _from_version_1(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Version 1 timed one rank's degree, and messages over what joins ranks on one host."""
+    metadata = dict(raw.get("metadata") or {})
+    metadata["libraries"] = f"torch {metadata.pop('torch_version', '')}"
+    metadata.setdefault("model", "")
+    tables = {}
+    for name, rows in (raw.get("tables") or {}).items():
+        link = " link=shared-memory" if name == "transfer" else ""
+        tables[f"{name} tp=1{link}"] = rows
+    return {**raw, "version": PROFILE_VERSION, "metadata": metadata, "tables": tables}
+
+
+def _bad(path: Path, faults: Iterable[tuple[str, object, str]]) -> InputError:
+    return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)
+                       for key, value, allowed in faults])

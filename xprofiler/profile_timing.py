@@ -1,0 +1,135 @@
+"""A Profile as a `TimingSource`: interpolation between its points, never far beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xgpt.cluster import Link
+from xgpt.errors import XgptError
+from xprofiler.interpolation import Grid, Shape
+from xprofiler.profile import (
+    ALL_REDUCE,
+    HANDOVER,
+    HANDOVER_DIRECT,
+    STEP_OVERHEAD,
+    TRANSFER,
+    Profile,
+    TableKey,
+)
+from xprofiler.timing import Operator, Reach, TimingSource
+
+FloatArray = NDArray[np.float64]
+
+# a query's share of a batch settles as the batch grows
+_SHARES = Shape(grows_with_y=False, is_power=True)
+_MESSAGE = Shape(through_zero=False)
+
+
+class ProfileTiming:
+    """Exact at the measured points, linear between and beyond, infinite beyond four times the
+    largest (xprofiler.interpolation). `fallback` answers for links that the profile lacks (a
+    profile of one device says nothing of the network); without it they are an error."""
+
+    def __init__(self, profile: Profile, fallback: TimingSource | None = None,
+                 marks: Sequence[str] = ()) -> None:
+        """`marks`: how the profile differs from what will run; every provenance shows them."""
+        self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
+        self._grids = {key: _grid(profile, key) for key in profile.tables}
+        overhead = profile.table(STEP_OVERHEAD)
+        self._overhead_s = overhead[0].median_s if overhead else None
+
+    @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        return self.profile.tp_degrees
+
+    @property
+    def is_padded(self) -> bool:
+        return self.profile.metadata.is_padded
+
+    def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
+                   tp_degree: int = 1) -> FloatArray:
+        """See TimingSource. Raises XgptError for a degree or operator that was not measured."""
+        grid = self._grids.get(TableKey(operator.value, tp_degree))
+        if grid is None:
+            raise XgptError(self._missing(operator.value, tp_degree))
+        return grid(x, y)
+
+    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
+        if tp_degree == 1:
+            return np.zeros_like(np.asarray(num_bytes, float))
+        grid = self._grids.get(TableKey(ALL_REDUCE, tp_degree, link.name))
+        if grid is not None:
+            return grid(num_bytes)
+        return self._other(ALL_REDUCE, tp_degree, link).all_reduce_s(num_bytes, tp_degree, link)
+
+    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        grid = self._grids.get(TableKey(TRANSFER, 1, link.name))
+        if grid is not None:
+            return grid(num_bytes)
+        return self._other(TRANSFER, 1, link).transfer_s(num_bytes, link)
+
+    def handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        """The quicker way, where both were measured."""
+        ways = [grid(num_bytes) for name in (HANDOVER, HANDOVER_DIRECT)
+                if (grid := self._grids.get(TableKey(name, 1, link.name))) is not None]
+        if ways:
+            return np.asarray(np.min(ways, axis=0))
+        return self._other(HANDOVER, 1, link).handover_s(num_bytes, link)
+
+    def step_overhead_s(self) -> float:
+        if self._overhead_s is not None:
+            return self._overhead_s
+        if self._fallback is not None:
+            return self._fallback.step_overhead_s()
+        return 0.0
+
+    def reach(self, operator: Operator, tp_degree: int) -> Reach:
+        grid = self._grids.get(TableKey(operator.value, tp_degree))
+        if grid is None:
+            raise XgptError(self._missing(operator.value, tp_degree))
+        is_open = len(grid.ys) == 1 or operator is Operator.ENCODE_ATTENTION
+        return Reach(float(grid.xs[-1]), float("inf") if is_open else float(grid.ys[-1]))
+
+    def provenance(self) -> str:
+        m = self.profile.metadata
+        text = (f"{m.origin} on {m.device}, {m.dtype}, {m.ranks} ranks x "
+                f"{m.threads_per_rank} threads, {m.date}")
+        has_network = any(key.link for key in self.profile.tables)
+        if self._fallback is not None and not has_network:
+            text += f"; messages: {self._fallback.provenance()}"
+        if self._marks:
+            text += f"; NOT OF WHAT WILL RUN: {'; '.join(self._marks)}"
+        return text
+
+    def _missing(self, name: str, tp_degree: int) -> str:
+        reason = self.profile.refused.get(tp_degree)
+        if reason is not None:
+            return f"tensor-parallel degree {tp_degree}: {reason}"
+        if tp_degree not in self.tp_degrees:
+            measured = ", ".join(str(d) for d in self.tp_degrees)
+            return (f"this profile has no tensor-parallel degree {tp_degree}; it has: {measured}. "
+                    "`xgpt profile` measures more")
+        return f"this profile ({self.profile.metadata.origin}) has no table {name!r}"
+
+    def _other(self, name: str, tp_degree: int, link: Link) -> TimingSource:
+        if self._fallback is not None:
+            return self._fallback
+        links = sorted({k.link for k in self.profile.tables if k.name == name and k.link})
+        raise XgptError(f"this profile has no {name} over {link.name!r} at degree {tp_degree}; "
+                        f"it has: {', '.join(links) or 'none'}")
+
+
+def table_shape(key: TableKey) -> Shape:
+    """How the points of a table are to be joined."""
+    if key.name == Operator.ENCODE_ATTENTION.value:
+        return _SHARES
+    return _MESSAGE if key.link else Shape()
+
+
+def _grid(profile: Profile, key: TableKey) -> Grid:
+    points = profile.tables[key]
+    return Grid([p.x for p in points], [p.y for p in points], [p.median_s for p in points],
+                table_shape(key))

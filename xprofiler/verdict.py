@@ -1,0 +1,93 @@
+"""How far a profile's numbers can be trusted, in words a person understands."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from xprofiler.interpolation import Grid, interpolation_errors
+from xprofiler.profile import Profile, Sample
+from xprofiler.timing import Operator
+
+SPREAD_LIMIT = 0.10  # a point whose quartiles lie further apart is called noisy
+ERROR_LIMIT = 0.05  # an interval whose middle may be off by more is called coarse
+_OUTLIER_DEVIATIONS = 6.0  # of the median absolute deviation
+_TOO_SHORT_S = 2e-6  # ten times what reading the clock costs around each layer
+# What makes up a step. Messages scatter by nature (waiting ranks sleep between looks), embedding
+# and compaction are microseconds beside the rest.
+_JUDGED = frozenset(op.value for op in Operator) - {
+    Operator.EMBED.value, Operator.KV_COMPACTION.value}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """`grade`, the counts behind it, and both in a sentence."""
+
+    grade: Literal["good", "usable", "noisy"]
+    points: int
+    noisy: int  # quartiles further apart than SPREAD_LIMIT of the median
+    outliers: int  # single samples far from their point's median (they do not move it)
+    too_short: int  # points whose time is close to the clock's own cost
+    moved: int  # points below one of less work: both are used as their mean
+    coarse: int  # intervals whose middle may be off by more than ERROR_LIMIT
+    sentence: str
+
+
+def judge(profile: Profile) -> Judgement:
+    """Counts what is doubtful in `profile`, among the operators that make up a step."""
+    points = [p for key, table in profile.tables.items() if key.name in _JUDGED for p in table]
+    noisy = sum(p.spread > SPREAD_LIMIT for p in points)
+    outliers = sum(_outliers(p) for p in points)
+    too_short = sum(p.median_s < _TOO_SHORT_S for key, table in profile.tables.items()
+                    if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value)
+                    for p in table)
+    moved = sum(Grid([p.x for p in table], [p.y for p in table],
+                      [p.median_s for p in table]).moved
+                 for key, table in profile.tables.items()
+                 if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value))
+    coarse = sum(bool(error / 4 > ERROR_LIMIT) for error in _errors(profile))
+    share = noisy / max(len(points), 1)
+    grade: Literal["good", "usable", "noisy"] = (
+        "good" if share <= 0.05 else "usable" if share <= 0.20 else "noisy")
+    return Judgement(grade=grade, points=len(points), noisy=noisy, outliers=outliers,
+                     too_short=too_short, moved=moved, coarse=coarse,
+                     sentence=_sentence(grade, len(points), noisy, outliers, too_short, coarse))
+
+
+def _sentence(grade: str, points: int, noisy: int, outliers: int, too_short: int,
+              coarse: int) -> str:
+    text = f"{grade}: {points - noisy} of {points} points within {SPREAD_LIMIT:.0%}"
+    doubts = []
+    if outliers:
+        doubts.append(f"{outliers} single samples far off, ignored by the medians")
+    if too_short:
+        doubts.append(f"{too_short} points so short that the clock shows")
+    if coarse:
+        doubts.append(f"{coarse} places where the curve bends between points: a larger --budget "
+                      "would measure there")
+    if grade == "noisy":
+        doubts.append("is something else running here?")
+    return "; ".join([text, *doubts])
+
+
+def _outliers(point: Sample) -> int:
+    if len(point.samples_s) < 5:
+        return 0
+    centre = point.median_s
+    deviation = statistics.median(abs(s - centre) for s in point.samples_s)
+    limit = max(_OUTLIER_DEVIATIONS * deviation, SPREAD_LIMIT * centre)
+    return sum(abs(s - centre) > limit for s in point.samples_s)
+
+
+def _errors(profile: Profile) -> Iterator[float]:
+    """Leave-one-out errors along x of every row of every operator's table."""
+    for key, table in profile.tables.items():
+        if key.name not in _JUDGED:
+            continue
+        for y in {p.y for p in table}:
+            row = sorted((p.x, p.median_s) for p in table if p.y == y)
+            yield from interpolation_errors(
+                [x for x, _ in row], [s for _, s in row],
+                is_power=key.name == Operator.ENCODE_ATTENTION.value)
