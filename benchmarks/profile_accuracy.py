@@ -39,7 +39,7 @@ from xprofiler.timing import Operator
 from xsimulator.stage_times import StageTimes
 
 BATCHES = (1, 2, 4, 7, 11, 16, 23, 32, 45, 64)
-DECODE_POINTS, ENCODE_POINTS = 24, 14
+DECODE_POINTS, ENCODE_POINTS, WORST = 24, 14, 6
 OPERATORS = {"layer rest": "rest_s", "attention": "attention_s", "head": "head_s"}
 
 
@@ -93,11 +93,16 @@ def report(name: str, dtype: str, took_s: float, profile: Profile, found: dict[s
              f"({sum(len(t) for t in profile.tables.values())} points).", "",
              "| held out | points | median error | 95th percentile | bias |",
              "|---|---|---|---|---|"]
-    pooled: list[tuple[float, float]] = []
+    pooled: list[Any] = []
     for row, pairs in found["operators"].items():
         pooled += pairs
         lines.append(_row(row, pairs))
-    lines += [_row("**all of these**", pooled), "",
+    worst = sorted(((abs(p / m - 1), name, where, p, m)
+                    for name, pairs in found["operators"].items()
+                    for p, m, where in pairs), reverse=True)[:WORST]
+    lines += [_row("**all of these**", pooled), "", "Furthest off: " + "; ".join(
+        f"{name} ({where}): {p * 1e6:.0f} us predicted, {m * 1e6:.0f} us measured"
+        for _, name, where, p, m in worst) + ".", "",
               "| full step, whole model | batches | median error | 95th percentile | bias |",
               "|---|---|---|---|---|"]
     lines += [_row(row, pairs) for row, pairs in found["steps"].items()]
@@ -109,8 +114,8 @@ def report(name: str, dtype: str, took_s: float, profile: Profile, found: dict[s
 
 
 def _row(name: str, pairs: list[Any]) -> str:
-    ratios = np.array([m / p for p, m in pairs])
-    errors = np.abs(np.array([p / m for p, m in pairs]) - 1)
+    ratios = np.array([m / p for p, m, *_ in pairs])
+    errors = np.abs(1 / ratios - 1)
     return (f"| {name} | {len(pairs)} | {np.median(errors):.1%} | {np.quantile(errors, .95):.1%} | "
             f"{np.median(ratios) - 1:+.1%} |")
 
@@ -175,8 +180,9 @@ def held_out(ranks: Ranks, bench: LayerBench, timing: ProfileTiming, phase: str,
                                            len(lengths)))
     for name, part in OPERATORS.items():
         measured_s = float(np.median([getattr(s, part) for s in steps]))
+        sizes = f"{len(lengths)} queries, longest {max(lengths)}, {sum(lengths)} tokens"
         found.setdefault(f"{phase} {name}, degree {degree}", []).append(
-            (getattr(predicted, part), measured_s))
+            (getattr(predicted, part), measured_s, sizes))
 
 
 def _seconds(timing: ProfileTiming, operator: Operator, degree: int, x: Any, y: Any = 0) -> float:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import isotonic_regression
+
+from xprofiler.completion import LEAST_S, BoolArray, continued, fill, growing, within_neighbours
 
 FloatArray = NDArray[np.float64]
 
-_LEAST_S = 1e-12  # what takes less counts as this, where a logarithm or a ratio is taken
 REFUSED_BEYOND = 4.0  # times the largest measured size: nothing is said about more than that
 
 
@@ -23,9 +23,11 @@ class Shape:
     the values are shares that settle, and stay as they are beyond it. `through_zero`: no work
     takes no time (an operator), or there is a fixed cost (a message). `is_power`: between two x,
     and beyond the last, time is a power of x (attention over a whole input, between linear and
-    quadratic: a chord would lie far above it), not a line.
+    quadratic: a chord would lie far above it), not a line. `grows_with_x`: more of x never takes
+    less time (attention over a whole input may: a longer one takes other tiles).
     """
 
+    grows_with_x: bool = True
     grows_with_y: bool = True
     through_zero: bool = True
     is_power: bool = False
@@ -33,74 +35,86 @@ class Shape:
 
 class Grid:
     """Seconds over (x) or (x, y): exact at the points, except where one lies below another of less
-    work: both then get their mean (isotonic regression of the logarithms), for the search rests on
-    times that grow with work. Between 0 and the first x a time falls to 0 with x, as the expected
-    time of a step that only sometimes happens does. Beyond the last point the last slope goes on;
-    beyond `REFUSED_BEYOND` times it, infinite."""
+    work: both then get their mean, for the search rests on times that grow with work. Between 0 and
+    the first x a time falls to 0 with x, as the expected time of a step that only sometimes
+    happens does. Beyond the last point it goes on as it rose since half of it; an operator's beyond
+    `REFUSED_BEYOND` times it is infinite (a message's goes on)."""
 
     def __init__(self, x: ArrayLike, y: ArrayLike, seconds: ArrayLike,
                  shape: Shape | None = None) -> None:
-        """`x`, `y`, `seconds` [points]; cells of the grid that were not measured follow the
-        fullest row. Raises ValueError where there is no point, or two at one place."""
-        shape = Shape() if shape is None else shape
-        self._shape = shape
+        """`x`, `y`, `seconds` [points]; cells of the grid that were not measured are filled
+        (xprofiler.completion). Raises ValueError where there is no point, two at one place, or a
+        power of no size."""
+        self._shape = shape = Shape() if shape is None else shape
         xs, column = np.unique(np.asarray(x, float), return_inverse=True)
         ys, row = np.unique(np.asarray(y, float), return_inverse=True)
         values = np.full((len(ys), len(xs)), np.nan)
         values[row, column] = np.asarray(seconds, float)
-        if not len(xs) or np.isfinite(values).sum() != np.size(seconds):
+        known = np.isfinite(values)
+        if not len(xs) or known.sum() != np.size(seconds):
             raise ValueError("a table needs points, one at each place, of finite times")
-        filled = _fill(xs, values)
-        grown = _growing(filled, is_along_y=shape.grows_with_y)
+        if shape.is_power and xs[0] <= 0:
+            raise ValueError("a power of x needs x above 0")
+        filled = fill(xs, ys, values)
+        if shape.grows_with_x and shape.grows_with_y:
+            filled = within_neighbours(filled, known)
+        grown = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
         self.xs, self.ys, self.values = xs, ys, grown
         self.moved = int((~np.isclose(grown, filled, rtol=1e-9))[row, column].sum())
-        starts_later = shape.through_zero and xs[0] > 0 and not shape.is_power
-        self._xs = np.concatenate([[0.0], xs]) if starts_later else xs
-        self._table = np.pad(grown, ((0, 0), (1, 0))) if starts_later else grown
+        self._extend(grown)
+
+    def _extend(self, grown: FloatArray) -> None:
+        """The table that is looked up: with a column at REFUSED_BEYOND times the last x, a row at
+        as much of the last y, and a column of no work."""
+        shape, xs, ys = self._shape, self.xs, self.ys
+        table = continued(xs, grown, REFUSED_BEYOND, axis=1, is_power=shape.is_power,
+                          starts_at_zero=shape.through_zero)
+        self._xs, self._ys = np.append(xs, REFUSED_BEYOND * xs[-1]), ys
+        if len(ys) > 1 and shape.grows_with_y:
+            table = continued(ys, table, REFUSED_BEYOND, axis=0, is_power=False,
+                              starts_at_zero=False)
+            self._ys = np.append(ys, REFUSED_BEYOND * ys[-1])
+        table[:, -1:] = growing(table[:, -1:], along_x=False, along_y=shape.grows_with_y)
+        table[-1:] = growing(table[-1:], along_x=shape.grows_with_x, along_y=False)
+        if shape.through_zero and xs[0] > 0 and not shape.is_power:
+            self._xs, table = np.append(0.0, self._xs), np.pad(table, ((0, 0), (1, 0)))
+        self._table = table
+        self._at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
 
     def __call__(self, x: ArrayLike, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds at (x, y), broadcast."""
         x, y = np.asarray(x, float), np.asarray(y, float)
-        at_x, share_x = self._place(x)
+        at = np.log(np.maximum(x, self.xs[0])) if self._shape.is_power else x
+        if not self._shape.through_zero:
+            at = np.maximum(at, self._xs[0])  # a message smaller than the smallest costs as much
+        column, share_x = _locate(at, self._at)
         if len(self.ys) == 1:
-            seconds = self._between(0, at_x, share_x)
+            seconds = self._between(0, column, share_x)
         else:
-            at_y, share_y = _locate(y, self.ys)
-            share_y = np.maximum(share_y, 0.0)  # below the first y: as there
-            if not self._shape.grows_with_y:
-                share_y = np.minimum(share_y, 1.0)
-            seconds = self._between(at_y, at_x, share_x)
-            difference = self._between(at_y + 1, at_x, share_x) - seconds
-            if self._shape.grows_with_y:
-                difference = np.maximum(difference, 0.0)  # lines that cross beyond the last x
-            seconds = seconds + share_y * difference
+            # below the first y as there; shares stay beyond the last as they are there
+            row, share_y = _locate(np.clip(y, self._ys[0], self._ys[-1]), self._ys)
+            low = self._between(row, column, share_x)
+            seconds = low + share_y * (self._between(row + 1, column, share_x) - low)
         if self._shape.is_power:
             seconds = seconds * np.minimum(x / self.xs[0], 1.0)
-        refused = x > REFUSED_BEYOND * self.xs[-1]
-        if self._shape.grows_with_y and len(self.ys) > 1:
-            refused = refused | ((y > REFUSED_BEYOND * self.ys[-1]) & (x > 0))
-        seconds = np.where(refused, np.inf, seconds)
+        if self._shape.through_zero:
+            seconds = np.where(self._is_refused(x, y), np.inf, seconds)
         shape = np.broadcast_shapes(x.shape, y.shape)
         result: FloatArray = (seconds if seconds.shape == shape
                               else np.broadcast_to(seconds, shape))
         return result
 
-    def _place(self, x: FloatArray) -> tuple[NDArray[np.intp], FloatArray]:
-        if self._shape.is_power:
-            at = np.maximum(x, self.xs[0])
-            return _locate(np.log(at), np.log(self.xs))
-        at_x, share = _locate(x, self._xs)
-        # a message smaller than the smallest costs as much
-        return at_x, share if self._shape.through_zero else np.maximum(share, 0.0)
+    def _is_refused(self, x: FloatArray, y: FloatArray) -> BoolArray:
+        refused = x > REFUSED_BEYOND * self.xs[-1]
+        if self._shape.grows_with_y and len(self.ys) > 1:
+            refused = refused | ((y > REFUSED_BEYOND * self.ys[-1]) & (x > 0))
+        return np.asarray(refused)
 
     def _between(self, row: NDArray[np.intp] | int, column: NDArray[np.intp],
                  share: FloatArray) -> FloatArray:
-        first = self._table[row, column]
-        if self._table.shape[1] == 1:
-            return np.asarray(first + 0 * share)
-        second = self._table[row, column + 1]
+        first, second = self._table[row, column], self._table[row, column + 1]
         if self._shape.is_power:
-            return np.asarray(first * (second / np.maximum(first, _LEAST_S)) ** share)
+            return np.asarray(first * (second / np.maximum(first, LEAST_S)) ** share)
         return np.asarray(first + share * (second - first))
 
 
@@ -109,7 +123,7 @@ def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,
     """[points] how far each point lies from the line (`is_power`: the power of x) between its
     neighbours, relative; 0 at the ends. A quarter of it estimates the error in the middle of an
     interval beside the point."""
-    xs, values = np.asarray(x, float), np.maximum(np.asarray(seconds, float), _LEAST_S)
+    xs, values = np.asarray(x, float), np.maximum(np.asarray(seconds, float), LEAST_S)
     errors = np.zeros(len(xs))
     if len(xs) > 2:
         ends = (np.log(xs), np.log(values)) if is_power else (xs, values)
@@ -121,42 +135,6 @@ def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,
 
 def _locate(at: FloatArray, grid: FloatArray) -> tuple[NDArray[np.intp], FloatArray]:
     """(index of the grid point at or before, share of the way to the next; beyond 1 after it)."""
-    if len(grid) == 1:
-        return np.zeros(at.shape, np.intp), np.zeros(at.shape)
     index = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
     start = grid[index]
     return index, (at - start) / (grid[index + 1] - start)
-
-
-def _growing(values: FloatArray, *, is_along_y: bool) -> FloatArray:
-    """`values` [y, x], never falling with x (and y)."""
-    axes = (1, 0) if is_along_y else (1,)
-    grown = values
-    for axis in axes:
-        if (np.diff(grown, axis=axis) < 0).any():
-            grown = np.apply_along_axis(_isotonic, axis, grown)
-    for axis in axes:  # what the second pass may have undone of the first
-        grown = np.maximum.accumulate(grown, axis=axis)
-    return grown
-
-
-def _isotonic(line: FloatArray) -> FloatArray:
-    if (np.diff(line) >= 0).all():
-        return line
-    fitted = isotonic_regression(np.log(np.maximum(line, _LEAST_S))).x
-    # a point that is in no one's way stays exactly what was measured
-    return np.where(np.isclose(np.exp(fitted), line, rtol=1e-9), line, np.exp(fitted))
-
-
-def _fill(xs: FloatArray, values: FloatArray) -> FloatArray:
-    """Cells that were not measured, from the fullest row, in its ratio to each other row where both
-    were."""
-    filled, is_known = values.copy(), np.isfinite(values)
-    reference = filled[int(is_known.sum(axis=1).argmax())]
-    known = np.isfinite(reference)
-    reference[~known] = np.interp(xs[~known], xs[known], reference[known])
-    for row, measured in zip(filled, is_known, strict=True):
-        if row is not reference and not measured.all():
-            ratio = row[measured] / np.maximum(reference[measured], _LEAST_S)
-            row[~measured] = reference[~measured] * np.interp(xs[~measured], xs[measured], ratio)
-    return filled

@@ -23,7 +23,11 @@ from xprofiler.timing import Operator
 DECODE_ROWS_UP_TO = 66  # rows of LAYER_REST that are timed in decode steps; more, in encode steps
 STEP_CONTEXT = 130  # context of a decode step that is measured for its rows alone
 MEAN_INPUT = 70  # tokens of an average query in an encode step measured for its rows alone
-_BATCHES_TOGETHER = (1, 4)  # queries of one length encoded together
+_TOGETHER = 4  # queries of one length encoded together, against one alone
+# Attention of a whole input works in tiles, and its time jumps from one multiple to the next: by a
+# sixth to a quarter on CPUs, where torch's kernel takes tiles of 32 queries, of 64 from 192 tokens
+# on and of 256 from 768 on; on GPUs the tiles are of 64 and 128.
+_SMALL_TILE, _LARGE_TILE, _CHANGES, _TILED_UP_TO = 32, 64, (192, 768), 1024
 _LEAST_RATIO = 1.12  # neighbours closer than this are not split further
 
 
@@ -31,7 +35,8 @@ class Kind(Enum):
     """What is executed to measure a point; x, y of the Point."""
 
     DECODE = "decode"  # x = queries, y = the longest context
-    ENCODE = "encode"  # an encode step: x = tokens of each query, y = queries
+    # an encode step of few layers, for its attention alone: x = tokens of each query, y = queries
+    ENCODE = "encode"
     REST = "rest"  # an encode step of ordinary queries with x tokens in all, for its rows alone
     COMPACTION = "compaction"  # x = cache rows moved, y = tokens in each
     # encoder-decoder models
@@ -70,7 +75,8 @@ class Needs:
         if most is None:
             return self
         return Needs(input_tokens=min(self.input_tokens, most), queries=self.queries,
-                     context_tokens=min(self.context_tokens, most - 1), tokens=self.tokens)
+                     context_tokens=max(min(self.context_tokens, most - 1), 2),
+                     tokens=self.tokens)
 
 
 def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
@@ -78,22 +84,19 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
     needs = needs.within(model)
     batches = _ladder((1, 3, 9, 33, 130), needs.queries)
     contexts = _ladder((17, 130, 520), needs.context_tokens)
-    lengths = _ladder((5, 20, 65, 135, 265, 520), needs.input_tokens)
+    lengths = _tiled_lengths(needs.input_tokens)
     decode = Kind.CROSS if model.is_encoder_decoder else Kind.DECODE
     encode = Kind.ENCODER if model.is_encoder_decoder else Kind.ENCODE
     points = [Point(decode, n, context) for n in batches for context in contexts]
-    together = [b for b in _BATCHES_TOGETHER if b * lengths[-1] <= needs.tokens] or [1]
     points += [Point(encode, length, 1) for length in lengths]
-    # the ratio of a query's share to its time alone changes slowly
-    points += [Point(encode, length, b) for length in (lengths[0], lengths[-3:][0], lengths[-1])
-               for b in together if b > 1]
+    # a query's share of a batch, against its time alone, rises slowly to one
+    points += [Point(encode, length, _TOGETHER) for length in lengths
+               if length in (5, 20, 64, 192, lengths[-1]) and length * _TOGETHER <= needs.tokens]
     points += [Point(Kind.COMPACTION, rows, tokens) for rows in (1, 5)
-               for tokens in (contexts[0], contexts[-1])]
+               for tokens in sorted({contexts[0], contexts[-1]})]
     if not model.is_encoder_decoder:
-        # between and beyond the rows that the encode points bring along
-        brought = [p.x * p.y for p in points if p.kind is encode]
-        points += [Point(Kind.REST, rows) for rows in _ladder((300, 900, 2080), needs.tokens)
-                   if not any(0.87 < rows / other < 1.15 for other in brought)]
+        points += [Point(Kind.REST, rows) for rows in _ladder(
+            (75, 140, 265, 520, 900, 2080), needs.tokens)]
     return points
 
 
@@ -126,9 +129,11 @@ def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[f
     rest = _medians(tables.get(Operator.LAYER_REST, ()))
     attention = list(tables.get(Operator.DECODE_ATTENTION, ()))
     weight = _attention_share(rest, attention)
+    # of a decode step that is measured for its rows alone: a context that was measured
+    usual = min(STEP_CONTEXT, max((s.y for s in attention), default=STEP_CONTEXT))
     for low, high, error in _intervals(rest):
         rows = _between(low, high)
-        kind = Point(Kind.DECODE, rows, STEP_CONTEXT) if rows <= DECODE_ROWS_UP_TO else Point(
+        kind = Point(Kind.DECODE, rows, int(usual)) if rows <= DECODE_ROWS_UP_TO else Point(
             Kind.REST, rows)
         yield error, 1.0, kind
     by_context: dict[float, dict[float, float]] = {}
@@ -173,11 +178,22 @@ def _between(low: float, high: float) -> int:
     return middle + 1 if middle > 8 and middle % 8 == 0 and middle + 1 < high else middle
 
 
+def _tiled_lengths(top: int) -> list[int]:
+    """Input lengths at and after every multiple of a tile, where they lie close; then thinner."""
+    tiles = [*range(_SMALL_TILE, _CHANGES[0], _SMALL_TILE),
+             *range(_CHANGES[0], _TILED_UP_TO + 1, _LARGE_TILE)]
+    found = {5, 9, 14, 20, *tiles, *(t + 1 for t in tiles), *(c - 1 for c in _CHANGES), top}
+    longest = _TILED_UP_TO
+    while (longest := longest * 3 // 2) < top:
+        found.add(longest + 1)
+    return sorted(length for length in found if length <= top)
+
+
 def _ladder(steps: tuple[int, ...], top: int) -> list[int]:
     """`steps` up to `top`, then on by threes to it; `top` itself is the last."""
     found = [s for s in steps if s < top]
     while found and top > 4 * found[-1]:
         found.append(found[-1] * 3)
-    if len(found) > 1 and top < 1.5 * found[-1]:
+    if len(found) > 1 and top < 1.2 * found[-1]:
         found.pop()
     return [*found, top]

@@ -89,7 +89,9 @@ class Sample:
     @property
     def standard_error(self) -> float:
         """Of the median, relative: 1.25 / sqrt(n) times the deviation a normal would have with
-        this interquartile range (1.35 deviations)."""
+        this interquartile range (1.35 deviations). Infinite where too few samples tell."""
+        if len(self.samples_s) < 3:
+            return math.inf
         return 1.25 * self.spread / 1.35 / math.sqrt(len(self.samples_s))
 
 

@@ -67,7 +67,7 @@ def load_profile(path: Path) -> Profile:
     if not isinstance(raw, dict):
         raise _bad(path, [("", type(raw).__name__, "a profile is a JSON object")])
     version = raw.get("version")
-    if version not in SCHEMA_HISTORY:
+    if type(version) is not int or version not in SCHEMA_HISTORY:
         known = ", ".join(str(v) for v in SCHEMA_HISTORY)
         raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
     if version == 1:
@@ -79,10 +79,13 @@ def load_profile(path: Path) -> Profile:
               and (points := _points(name, rows, faults))}
     refused = {int(k): str(v) for k, v in _mapping(raw, "refused", faults).items() if k.isdigit()}
     model, peaks = _model(raw.get("model"), faults), _peaks(raw.get("peaks"), faults)
+    spent_s = raw.get("spent_s", 0.0)
+    if not _is_size(spent_s):
+        faults.append(("spent_s", spent_s, "seconds >= 0"))
     if faults or metadata is None:
         raise _bad(path, faults)
     return Profile(metadata=metadata, tables=tables, refused=refused, model=model, peaks=peaks,
-                   spent_s=float(raw.get("spent_s", 0.0)))
+                   spent_s=float(spent_s))
 
 
 def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
@@ -189,11 +192,13 @@ def _is_size(value: object) -> bool:
 
 def _from_version_1(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Version 1 timed one rank's degree, and messages over what joins ranks on one host."""
-    metadata = dict(raw.get("metadata") or {})
+    if not isinstance(raw.get("metadata"), dict) or not isinstance(raw.get("tables"), dict):
+        return dict(raw)  # told by the reader of version 2
+    metadata = dict(raw["metadata"])
     metadata["libraries"] = f"torch {metadata.pop('torch_version', '')}"
     metadata.setdefault("model", "")
     tables = {}
-    for name, rows in (raw.get("tables") or {}).items():
+    for name, rows in raw["tables"].items():
         link = " link=shared-memory" if name == "transfer" else ""
         tables[f"{name} tp=1{link}"] = rows
     return {**raw, "version": PROFILE_VERSION, "metadata": metadata, "tables": tables}

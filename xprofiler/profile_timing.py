@@ -24,7 +24,7 @@ from xprofiler.timing import Operator, Reach, TimingSource
 FloatArray = NDArray[np.float64]
 
 # a query's share of a batch settles as the batch grows
-_SHARES = Shape(grows_with_y=False, is_power=True)
+_SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)
 _MESSAGE = Shape(through_zero=False)
 
 
@@ -85,6 +85,12 @@ class ProfileTiming:
         if self._fallback is not None:
             return self._fallback.step_overhead_s()
         return 0.0
+
+    def can_time(self, tp_degree: int) -> bool:
+        """Degrees whose layers were timed, and whose all-reduce was or can be had elsewhere."""
+        has_sums = tp_degree == 1 or self._fallback is not None or any(
+            key.name == ALL_REDUCE and key.tp_degree == tp_degree for key in self._grids)
+        return tp_degree in self.tp_degrees and has_sums
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         grid = self._grids.get(TableKey(operator.value, tp_degree))

@@ -115,6 +115,10 @@ class Roofline:
         """Host's fixed cost of one micro-batch on one stage."""
         return self.constants.step_overhead_s
 
+    def can_time(self, tp_degree: int) -> bool:
+        """Any degree."""
+        return tp_degree >= 1
+
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """No measurements, so no limit to them."""
         return Reach(math.inf, math.inf)

@@ -76,6 +76,10 @@ class TimingSource(Protocol):
         """Host's fixed cost of one micro-batch on one stage (launches, header, bookkeeping)."""
         ...
 
+    def can_time(self, tp_degree: int) -> bool:
+        """Whether this source answers for groups of `tp_degree`."""
+        ...
+
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """Sizes up to which `operator_s` rests on measurements."""
         ...

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xgpt.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.admission import Admission
-from xscheduler.space import tensor_plans
+from xscheduler.space import tensor_plans, timed_plans
 from xsimulator.policies.rra import RraConfig
 
 
@@ -27,7 +27,8 @@ def best_of_grid(problem: Problem, timing: TimingSource, *, encode_batches: Iter
                  decode_iterations: Iterable[int], padded: bool = True) -> BruteForceResult:
     """Evaluate the whole grid over every tensor plan the problem allows. Ties go to the smaller
     degree, then GPUs, batch, iterations."""
-    plans = tensor_plans(problem.model, problem.cluster, problem.fixed)
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
+                        problem.cluster, timing)
     admission = Admission(problem, timing, plans, padded=padded)
     iterations = list(decode_iterations)
     keys = [(root, (batch, n)) for root in range(len(plans)) for batch in encode_batches

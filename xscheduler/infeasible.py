@@ -8,6 +8,7 @@ import numpy as np
 
 from xgpt.errors import InfeasibleError
 from xgpt.units import format_bytes, format_seconds
+from xprofiler.interpolation import REFUSED_BEYOND
 from xscheduler.admission import Admission, Key
 from xscheduler.space import batch_range, iteration_range
 
@@ -53,9 +54,13 @@ def _easiest(admission: Admission) -> list[Key]:
 def _without_room(admission: Admission, keys: list[Key]) -> str:
     memory_bytes, present, _ = admission.rra.room([admission.config(key) for key in keys])
     reasons = {admission.crowding(key) for key in keys}
-    if "measured range" in reasons and "memory" not in reasons:
+    ranged = [key for key in keys if admission.crowding(key) == "measured range"]
+    if ranged:
+        # a smaller memory need than the capacity must not be told as the reason
+        beyond = admission.rra.beyond(admission.config(ranged[0]), REFUSED_BEYOND)
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
-                "says nothing beyond four times as much; measure one for this job")
+                f"says nothing beyond {REFUSED_BEYOND:g} times as much ({'; '.join(beyond)}); "
+                "measure one for this job")
     if reasons == {"number of queries"}:
         return (f"no schedule: the job has {admission.problem.num_queries} queries, and the fixed "
                 f"values keep {present.min():.0f} present at a time")

@@ -33,7 +33,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.admission import Admission, Frontier, Frontiers, Key
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult, Outcome, Status, maximise
 from xscheduler.infeasible import explain
-from xscheduler.space import batch_range, iteration_range, tensor_plans
+from xscheduler.space import batch_range, iteration_range, tensor_plans, timed_plans
 
 EDGE_SAMPLES = 6
 EDGE_TOLERANCE = 0.02
@@ -53,7 +53,8 @@ def find_schedule(problem: Problem, timing: TimingSource, *, gap: float = 0.005,
     """
     began = time.monotonic()
     _refuse_other_policies(problem)
-    plans = tensor_plans(problem.model, problem.cluster, problem.fixed)
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
+                        problem.cluster, timing)
     admission = Admission(problem, timing, plans, padded=padded)
     bound_s = problem.constraint.latency_s
 

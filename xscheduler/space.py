@@ -11,12 +11,14 @@ nor, over fast links, throughput is monotone in tp_gpus, and there are few value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xgpt.cluster import Cluster
 from xgpt.errors import InputError, Mistake
 from xgpt.job import FixedSchedule
 from xgpt.model import ModelSpec
+from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
 
 MAX_ENCODE_BATCH = 1 << 20
@@ -56,6 +58,25 @@ def tensor_plans(model: ModelSpec, cluster: Cluster, fixed: FixedSchedule) -> li
         raise InputError([Mistake(file="schedule", line=None, key=key, value=value,
                                   allowed=allowed)])
     return plans
+
+
+def timed_plans(plans: Sequence[TensorPlan], cluster: Cluster,
+                timing: TimingSource) -> list[TensorPlan]:
+    """Those of `plans` whose every degree `timing` answers for. Raises InputError if none is
+    left."""
+    found = [plan for plan in plans if all(map(timing.can_time, _degrees_of(plan, cluster)))]
+    if not found:
+        raise InputError([Mistake(
+            file="schedule", line=None, key="schedule.tp_degree",
+            value=sorted({plan.tp_degree for plan in plans}),
+            allowed=f"none of these can be timed by what there is: {timing.provenance()}")])
+    return found
+
+
+def _degrees_of(plan: TensorPlan, cluster: Cluster) -> set[int]:
+    """Of all its stages: the groups', and 1 where devices are left single."""
+    singles = {1} if plan.tp_gpus < cluster.num_devices else set()
+    return singles | ({plan.tp_degree} if plan.tp_gpus else set())
 
 
 def batch_range(fixed: FixedSchedule, num_queries: int | None) -> tuple[int, int]:

@@ -259,9 +259,9 @@ def test_llama_2_of_vidur_is_the_sum_of_its_rows(tmp_path: Path) -> None:
         for tokens in (1, 4096):
             expected = float(np.median(layers_s[tokens, degree]))
             assert points[tokens] == pytest.approx(expected, rel=1e-3)
-            # 3968 tokens were up to 5 % slower than 4096, and times are taken to grow
+            # single sizes are up to 5 % out of order, and times are taken to grow
             got = seconds(profile, Operator.LAYER_REST, tokens, tp_degree=degree)
-            assert expected * 0.999 < got < expected * (1.06 if tokens > 1 else 1.001)
+            assert got == pytest.approx(expected, rel=0.06)
 
 
 @needs_data

@@ -1,108 +1,321 @@
-"""The profile: a diffable file, interpolation exact at its points, monotone, linear beyond."""
+"""The profile's file: one point a line, nothing lost, old versions read, every fault named."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
+from xgpt import catalog
 from xgpt.errors import InputError, XgptError
-from xprofiler.cache import cached_profile_path, find_cached
+from xprofiler.cache import cached_profile_path, find_cached, model_shape
 from xprofiler.profile import (
+    Peaks,
     Profile,
     ProfileMetadata,
-    ProfileTiming,
     Sample,
+    TableKey,
+    merge,
+)
+from xprofiler.profile_file import (
+    AXES,
+    PROFILE_VERSION,
+    SCHEMA_HISTORY,
     load_profile,
     save_profile,
 )
 from xprofiler.timing import Operator
+from xprofiler.verdict import judge
 
-METADATA = ProfileMetadata(model_shape="m", device="cpu", dtype="float32", ranks=2,
-                           threads_per_rank=1, torch_version="2", kernels="k", date="2026-11-21")
+METADATA = ProfileMetadata(
+    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=2, threads_per_rank=1,
+    kernels="k", libraries="torch 2", sampling="drawn", is_padded=False, origin="measured",
+    clock="1980 MHz", date="2026-11-21", commit="abc")
+OTHER = {
+    "model_shape": "n", "device": "other", "dtype": "bfloat16", "ranks": 3, "threads_per_rank": 2,
+    "kernels": "new", "libraries": "torch 3", "sampling": "greedy", "is_padded": True,
+    "origin": "vidur"}
+LABELS = {"model": "another name", "clock": "", "date": "2027-01-01", "commit": "def"}
 
 
 def points(*triples: tuple[float, float, float]) -> tuple[Sample, ...]:
     return tuple(Sample(x=x, y=y, samples_s=(s, s, s)) for x, y, s in triples)
 
 
-def profile() -> Profile:
+def profile(**changed: Any) -> Profile:
     line = points((1, 0, 1.0), (4, 0, 4.0), (8, 0, 6.0))
-    grid = points((1, 10, 1.0), (4, 10, 3.0), (1, 20, 2.0), (4, 20, 7.0))
-    return Profile(metadata=METADATA, tables={
-        "layer_rest": line, "encode_attention": line, "embed": line, "head": line,
-        "decode_attention": grid, "transfer": points((100, 0, 0.5), (1100, 0, 1.5)),
-        "step_overhead": points((0, 0, 0.25))})
+    whole = Profile(metadata=METADATA, refused={3: "6 heads cannot be split by 3"}, spent_s=12.5,
+                    model=catalog.model("llama-3.1-8b"),
+                    peaks=Peaks(flops_per_s=1e11, bandwidth_bytes_per_s=2.5e9, source="measured"),
+                    tables={
+        TableKey("layer_rest"): line, TableKey("layer_rest", 2): line,
+        TableKey("decode_attention", 2): points((1, 10, 1.0), (4, 10, 3.0), (1, 20, 1.25e-6)),
+        TableKey("transfer", 1, "pcie4-x16"): points((100, 0, 0.5), (1100.5, 0, 1.5)),
+        TableKey("all_reduce", 2, "one hop = fast"): points((100, 0, 0.5)),
+        TableKey("step_overhead"): points((0, 0, 0.25))})
+    return replace(whole, **changed)
 
 
-def test_values_are_exact_at_the_points_and_linear_between_and_beyond() -> None:
-    timing = ProfileTiming(profile())
-    got = timing.operator_s(Operator.LAYER_REST, np.array([0, 0.5, 1, 2.5, 4, 8, 16]))
-    assert got.tolist() == [0, 0.5, 1, 2.5, 4, 6, 10]
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "profile.json"
 
 
-def test_two_dimensions_are_exact_at_the_points_and_bilinear_between() -> None:
-    timing = ProfileTiming(profile())
-    queries, contexts = np.array([1, 4, 1, 4, 2.5, 4, 0]), np.array([10, 10, 20, 20, 15, 30, 15])
-    got = timing.operator_s(Operator.DECODE_ATTENTION, queries, contexts)
-    assert got.tolist() == [1, 3, 2, 7, (2 + 4.5) / 2, 11, 0]
-    below = timing.operator_s(Operator.DECODE_ATTENTION, 4, np.array([0, 5]))
-    assert (below == 3).all(), "below the shortest measured context it costs what that costs"
+def changed_file(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A profile's file after `change` of its JSON object."""
+    save_profile(profile(), path)
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+    return path
 
 
-def test_more_work_never_takes_less_time_even_if_it_was_measured_so() -> None:
-    tables = dict(profile().tables)
-    tables["head"] = points((1, 0, 2.0), (2, 0, 1.0), (4, 0, 3.0))
-    timing = ProfileTiming(Profile(metadata=METADATA, tables=tables))
-    got = timing.operator_s(Operator.HEAD, np.linspace(0, 6, 50))
-    assert (np.diff(got) >= 0).all()
+def faults(path: Path) -> dict[str, str]:
+    """The mistakes that reading the file reports: key -> what is allowed."""
+    with pytest.raises(InputError) as raised:
+        load_profile(path)
+    assert all(m.file == str(path) for m in raised.value.mistakes)
+    return {m.key: m.allowed for m in raised.value.mistakes}
 
 
-def test_messages_cost_their_latency_and_the_host_its_share() -> None:
-    from xgpt import catalog
-
-    timing = ProfileTiming(profile())
-    link = catalog.link("pcie4-x16")
-    assert timing.transfer_s(np.array([100, 600, 2100]), link).tolist() == [0.5, 1.0, 2.5]
-    assert timing.step_overhead_s() == 0.25
-    with pytest.raises(XgptError, match="degree 2"):
-        timing.operator_s(Operator.HEAD, 1, tp_degree=2)
-
-
-def test_a_file_keeps_everything_and_has_one_point_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
+def test_a_file_keeps_everything(path: Path) -> None:
     save_profile(profile(), path)
     assert load_profile(path) == profile()
-    lines = path.read_text().splitlines()
-    assert sum(line.strip().startswith("[") for line in lines) == 4 * 3 + 4 + 2 + 1
-    assert json.loads(path.read_text())["metadata"]["ranks"] == 2
+    # so does one that knows the least
+    bare = Profile(metadata=METADATA, tables={})
+    save_profile(bare, path)
+    assert load_profile(path) == bare
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "opt-13b", "t5-11b"])
+def test_a_models_shape_survives(path: Path, name: str) -> None:
+    """A fingerprint of the shape read back decides whether a profile fits a job."""
+    model = catalog.model(name)
+    save_profile(profile(model=model), path)
+    back = load_profile(path).model
+    assert back == model
+    assert back is not None and model_shape(back) == model_shape(model)
+
+
+def test_writing_what_was_read_changes_no_byte(path: Path, tmp_path: Path) -> None:
+    save_profile(profile(), path)
+    again = tmp_path / "again.json"
+    save_profile(load_profile(path), again)
+    assert again.read_text() == path.read_text()
+
+
+def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_line(
+        path: Path, tmp_path: Path) -> None:
+    save_profile(profile(), path)
+    key = TableKey("layer_rest", 2)
+    first, *others = profile().tables[key]
+    tables = {**profile().tables, key: (replace(first, samples_s=(1.001, 1.002)), *others)}
+    other = tmp_path / "other.json"
+    save_profile(profile(tables=tables), other)
+    ours, theirs = path.read_text().splitlines(), other.read_text().splitlines()
+    assert len(ours) == len(theirs)
+    assert [b for a, b in zip(ours, theirs, strict=True) if a != b] == [
+        "   [1, 0, [1.001, 1.002]],"]
+    rows = [line for line in ours[ours.index(' "tables": {'):] if line.strip().startswith("[")]
+    assert len(rows) == sum(len(table) for table in profile().tables.values())
+
+
+def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
+    save_profile(profile(), path)
+    raw = json.loads(path.read_text())
+    assert raw["version"] == PROFILE_VERSION == max(SCHEMA_HISTORY)
+    assert raw["verdict"] == judge(profile()).sentence
+    assert raw["units"]["decode_attention"] == {
+        "x": "queries", "y": "context tokens", "samples_s": "seconds"}
+    assert set(raw["units"]) == {key.name for key in profile().tables}
+    assert raw["metadata"]["ranks"] == 2
+    assert list(raw["tables"]) == [str(key) for key in profile().tables]
+
+
+def test_every_operator_has_axes() -> None:
+    assert {op.value for op in Operator} <= set(AXES)
+
+
+def test_samples_keep_four_digits(path: Path) -> None:
+    sample = Sample(x=1, samples_s=(1.23456e-6, 12345.6))
+    save_profile(profile(tables={TableKey("head"): (sample,)}), path)
+    assert load_profile(path).table("head")[0].samples_s == (1.235e-6, 12350.0)
+
+
+def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch
+                                                ) -> None:
+    save_profile(profile(), path)
+    before = path.read_text()
+    unwritable = {TableKey("no_such_table"): points((1, 0, 1.0))}
+    with pytest.raises(KeyError):
+        save_profile(profile(tables=unwritable), path)
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        save_profile(profile(spent_s=1.0), path)
+    assert path.read_text() == before
+
+
+VERSION_1: dict[str, Any] = {
+    "version": 1,
+    "metadata": {"model_shape": "m", "device": "cpu", "dtype": "float32", "ranks": 2,
+                 "threads_per_rank": 1, "torch_version": "2.9", "kernels": "k",
+                 "date": "2026-11-21", "commit": ""},
+    "tables": {"layer_rest": [[1, 0, [1.0, 2.0]]], "transfer": [[100, 0, [0.5]]],
+               "step_overhead": [[0, 0, [0.25]]]},
+}
+
+
+def test_version_1_is_read(path: Path) -> None:
+    path.write_text(json.dumps(VERSION_1))
+    got = load_profile(path)
+    assert got.metadata == ProfileMetadata(
+        model="", model_shape="m", device="cpu", dtype="float32", ranks=2, threads_per_rank=1,
+        kernels="k", libraries="torch 2.9", date="2026-11-21")
+    assert got.table("layer_rest", 1) == (Sample(x=1, samples_s=(1.0, 2.0)),)
+    assert got.table("transfer", 1, "shared-memory") == (Sample(x=100, samples_s=(0.5,)),)
+    assert got.table("step_overhead")[0].median_s == 0.25
+    assert got.tp_degrees == (1,)
+    save_profile(got, path)
+    assert json.loads(path.read_text())["version"] == PROFILE_VERSION
+    assert load_profile(path) == got
 
 
 @pytest.mark.parametrize("text", [
-    "", "[]", "{}", '{"version": 99}', '{"version": 1, "tables": {}}'])
-def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "p.json"
+    "", "[]", "{}", "null", "[" * 100_000, '{"version": 99}', '{"version": null}',
+    '{"version": []}', '{"version": true}', '{"version": 2.0}',
+    '{"version": 1}', '{"version": 2}', '{"version": 1, "tables": {}}'])
+def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> None:
     path.write_text(text)
-    with pytest.raises(InputError, match=r"p\.json"):
-        load_profile(path)
+    assert faults(path)
 
 
-def test_the_verdict_counts_points_whose_samples_disagree() -> None:
-    assert profile().verdict().startswith("good: 19 of 19")
-    noisy = tuple(Sample(x=p.x, y=p.y, samples_s=(1.0, 2.0, 3.0)) for p in profile().tables["head"])
-    tables = {**profile().tables, "head": noisy, "embed": noisy}
-    assert Profile(metadata=METADATA, tables=tables).verdict().startswith("noisy: 6 of 19")
+@pytest.mark.parametrize("text", [
+    '{"version": 1, "metadata": [1], "tables": {}}',
+    '{"version": 1, "metadata": {}, "tables": [1]}'])
+def test_an_odd_file_is_refused_by_name(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert faults(path)
 
 
-@pytest.mark.parametrize("change", [
-    {"ranks": 3}, {"dtype": "bfloat16"}, {"device": "other"}, {"kernels": "new"},
-    {"torch_version": "3"}, {"threads_per_rank": 2}, {"model_shape": "n"}])
-def test_the_cache_has_a_profile_for_this_metadata_alone(
-        tmp_path: Path, change: dict[str, object]) -> None:
-    from dataclasses import replace
+@pytest.mark.parametrize("value", ["long", None, [1]])
+def test_spent_seconds_that_are_no_number_are_refused_by_name(path: Path, value: object) -> None:
+    assert "spent_s" in faults(changed_file(path, lambda raw: raw.update(spent_s=value)))
 
+
+def test_a_file_that_is_not_there_is_refused_by_name(path: Path) -> None:
+    assert "not a readable profile" in faults(path)[""]
+
+
+def test_another_version_names_those_that_are_read(path: Path) -> None:
+    changed_file(path, lambda raw: raw.update(version=99))
+    assert faults(path) == {"version": "this xgpt reads versions 1, 2"}
+
+
+def test_every_fault_is_named_at_once(path: Path) -> None:
+    def spoil(raw: dict[str, Any]) -> None:
+        raw["metadata"]["ranks"] = "two"
+        raw["metadata"]["colour"] = "red"
+        del raw["metadata"]["device"]
+        raw["peaks"] = {"flops_per_s": 0, "bandwidth_bytes_per_s": 1, "source": "?"}
+        raw["tables"]["layer_rest tp=2"][0] = [1, 0, []]
+        raw["tables"]["unheard tp=1"] = []
+        raw["model"]["wings"] = 2
+
+    assert set(faults(changed_file(path, spoil))) == {
+        "metadata.ranks", "metadata.colour", "metadata.device", "peaks",
+        "tables.layer_rest tp=2", "tables.unheard tp=1", "model"}
+
+
+@pytest.mark.parametrize("row", [
+    [1, 0], [1, 0, []], [1, 0, 2.0], [-1, 0, [1.0]], [1, 0, [-1.0]], ["1", 0, [1.0]],
+    [1, None, [1.0]], [True, 0, [1.0]], [1, 0, [float("nan")]], [1, 0, [float("inf")]], {}, 3])
+def test_a_row_that_is_no_point_is_refused(path: Path, row: object) -> None:
+    def spoil(raw: dict[str, Any]) -> None:
+        raw["tables"]["layer_rest tp=1"].append(row)
+
+    assert faults(changed_file(path, spoil)) == {
+        "tables.layer_rest tp=1": "points [x, y, [seconds, ...]]"}
+
+
+def test_two_rows_of_one_point_are_refused(path: Path) -> None:
+    def spoil(raw: dict[str, Any]) -> None:
+        raw["tables"]["layer_rest tp=1"].append([1, 0, [2.0]])
+
+    assert set(faults(changed_file(path, spoil))) == {"tables.layer_rest tp=1"}
+
+
+@pytest.mark.parametrize("key", [
+    "", "head tp=0", "head tp=-1", "head tp=two", "head speed=3", "Head tp=1"])
+def test_a_table_of_no_known_name_or_degree_is_refused(path: Path, key: str) -> None:
+    spoilt = changed_file(path, lambda raw: raw["tables"].update({key: [[1, 0, [1.0]]]}))
+    assert set(faults(spoilt)) == {f"tables.{key}"}
+
+
+def test_profiles_of_one_thing_merge_and_a_point_in_both_keeps_the_quieter() -> None:
+    quiet = Sample(x=4, samples_s=(1.0, 1.01, 1.02, 1.03))
+    loud = Sample(x=4, samples_s=(1.0, 2.0, 3.0, 4.0))
+    own, new = Sample(x=1, samples_s=(0.5, 0.5, 0.5)), Sample(x=9, samples_s=(3.0, 3.0, 3.0))
+    head, embed = TableKey("head"), TableKey("embed", 2)
+    first = profile(tables={head: (own, loud)}, refused={3: "three"}, peaks=None, model=None)
+    second = profile(tables={head: (quiet, new), embed: (new,)}, refused={5: "five"},
+                     metadata=replace(METADATA, **LABELS))  # type: ignore[arg-type]
+    merged = merge(first, second)
+    assert merged.tables == {head: (own, quiet, new), embed: (new,)}
+    assert merged.metadata == METADATA
+    assert merged.refused == {3: "three", 5: "five"}
+    assert merged.spent_s == first.spent_s + second.spent_s
+    assert (merged.model, merged.peaks) == (second.model, second.peaks)
+    assert merge(second, first).tables == merged.tables
+    assert merge(second, second).tables == second.tables
+
+
+def test_merged_points_are_in_order_of_y_then_x() -> None:
+    key = TableKey("decode_attention")
+    first, second = points((4, 10, 1.0), (1, 20, 1.0)), points((1, 10, 1.0), (4, 20, 1.0))
+    merged = merge(profile(tables={key: first}), profile(tables={key: second}))
+    assert [(p.x, p.y) for p in merged.tables[key]] == [(1, 10), (4, 10), (1, 20), (4, 20)]
+
+
+def test_a_single_sample_does_not_displace_a_measurement_of_many() -> None:
+    many = Sample(x=1, samples_s=(1.0, 1.01, 1.02, 1.03, 1.04))
+    single = Sample(x=1, samples_s=(9.0,))
+    ours, theirs = (profile(tables={TableKey("head"): (s,)}) for s in (many, single))
+    assert merge(ours, theirs).table("head") == (many,)
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_profiles_of_different_things_do_not_merge(key: str) -> None:
+    other = profile(metadata=replace(METADATA, **{key: OTHER[key]}))  # type: ignore[arg-type]
+    with pytest.raises(XgptError, match=f"cannot be merged; {key}: "):
+        merge(profile(), other)
+
+
+def test_every_field_of_the_metadata_is_part_of_the_identity_or_a_label() -> None:
+    assert set(METADATA.identity) == set(OTHER)
+    assert set(OTHER) | set(LABELS) == set(METADATA.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_the_cache_has_a_profile_for_this_metadata_alone(tmp_path: Path, key: str) -> None:
     save_profile(profile(), cached_profile_path(tmp_path, METADATA))
-    assert find_cached(tmp_path, replace(METADATA, date="2027-01-01")) == profile()
-    assert find_cached(tmp_path, replace(METADATA, **change)) is None  # type: ignore[arg-type]
+    labelled = replace(METADATA, **LABELS)  # type: ignore[arg-type]
+    assert find_cached(tmp_path, labelled) == profile()
+    other = replace(METADATA, **{key: OTHER[key]})  # type: ignore[arg-type]
+    assert find_cached(tmp_path, other) is None
+
+
+def test_spread_is_the_interquartile_range_over_the_median() -> None:
+    assert Sample(x=1, samples_s=(1.0, 2.0, 3.0, 4.0, 5.0)).spread == pytest.approx(2 / 3)
+    assert Sample(x=1, samples_s=(1.0, 9.0)).spread == 0.0
+    assert Sample(x=1, samples_s=(0.0, 0.0, 0.0)).spread == 0.0
+    few, many = (Sample(x=1, samples_s=(1.0, 2.0, 3.0) * n) for n in (1, 9))
+    assert few.standard_error == pytest.approx(1.25 * 0.5 / 1.35 / 3**0.5)
+    assert many.standard_error < few.standard_error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import metadata
@@ -76,19 +78,52 @@ def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool 
     """The cached profile; measured, or gone on with, where points are missing, or where `budget_s`
     leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
     is kept, and the same command goes on."""
-    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
-    if again:
-        path.unlink(missing_ok=True)
-    found = load_profile(path) if path.is_file() else None
-    if found is not None and _is_complete(found, wanted) and (
-            budget_s is None or found.spent_s >= budget_s):
-        say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
-        return found
-    _measure(wanted, path, DEFAULT_BUDGET_S if budget_s is None else budget_s,
-             is_new=found is None)
-    found = load_profile(path)
+    path = cached_profile_path(_cache_folder(), wanted.metadata)
+    with _alone(path):
+        found = None if again else _cached(path)
+        if found is not None and _is_complete(found, wanted) and (
+                budget_s is None or found.spent_s >= budget_s):
+            say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
+            return found
+        if found is None:
+            path.unlink(missing_ok=True)
+        _measure(wanted, path, DEFAULT_BUDGET_S if budget_s is None else budget_s,
+                 is_new=found is None)
+        found = load_profile(path)
     say(f"profile: {judge(found).sentence}")
     return found
+
+
+def _cache_folder() -> Path:
+    folder = cache_dir() / "profiles"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise InputError([Mistake(file="cache", line=None, key="XDG_CACHE_HOME", value=str(folder),
+                                  allowed=f"a folder that can be written to: {cause.strerror}"
+                                  )]) from None
+    return folder
+
+
+def _cached(path: Path) -> Profile | None:
+    """None where there is none, or none that can be read: a cache is no input of the user's."""
+    try:
+        return load_profile(path) if path.is_file() else None
+    except InputError as error:
+        say(f"profile: the cached one is left aside, {error.mistakes[0]}")
+        return None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time measures a profile: two would disturb each other for the same file."""
+    with path.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            say("profile: another xgpt is measuring this one; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def threads_per_rank(job: Job, problem: Problem) -> int:
@@ -128,7 +163,6 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, *, is_new: bool) -> 
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "run", "measuring a profile")
-    target.parent.mkdir(parents=True, exist_ok=True)
     of = wanted.metadata
     degrees = ", ".join(str(d) for d in wanted.degrees)
     say(f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on {of.ranks} "

@@ -33,6 +33,7 @@ def schedule_table(schedule: Schedule) -> str:
         ("search", f"{schedule.status}, {_gap(schedule)}, "
                    f"{counted(schedule.nodes, 'configuration')} in "
                    f"{format_seconds(schedule.seconds)}"),
+        *_marks(e),
     ]
     return "\n".join(_fact(label, value) for label, value in facts)
 
@@ -47,6 +48,7 @@ def estimate_table(estimate: Estimate, quantile: float) -> str:
                     "lengths"),
         ("step times", _step_times(estimate)),
         ("memory", _memory(estimate)),
+        *_marks(estimate),
     ]
     return "\n".join(_fact(label, value) for label, value in facts)
 
@@ -78,6 +80,11 @@ def stage_table(schedule: Schedule) -> str:
         phase = {"both": "encode, decode"}.get(stage.role, stage.role)
         body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
     return _table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
+
+
+def _marks(e: Estimate) -> list[tuple[str, str]]:
+    """What an estimate says of itself besides its figures, but for where its times are from."""
+    return [("note", note) for note in e.notes if not note.startswith("times: ")]
 
 
 def _throughput(e: Estimate) -> str:

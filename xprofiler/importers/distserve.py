@@ -179,9 +179,15 @@ def _add_fit(parts: Parts, fit: Fit, degree: int, model: ModelSpec) -> None:
     parts.add(Operator.ENCODE_ATTENTION, degree, [
         Point(n, 1, ((b * n + c * n * n) / layers,))
         for n in (*_SHORT, *range(_CHORD_TOKENS, positions, _CHORD_TOKENS), positions)])
-    parts.add(Operator.DECODE_ATTENTION, degree, [
-        Point(q, y, ((fit.decode_s(q, y) - r) / layers,))
-        for y in (0, positions) for q, r in zip(queries, rest, strict=True)])
+    decoding: list[Point] = []
+    for y in (0, positions):
+        # where the second fit starts below the first, times are held: a mean of both would be
+        # wrong on either side
+        left = np.maximum.accumulate([fit.decode_s(q, y) - r
+                                      for q, r in zip(queries, rest, strict=True)])
+        decoding += [Point(q, y, (float(s) / layers,))
+                     for q, s in zip(queries, left, strict=True)]
+    parts.add(Operator.DECODE_ATTENTION, degree, decoding)
     parts.tables[TableKey(Operator.EMBED.value, degree)] = free(MAX_TOKENS)
     parts.tables[TableKey(Operator.HEAD.value, degree)] = free(MAX_QUERIES)
     parts.tables[TableKey(Operator.KV_COMPACTION.value, degree)] = free(MAX_TOKENS)

@@ -42,16 +42,20 @@ class LayerBench:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int = 1, device: torch.device | str = "cpu",
-                 sampling: Sampling = GREEDY, is_probed: bool = True) -> None:
-        """`is_probed` False: steps are timed as a whole, without marks inside."""
+                 sampling: Sampling = GREEDY, is_probed: bool = True,
+                 most_layers: int | None = None) -> None:
+        """`is_probed` False: steps are timed as a whole, without marks inside. `most_layers`: for
+        steps whose attention alone counts; their weights may stay in a cache, there is no head."""
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
         self.num_layers = max(1, min(math.ceil(spec.num_layers / num_stages),
-                                     MAX_WEIGHT_BYTES // layer_bytes))
+                                     MAX_WEIGHT_BYTES // layer_bytes,
+                                     spec.num_layers if most_layers is None else most_layers))
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling = sampling
         stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=self.num_layers)
-        self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
-                                stage, dtype, shard=Shard(degree=tp_degree), device=self.device)
+        depth = self.num_layers + (most_layers is not None)  # one more: not the last stage
+        self.model = StageModel(replace(spec, num_layers=depth), RandomWeights(dtype), stage,
+                                dtype, shard=Shard(degree=tp_degree), device=self.device)
         clock = clock_of(self.device)
         self._probe = Probe(self.model, clock) if is_probed else Whole(clock)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from xprofiler.measure.probe import Parts
-from xprofiler.plan import DECODE_ROWS_UP_TO, OWN_TABLE, Kind, Point
+from xprofiler.plan import OWN_TABLE, Kind, Point
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
@@ -65,7 +65,7 @@ class Recorder:
         if point.kind is Kind.ENCODER:
             put(Operator.ENCODER_REST, rows, 0, (s.rest_s for s in steps))
             put(Operator.CROSS_KV, rows, 0, (s.cross_kv_s for s in steps))
-        elif is_decode or rows > DECODE_ROWS_UP_TO:
+        elif is_decode or point.kind is Kind.REST:
             put(Operator.LAYER_REST, rows, 0, (s.rest_s for s in steps))
         put(Operator.EMBED, rows, 0, (s.embed_s for s in steps))
 

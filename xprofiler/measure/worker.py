@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from xgpt.model import ModelSpec
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -34,6 +35,7 @@ from xprofiler.plan import Kind, Needs, Point, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
+from xrunner.sampling import Sampling
 
 STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
 _COMPACTIONS = 5  # times each is measured
@@ -41,7 +43,7 @@ _SAVE_EVERY_S = 2.0
 _REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION)
 
 
-Bench = LayerBench | EncoderDecoderBench
+_ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +101,15 @@ class _Session:
         todo = [(d, p) for d in degrees for p in points if not self._recorder.has(p, d)]
         self._total = self._left = sum(_work(p) for _, p in todo)
         for index, degree in enumerate(degrees):
-            bench = (EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench)(
-                self._spec, self._dtype, num_stages=self._known.metadata.ranks, tp_degree=degree,
-                device=self._device, sampling=self._sampling)
+            bench = _Benches(self._spec, self._dtype, self._known.metadata.ranks, degree,
+                             self._device, self._sampling)
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
                 break
         self._save(force=True)
 
-    def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
+    def _measure_degree(self, bench: _Benches, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
         for point in points:
@@ -124,16 +125,16 @@ class _Session:
             tables = {op: self._recorder.operator(op, degree) for op in _REFINED}
             done = self._recorder.done(degree) | failed
             worst = refinement(tables, done, STEADY_ERROR)
-            if worst is None or bench.spec.is_encoder_decoder:
+            if worst is None or self._spec.is_encoder_decoder:
                 break
             self._measure(bench, degree, worst)
             failed.add(worst)  # whatever came of it, it is not asked for again
             self._save()
         return True
 
-    def _measure(self, bench: Bench, degree: int, point: Point) -> None:
+    def _measure(self, bench: _Benches, degree: int, point: Point) -> None:
         if point.kind is Kind.COMPACTION:
-            move = bench.compaction(point.x, point.y)
+            move = bench.whole.compaction(point.x, point.y)
             move()
             seconds = self._ranks.together(lambda: [move() for _ in range(_COMPACTIONS)])
             self._recorder.add(TableKey(Operator.KV_COMPACTION.value, degree), point.x, point.y,
@@ -141,8 +142,8 @@ class _Session:
             return
         lengths = _lengths(point)
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
-        steps = self._ranks.steady(_step(bench, point.kind, lengths))
-        self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.num_layers)
+        steps = self._ranks.steady(bench.step(point.kind, lengths))
+        self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.whole.num_layers)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -195,12 +196,30 @@ class _Session:
         return self._ranks.agree(Path(self._request.stop).exists())
 
 
-def _step(bench: Bench, kind: Kind, lengths: list[int]) -> Measurement:
-    if isinstance(bench, EncoderDecoderBench):
-        # self-attention over as many tokens as cross-attention: one step serves both tables
-        return (bench.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
-                else bench.encode(lengths))
-    return bench.decode(lengths) if kind is Kind.DECODE else bench.encode(lengths)
+class _Benches:
+    """One shard of `degree`: a stage's layers, and a few of them for attention alone."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, num_stages: int, degree: int,
+                 device: torch.device, sampling: Sampling) -> None:
+        self.whole: LayerBench | EncoderDecoderBench
+        if spec.is_encoder_decoder:
+            self.whole = EncoderDecoderBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
+                                             device=device, sampling=sampling)
+        else:
+            self.whole = LayerBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
+                                    device=device, sampling=sampling)
+            self._few = LayerBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
+                                   device=device, most_layers=_ATTENTION_LAYERS)
+
+    def step(self, kind: Kind, lengths: list[int]) -> Measurement:
+        whole = self.whole
+        if isinstance(whole, EncoderDecoderBench):
+            # self-attention over as many tokens as cross-attention: one step serves both tables
+            return (whole.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
+                    else whole.encode(lengths))
+        if kind is Kind.DECODE:
+            return whole.decode(lengths)
+        return (self._few if kind is Kind.ENCODE else whole).encode(lengths)
 
 
 def _lengths(point: Point) -> list[int]:
@@ -212,7 +231,7 @@ def _lengths(point: Point) -> list[int]:
 
 def _work(point: Point) -> float:
     """How long a point takes against others, roughly: rows, and a fixed share."""
-    rows = {Kind.ENCODE: point.x * point.y, Kind.ENCODER: point.x * point.y,
+    rows = {Kind.ENCODE: point.x * point.y / 4, Kind.ENCODER: point.x * point.y,
             Kind.REST: point.x}.get(point.kind, point.x / 4)
     return 60 + rows
 

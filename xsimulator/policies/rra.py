@@ -153,47 +153,48 @@ class Rra:
             tp_gpus=config.tp_gpus, throughput_qps=figures["throughput_qps"],
             output_tokens_per_s=figures["throughput_qps"] * problem.lengths.outputs.mean,
             latency_s=figures["latency_s"], encode_s=encode,
-            decode_iteration_s=max(period - encode, 0.0) / config.decode_iterations,
+            decode_iteration_s=(max(period - encode, 0.0) / config.decode_iterations
+                                if np.isfinite(period) else np.inf),
             period_s=period, memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
             fits=max(by_rank.values()) <= self.capacity_bytes, stages=plan.stages,
-            notes=(f"times: {self.timing.provenance()}", *self._beyond(plan, config)),
+            notes=(f"times: {self.timing.provenance()}",
+                   *(f"extrapolated: {words}" for words in self.beyond(config))),
         )
 
-    def _sizes(self, plan: _Plan, config: RraConfig) -> list[tuple[Operator, str, float]]:
-        """The largest size each operator is presented with: (operator, in words, x)."""
+    def _sizes(self, plan: _Plan, config: RraConfig) -> list[tuple[str, float, float]]:
+        """The largest sizes the timing source is presented with: (in words, size, measured up
+        to)."""
         groups, batch = _groups(plan, config), float(config.encode_batch)
         queries, _, tokens = self._encode_sizes(
             np.array([batch]), np.array([min(groups, batch)], float))
         _, most, _ = _group_load(self._occupancy(config), batch / groups, groups)
-        is_encoder_decoder = self.problem.model.is_encoder_decoder
+        lengths, is_encoder_decoder = self.problem.lengths, self.problem.model.is_encoder_decoder
+        decoding, inputs = float(most.max(initial=0.0)), float(lengths.inputs.max)
+        context = lengths.outputs.max + (0.0 if is_encoder_decoder else inputs)
         encode = Operator.ENCODER_REST if is_encoder_decoder else Operator.LAYER_REST
-        decoding = float(most.max(initial=0.0))
-        return [(encode, "tokens encoded at once", float(tokens[0])),
-                (Operator.HEAD, "queries encoded at once", float(queries[0])),
-                (Operator.HEAD, "queries decoded at once", decoding),
-                (Operator.DECODE_ATTENTION, "queries decoded at once", decoding)]
+        found = []
+        for degree in plan.times.degrees:
+            reach = {op: self.timing.reach(op, degree) for op in (
+                encode, Operator.HEAD, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION)}
+            found += [
+                ("tokens encoded at once", float(tokens[0]), reach[encode].x),
+                ("queries encoded at once", float(queries[0]), reach[Operator.HEAD].x),
+                ("queries decoded at once", decoding, min(reach[Operator.HEAD].x,
+                                                          reach[Operator.DECODE_ATTENTION].x)),
+                ("tokens of context", context, reach[Operator.DECODE_ATTENTION].y),
+                ("tokens of one input", inputs, reach[Operator.ENCODE_ATTENTION].x)]
+        return found
 
     def _stretch(self, plan: _Plan, config: RraConfig) -> float:
-        degrees = plan.times.degrees
-        return max(x / self.timing.reach(operator, degree).x
-                   for operator, _, x in self._sizes(plan, config) for degree in degrees)
+        return max(size / measured for _, size, measured in self._sizes(plan, config))
 
-    def _beyond(self, plan: _Plan, config: RraConfig) -> list[str]:
-        """In words, what of this configuration rests on extrapolated times."""
-        timing, degrees = self.timing, plan.times.degrees
-        lengths = self.problem.lengths
-        context = float(lengths.inputs.max + lengths.outputs.max)
-        found = {(words, x, reach) for operator, words, x in self._sizes(plan, config)
-                 if x > (reach := min(timing.reach(operator, d).x for d in degrees))}
-        reach = min(timing.reach(Operator.DECODE_ATTENTION, d).y for d in degrees)
-        if context > reach:
-            found.add(("tokens of context", context, reach))
-        longest = min(timing.reach(Operator.ENCODE_ATTENTION, d).x for d in degrees)
-        if lengths.inputs.max > longest:
-            found.add(("tokens of one input", float(lengths.inputs.max), longest))
-        return [f"extrapolated: up to {x:.0f} {words}, measured up to {reach:.0f}"
-                for words, x, reach in sorted(found)]
+    def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
+        """In words, the sizes of this configuration beyond `times` what was measured."""
+        plan = self._plan(config.tp_degree, config.tp_gpus)
+        found = {f"up to {size:.0f} {words}, measured up to {measured:.0f}"
+                 for words, size, measured in self._sizes(plan, config) if size > times * measured}
+        return sorted(found)
 
     def _figures(self, plan: _Plan, configs: Sequence[RraConfig]) -> dict[str, FloatArray]:
         batch = np.array([c.encode_batch for c in configs], float)
@@ -205,7 +206,8 @@ class Rra:
             return np.where(is_timed, seconds, np.inf)
 
         return {
-            "throughput_qps": np.where(is_timed, batch / timeline.period_s, 0.0),
+            "throughput_qps": np.where(
+                is_timed, batch / np.where(is_timed, timeline.period_s, 1.0), 0.0),
             "latency_s": timed(self._latency(timeline, configs)),
             "period_s": timed(timeline.period_s), "encode_s": timed(encode_s),
             "stretch": np.array([self._stretch(plan, c) for c in configs]),
@@ -322,25 +324,30 @@ class Rra:
         layers = LayerTimes(problem.model, timing, problem.cluster.intra_link, problem.dtype)
         iterations = self.flow.mean_iterations
         rounds = iterations * REFERENCE_ENCODE_QUERIES / REFERENCE_DECODE_QUERIES
-        tokens = REFERENCE_ENCODE_QUERIES * problem.lengths.inputs.mean
         context = problem.lengths.inputs.mean + iterations / 2
 
-        def total(operator: Operator, encode: float, degree: int) -> float:
-            once = timing.operator_s(operator, [encode, REFERENCE_DECODE_QUERIES], tp_degree=degree)
+        def total(operator: Operator, encode: float, decode: float, degree: int) -> float:
+            once = timing.operator_s(operator, [encode, decode], tp_degree=degree)
             return float(once[0] + rounds * once[1])
 
         costs = []
         for index, group in enumerate(ranks):
             degree = len(group)
-            one = layers.encode_attention_s(problem.lengths.inputs.mean,
-                                            REFERENCE_ENCODE_QUERIES, degree)
+            # no more than was measured: what is refused would take for ever on every stage alike
+            rows = timing.reach(Operator.LAYER_REST, degree).x
+            queries = min(REFERENCE_DECODE_QUERIES, rows,
+                          timing.reach(Operator.DECODE_ATTENTION, degree).x)
+            tokens = min(REFERENCE_ENCODE_QUERIES * problem.lengths.inputs.mean, rows)
+            one = layers.encode_attention_s(
+                min(problem.lengths.inputs.mean, timing.reach(Operator.ENCODE_ATTENTION, degree).x),
+                REFERENCE_ENCODE_QUERIES, degree)
             encode = float(layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree))
-            decode = rounds * float(
-                layers.decode_layer_s(REFERENCE_DECODE_QUERIES, context, degree,
-                                      problem.lengths.inputs.mean))
-            fixed = total(Operator.EMBED, tokens, degree) if index == 0 else 0.0
+            decode = rounds * float(layers.decode_layer_s(
+                queries, min(context, timing.reach(Operator.DECODE_ATTENTION, degree).y), degree,
+                problem.lengths.inputs.mean))
+            fixed = total(Operator.EMBED, tokens, queries, degree) if index == 0 else 0.0
             if index == len(ranks) - 1:
-                fixed += total(Operator.HEAD, REFERENCE_ENCODE_QUERIES, degree)
+                fixed += total(Operator.HEAD, REFERENCE_ENCODE_QUERIES, queries, degree)
             if problem.model.is_encoder_decoder:
                 own = decode + float(layers.cross_kv_s(tokens, degree))
                 costs.append(StageCost(layer_s=own, fixed_s=fixed, encoder_layer_s=encode))

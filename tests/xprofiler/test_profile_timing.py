@@ -1,0 +1,177 @@
+"""A profile as a TimingSource: each table in its own shape, refusals and marks in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xgpt import catalog
+from xgpt.cluster import Link
+from xgpt.errors import XgptError
+from xprofiler.profile import (
+    ALL_REDUCE,
+    HANDOVER,
+    HANDOVER_DIRECT,
+    STEP_OVERHEAD,
+    TRANSFER,
+    Profile,
+    ProfileMetadata,
+    Sample,
+    TableKey,
+)
+from xprofiler.profile_timing import ProfileTiming, table_shape
+from xprofiler.roofline import Roofline
+from xprofiler.timing import Operator
+
+METADATA = ProfileMetadata(
+    model="toy", model_shape="m", device="cpu worker", dtype="float32", ranks=2,
+    threads_per_rank=3, kernels="k", libraries="torch 2", date="2026-11-21")
+NEAR = Link(name="near", bandwidth_bytes_per_s=1e9, latency_s=1e-6)
+FAR = Link(name="far", bandwidth_bytes_per_s=1e8, latency_s=1e-5)
+FALLBACK = Roofline(catalog.model("opt-125m"), catalog.device("A100-80"), "float16")
+
+
+def points(*triples: tuple[float, float, float]) -> tuple[Sample, ...]:
+    """Points whose median is the third figure, whatever the other samples are."""
+    return tuple(Sample(x=x, y=y, samples_s=(9e9, s, 0.0)) for x, y, s in triples)
+
+
+LINE = points((1, 0, 1.0), (4, 0, 4.0), (8, 0, 6.0))
+TABLES = {
+    TableKey("layer_rest"): LINE, TableKey("layer_rest", 4): LINE, TableKey("head"): LINE,
+    TableKey("decode_attention"): points((1, 10, 1.0), (4, 10, 3.0), (1, 20, 2.0), (4, 20, 7.0)),
+    TableKey("encode_attention"): points((10, 1, 1.0), (20, 1, 4.0), (10, 4, 3.0), (20, 4, 12.0)),
+    TableKey(STEP_OVERHEAD): points((0, 0, 0.25))}
+MESSAGES = {
+    TableKey(TRANSFER, 1, "near"): points((100, 0, 0.5), (1100, 0, 1.5)),
+    TableKey(ALL_REDUCE, 4, "near"): points((100, 0, 2.0), (1100, 0, 3.0)),
+    TableKey(HANDOVER, 1, "near"): points((100, 0, 1.0), (1100, 0, 5.0)),
+    TableKey(HANDOVER_DIRECT, 1, "near"): points((100, 0, 2.0), (1100, 0, 3.0))}
+
+
+def timing(tables: Any = None, *, refused: dict[int, str] | None = None,
+           fallback: Roofline | None = None, marks: tuple[str, ...] = ()) -> ProfileTiming:
+    tables = {**TABLES, **MESSAGES} if tables is None else tables
+    return ProfileTiming(Profile(metadata=METADATA, tables=tables, refused=refused or {}),
+                         fallback, marks)
+
+
+def test_operators_are_joined_by_lines_through_zero() -> None:
+    got = timing().operator_s(Operator.LAYER_REST, [0, 0.5, 1, 2.5, 4, 8, 16, 33])
+    assert got.tolist() == [0, 0.5, 1, 2.5, 4, 6, 10, np.inf]
+    # further arguments of a call do not count
+    assert timing().operator_s(Operator.HEAD, 4, [1, 99]).tolist() == [4, 4]
+
+
+def test_decode_attention_is_bilinear_and_grows_with_context() -> None:
+    got = timing().operator_s(Operator.DECODE_ATTENTION, [1, 4, 2.5, 4, 4], [10, 20, 15, 30, 81])
+    assert got.tolist() == [1, 7, 3.25, 11, np.inf]
+
+
+def test_encode_attention_is_joined_by_powers_and_settles_with_the_batch() -> None:
+    got = timing().operator_s(Operator.ENCODE_ATTENTION, [10, 15, 40, 10, 10], [0, 1, 1, 2.5, 999])
+    assert got.tolist() == pytest.approx([1, 1.5**2, 16, 2, 3])
+
+
+def test_a_degree_has_its_own_tables() -> None:
+    tables = {**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))}
+    got = [float(timing(tables).operator_s(Operator.LAYER_REST, 8, tp_degree=d)) for d in (1, 4)]
+    assert got == [6, 2]
+    assert timing(tables).tp_degrees == (1, 4)
+
+
+def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
+    source = timing()
+    assert source.transfer_s(np.array([0, 100, 600, 2100]), NEAR).tolist() == [0.5, 0.5, 1, 2.5]
+    assert source.all_reduce_s(np.array([50, 600]), 4, NEAR).tolist() == [2, 2.5]
+    assert source.all_reduce_s(np.array([50, 600]), 1, FAR).tolist() == [0, 0]
+    assert source.transfer_s(11_100, NEAR) == pytest.approx(11.5), "of any size"
+
+
+def test_a_handover_takes_the_quicker_way_that_was_measured() -> None:
+    ways = {k: v for k, v in MESSAGES.items() if k.name != HANDOVER_DIRECT}
+    assert timing().handover_s(np.array([100, 600, 1100]), NEAR).tolist() == [1, 2.5, 3]
+    assert timing(ways).handover_s(np.array([100, 600, 1100]), NEAR).tolist() == [1, 3, 5]
+
+
+def test_the_hosts_share_is_the_overheads_median() -> None:
+    assert timing().step_overhead_s() == 0.25
+    none = {k: v for k, v in TABLES.items() if k.name != STEP_OVERHEAD}
+    assert timing(none).step_overhead_s() == 0
+    assert timing(none, fallback=FALLBACK).step_overhead_s() == FALLBACK.step_overhead_s() > 0
+
+
+@pytest.mark.parametrize("call", [
+    lambda source, link: source.transfer_s(600, link),
+    lambda source, link: source.all_reduce_s(600, 4, link),
+    lambda source, link: source.handover_s(600, link)],
+    ids=["transfer", "all_reduce", "handover"])
+def test_the_fallback_answers_for_links_alone_that_were_not_measured(call: Any) -> None:
+    both = timing(fallback=FALLBACK)
+    assert call(both, FAR) == call(FALLBACK, FAR)
+    assert call(both, NEAR) == call(timing(), NEAR) != call(FALLBACK, NEAR)
+    with pytest.raises(XgptError, match="'far'.*; it has: near"):
+        call(timing(), FAR)
+    with pytest.raises(XgptError, match="it has: none"):
+        call(timing(TABLES), NEAR)
+
+
+def test_the_fallback_never_answers_for_an_operator() -> None:
+    source = timing(fallback=FALLBACK)
+    for ask in (lambda: source.operator_s(Operator.EMBED, 1),
+                lambda: source.reach(Operator.EMBED, 1)):
+        with pytest.raises(XgptError, match=r"\(measured\) has no table 'embed'"):
+            ask()
+
+
+def test_a_degree_that_was_not_measured_is_told_from_one_that_cannot_be() -> None:
+    source = timing(refused={3: "12 heads cannot be split by 3"})
+    with pytest.raises(XgptError, match="no tensor-parallel degree 2; it has: 1, 4"):
+        source.operator_s(Operator.HEAD, 1, tp_degree=2)
+    with pytest.raises(XgptError, match="degree 3: 12 heads cannot be split by 3"):
+        source.operator_s(Operator.HEAD, 1, tp_degree=3)
+    with pytest.raises(XgptError, match="no table 'head'"):
+        source.operator_s(Operator.HEAD, 1, tp_degree=4)
+
+
+def test_reach_is_the_largest_measured_size_where_more_is_extrapolated() -> None:
+    source = timing()
+    assert source.reach(Operator.LAYER_REST, 1) == (8, np.inf)
+    assert source.reach(Operator.DECODE_ATTENTION, 1) == (4, 20)
+    assert source.reach(Operator.ENCODE_ATTENTION, 1) == (20, np.inf)  # shares settle
+
+
+def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
+    assert timing().provenance() == (
+        "measured on cpu worker, float32, 2 ranks x 3 threads, 2026-11-21")
+    assert "not of what will run" not in timing().provenance().lower()
+    marked = timing(marks=("kernels 'a' instead of 'b'", "ranks 2 instead of 4")).provenance()
+    assert marked.endswith(
+        "; NOT OF WHAT WILL RUN: kernels 'a' instead of 'b'; ranks 2 instead of 4")
+    assert timing(TABLES, fallback=FALLBACK).provenance().endswith(
+        f"; messages: {FALLBACK.provenance()}")
+    assert "messages:" not in timing(fallback=FALLBACK).provenance()
+
+
+def test_padding_is_the_measured_kernels() -> None:
+    assert timing().is_padded
+    plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
+    assert not ProfileTiming(plain).is_padded
+
+
+@pytest.mark.parametrize("operator", Operator)
+def test_only_messages_have_a_cost_without_work(operator: Operator) -> None:
+    assert table_shape(TableKey(operator.value)).through_zero
+    assert not table_shape(TableKey(TRANSFER, 1, "near")).through_zero
+
+
+def test_what_comes_back_broadcasts_like_its_arguments() -> None:
+    source = timing()
+    got = source.operator_s(Operator.DECODE_ATTENTION, np.ones((5, 1)), np.full(3, 10.0))
+    assert got.shape == (5, 3)
+    assert source.operator_s(Operator.LAYER_REST, np.ones((2, 3)), 0).shape == (2, 3)
+    assert source.operator_s(Operator.LAYER_REST, 1.0).shape == ()
+    assert source.transfer_s(np.ones((4, 2)), NEAR).shape == (4, 2)

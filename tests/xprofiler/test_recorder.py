@@ -1,0 +1,170 @@
+"""Steps taken apart into the profile's tables, and a measurement that goes on where it stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="measuring needs the extra `run`")
+
+from xprofiler.measure.probe import Parts  # noqa: E402
+from xprofiler.measure.recorder import MAX_SAMPLES, Recorder  # noqa: E402
+from xprofiler.plan import Kind, Point  # noqa: E402
+from xprofiler.profile import (  # noqa: E402
+    STEP_OVERHEAD,
+    TRANSFER,
+    Profile,
+    ProfileMetadata,
+    Sample,
+    TableKey,
+)
+from xprofiler.timing import Operator  # noqa: E402
+
+METADATA = ProfileMetadata(
+    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
+    kernels="k", libraries="torch 2")
+EMPTY = Profile(metadata=METADATA, tables={})
+LAYERS = 3
+
+
+def parts(scale: float = 1.0) -> Parts:
+    """A step of three layers: 3 (2 + 1 + 0.5) + 0.25 + 0.75 and 1.5 besides."""
+    plain = Parts(whole_s=13.0, rest_s=2.0, attention_s=1.0, embed_s=0.25, head_s=0.75,
+                  cross_s=0.5, cross_kv_s=0.125)
+    return Parts(*(scale * value for value in plain))
+
+
+def recorded(point: Point, rows: int, queries: int, **how: Any) -> Profile:
+    recorder = Recorder(EMPTY)
+    recorder.add_step(point, 2, rows, queries, how.get("steps", [parts()]), LAYERS)
+    return recorder.profile(spent_s=1.0, host_s=how.get("host_s", [0.0]))
+
+
+def medians(profile: Profile) -> dict[tuple[str, int], tuple[float, float, float]]:
+    """(x, y, seconds) of the one point of each (table, degree)."""
+    found = {}
+    for key, table in profile.tables.items():
+        assert len(table) == 1, key
+        found[key.name, key.tp_degree] = (table[0].x, table[0].y, table[0].median_s)
+    return found
+
+
+def test_a_decode_step_becomes_attention_rest_head_and_embedding() -> None:
+    assert medians(recorded(Point(Kind.DECODE, 4, 100), rows=4, queries=4)) == {
+        ("decode_attention", 2): (4, 100, 1.0), ("layer_rest", 2): (4, 0, 2.0),
+        ("head", 2): (4, 0, 0.75), ("embed", 2): (4, 0, 0.25),
+        (STEP_OVERHEAD, 1): (0, 0, 1.5)}
+
+
+def test_a_steps_tables_add_up_to_the_step() -> None:
+    found = medians(recorded(Point(Kind.CROSS, 4, 100), rows=4, queries=4))
+    seconds = {name: s for (name, _), (_, _, s) in found.items()}
+    layer_s = sum(seconds[name] for name in ("decode_attention", "cross_attention", "layer_rest"))
+    ends_s = sum(seconds[name] for name in ("embed", "head", STEP_OVERHEAD))
+    assert LAYERS * layer_s + ends_s == parts().whole_s
+
+
+def test_an_encode_steps_attention_is_one_querys_share() -> None:
+    found = medians(recorded(Point(Kind.ENCODE, 20, 4), rows=80, queries=4))
+    assert found["encode_attention", 2] == (20, 4, 1.0 / 4)
+    assert not {"decode_attention", "head", STEP_OVERHEAD} & {name for name, _ in found}
+
+
+def test_an_encode_step_of_many_rows_becomes_their_rest() -> None:
+    assert medians(recorded(Point(Kind.REST, 300), rows=300, queries=4)) == {
+        ("layer_rest", 2): (300, 0, 2.0), ("embed", 2): (300, 0, 0.25)}
+
+
+def test_an_encoder_step_becomes_its_own_tables() -> None:
+    assert medians(recorded(Point(Kind.ENCODER, 20, 2), rows=40, queries=2)) == {
+        ("encode_attention", 2): (20, 2, 0.5), ("encoder_rest", 2): (40, 0, 2.0),
+        ("cross_kv", 2): (40, 0, 0.125), ("embed", 2): (40, 0, 0.25)}
+
+
+def test_the_hosts_own_time_is_added_to_what_a_step_takes_besides_its_parts() -> None:
+    found = recorded(Point(Kind.DECODE, 4, 100), rows=4, queries=4, host_s=[0.1, 0.2, 9.0],
+                     steps=[parts(), parts(2.0)])
+    assert found.table(STEP_OVERHEAD)[0].samples_s == pytest.approx((1.7, 3.2))
+
+
+def test_overheads_of_all_degrees_and_points_are_one_table() -> None:
+    recorder = Recorder(EMPTY)
+    for degree, scale in ((1, 1.0), (2, 2.0)):
+        recorder.add_step(Point(Kind.DECODE, 4, 9), degree, 4, 4, [parts(scale)], LAYERS)
+    found = recorder.profile(spent_s=0.0, host_s=[0.0])
+    assert [key for key in found.tables if key.name == STEP_OVERHEAD] == [TableKey(STEP_OVERHEAD)]
+    assert sorted(found.table(STEP_OVERHEAD)[0].samples_s) == [1.5, 3.0]
+
+
+def test_points_of_a_table_come_in_order_whatever_the_order_they_were_measured_in() -> None:
+    recorder = Recorder(EMPTY)
+    for x, y in ((9, 100), (1, 17), (3, 100), (3, 17)):
+        recorder.add_step(Point(Kind.DECODE, x, y), 1, x, x, [parts()], LAYERS)
+    found = recorder.profile(spent_s=0.0, host_s=[0.0])
+    assert [(p.x, p.y) for p in found.table("decode_attention")] == [
+        (1, 17), (3, 17), (3, 100), (9, 100)]
+    assert list(found.tables) == sorted(found.tables)
+    # one number of rows at several contexts: one point of what depends on the rows alone
+    rest = found.table("layer_rest")
+    assert [p.x for p in rest] == [1, 3, 9] and len(rest[1].samples_s) == 2
+
+
+def test_many_samples_are_kept_as_order_statistics() -> None:
+    values = np.random.default_rng(0).lognormal(size=400)
+    recorder = Recorder(EMPTY)
+    recorder.add(TableKey("head"), 1, 0, values)
+    kept = recorder.operator(Operator.HEAD, 1)[0]
+    assert len(kept.samples_s) == MAX_SAMPLES
+    assert list(kept.samples_s) == sorted(kept.samples_s)
+    assert (kept.samples_s[0], kept.samples_s[-1]) == (values.min(), values.max())
+    assert kept.median_s == pytest.approx(np.median(values))
+    few = [3.0, 1.0, 2.0]
+    recorder.add(TableKey("embed"), 1, 0, few)
+    assert recorder.operator(Operator.EMBED, 1)[0].samples_s == tuple(few)
+
+
+def stopped() -> Profile:
+    """What a measurement that was stopped left."""
+    recorder = Recorder(EMPTY)
+    recorder.add_step(Point(Kind.DECODE, 4, 100), 2, 4, 4, [parts()], LAYERS)
+    recorder.add_network({TableKey(TRANSFER, 1, "near"): (Sample(x=8, samples_s=(0.5,)),)})
+    return recorder.profile(spent_s=7.0, host_s=[0.25])
+
+
+def test_a_measurement_goes_on_where_it_stopped() -> None:
+    again = Recorder(stopped())
+    assert again.has(Point(Kind.DECODE, 4, 100), 2)
+    for other, degree in ((Point(Kind.DECODE, 4, 100), 1), (Point(Kind.DECODE, 5, 100), 2),
+                          (Point(Kind.DECODE, 4, 99), 2), (Point(Kind.ENCODE, 4, 100), 2)):
+        assert not again.has(other, degree)
+    assert Point(Kind.DECODE, 4, 100) in again.done(2) and not again.done(1)
+    assert again.has_network(TableKey(TRANSFER, 1, "near"))
+    assert not again.has_network(TableKey(TRANSFER, 1, "far"))
+
+
+def test_a_session_that_adds_nothing_changes_nothing() -> None:
+    before = stopped()
+    assert Recorder(before).profile(spent_s=7.0, host_s=[99.0]) == before
+
+
+def test_a_session_adds_its_points_and_keeps_the_earlier_ones() -> None:
+    before = stopped()
+    again = Recorder(before)
+    again.add_step(Point(Kind.DECODE, 9, 100), 2, 9, 9, [parts(2.0)], LAYERS)
+    after = again.profile(spent_s=11.0, host_s=[0.25])
+    assert [p.x for p in after.table("decode_attention", 2)] == [4, 9]
+    assert after.table("decode_attention", 2)[0] == before.table("decode_attention", 2)[0]
+    assert after.table(TRANSFER, 1, "near") == before.table(TRANSFER, 1, "near")
+    assert after.spent_s == 11.0 and after.metadata == before.metadata
+    assert after.table(STEP_OVERHEAD)[0].samples_s == (3.25,)
+
+
+def test_more_samples_of_a_point_join_the_earlier_ones() -> None:
+    known = replace(EMPTY, tables={TableKey("head", 2): (Sample(x=4, samples_s=(0.5, 0.25)),)})
+    again = Recorder(known)
+    again.add_step(Point(Kind.DECODE, 4, 100), 2, 4, 4, [parts()], LAYERS)
+    assert again.operator(Operator.HEAD, 2)[0].samples_s == (0.5, 0.25, 0.75)
+    assert known.table("head", 2)[0].samples_s == (0.5, 0.25), "what was given is left alone"

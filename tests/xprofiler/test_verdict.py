@@ -1,0 +1,125 @@
+"""The verdict on a profile's own numbers: what is counted, and the sentence a person reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.verdict import ERROR_LIMIT, SPREAD_LIMIT, judge
+
+METADATA = ProfileMetadata(
+    model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
+    kernels="k", libraries="torch 2")
+
+
+def sample(x: float, *samples_s: float, y: float = 0.0) -> Sample:
+    return Sample(x=x, y=y, samples_s=samples_s)
+
+
+def quiet(x: float, seconds: float, y: float = 0.0) -> Sample:
+    return sample(x, *(seconds * (1 + 0.001 * i) for i in range(-3, 4)), y=y)
+
+
+def loud(x: float, seconds: float) -> Sample:
+    return sample(x, *(seconds * (1 + 0.2 * i) for i in range(-3, 4)))
+
+
+def profile(**tables: list[Sample]) -> Profile:
+    return Profile(metadata=METADATA,
+                   tables={TableKey(name): tuple(table) for name, table in tables.items()})
+
+
+def steady(count: int, first: int = 1) -> list[Sample]:
+    return [quiet(x, 1e-3 * x) for x in range(first, first + count)]
+
+
+def test_a_quiet_profile_on_a_line_is_good_and_nothing_is_to_be_said() -> None:
+    got = judge(profile(layer_rest=steady(10), head=steady(9)))
+    assert got.sentence == "good: 19 of 19 points within 10%"
+    assert (got.noisy, got.outliers, got.too_short, got.moved, got.coarse) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("noisy", "grade"), [
+    (0, "good"), (1, "good"), (2, "usable"), (4, "usable"), (5, "noisy"), (20, "noisy")])
+def test_the_grade_is_the_share_of_points_whose_quartiles_lie_apart(
+        noisy: int, grade: str) -> None:
+    table = [loud(x, 1e-3 * x) for x in range(1, noisy + 1)] + steady(20 - noisy, noisy + 1)
+    got = judge(profile(layer_rest=table))
+    assert (got.grade, got.noisy, got.points) == (grade, noisy, 20)
+    assert got.sentence.startswith(f"{grade}: {20 - noisy} of 20 points within 10%")
+    assert ("is something else running here?" in got.sentence) == (grade == "noisy")
+
+
+def test_the_limit_of_the_spread_is_between_quartiles() -> None:
+    half = SPREAD_LIMIT / 2
+    for share, noisy in ((0.98, 0), (1.02, 1)):
+        width = share * half
+        point = sample(1, 1 - 9 * width, 1 - width, 1.0, 1 + width, 1 + 9 * width)
+        assert judge(profile(head=[point])).noisy == noisy
+
+
+@pytest.mark.parametrize("name", ["embed", "kv_compaction"])
+def test_what_is_no_part_worth_mentioning_of_a_step_is_not_judged(name: str) -> None:
+    plain = profile(layer_rest=steady(5))
+    table = [loud(x, 1e-3 * x) for x in range(1, 8)]
+    with_noise = profile(layer_rest=steady(5), **{name: table})
+    assert judge(with_noise) == judge(plain)
+
+
+def test_messages_and_the_host_are_not_judged() -> None:
+    tables = {**profile(layer_rest=steady(5)).tables,
+              TableKey("transfer", 1, "near"): (loud(1, 1.0),),
+              TableKey("all_reduce", 2, "near"): (loud(1, 1.0),),
+              TableKey("step_overhead"): (loud(0, 1.0),)}
+    assert judge(Profile(metadata=METADATA, tables=tables)) == judge(profile(layer_rest=steady(5)))
+
+
+def test_single_samples_far_off_are_outliers_that_move_nothing() -> None:
+    point = sample(1, 1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 5.0, 0.1)
+    got = judge(profile(head=[point]))
+    assert (got.outliers, got.noisy) == (2, 0)
+    assert "2 single samples far off, ignored by the medians" in got.sentence
+    # a few percent are no outlier, however still the others; nor is one of a handful of samples
+    assert judge(profile(head=[sample(1, 1, 1, 1, 1, 1.05)])).outliers == 0
+    assert judge(profile(head=[sample(1, 1, 1, 1, 9)])).outliers == 0
+
+
+def test_points_near_the_clocks_own_cost_are_too_short() -> None:
+    rest = [quiet(1, 1e-6), quiet(2, 3e-6)]
+    attention = [quiet(1, 1e-7, y=8), quiet(2, 1e-5, y=8)]
+    got = judge(profile(layer_rest=rest, decode_attention=attention, head=[quiet(1, 1e-7)]))
+    assert got.too_short == 2
+    assert "2 points so short that the clock shows" in got.sentence
+
+
+def test_points_below_one_of_less_work_are_counted_as_moved() -> None:
+    assert judge(profile(layer_rest=[quiet(1, 1.0), quiet(2, 0.9), quiet(3, 3.0)])).moved == 2
+
+
+def test_a_bend_between_points_asks_for_a_larger_budget() -> None:
+    """Three points whose middle lies off their line by so much that a quarter is the limit."""
+    for share, coarse in ((0.9, 0), (1.1, 1)):
+        error = 4 * ERROR_LIMIT * share
+        bent = [quiet(1, 1.0), quiet(2, 2 / (1 + error)), quiet(3, 3.0)]
+        got = judge(profile(layer_rest=bent))
+        assert got.coarse == coarse
+        assert ("a larger --budget would measure there" in got.sentence) == bool(coarse)
+
+
+def test_each_row_of_a_table_is_looked_at_for_bends_alone() -> None:
+    rows = [quiet(x, 1e-3 * x * y, y=y) for y in (1, 5) for x in (1, 2, 3)]
+    assert judge(profile(decode_attention=rows)).coarse == 0
+
+
+def test_a_whole_inputs_attention_bends_as_a_power_does() -> None:
+    squares = [quiet(x, 1e-6 * x * x, y=1) for x in (5, 20, 80)]
+    assert judge(profile(encode_attention=squares)).coarse == 0
+    assert judge(profile(layer_rest=[quiet(s.x, s.median_s) for s in squares])).coarse == 1
+
+
+def test_a_profile_without_points_has_nothing_within_the_limit() -> None:
+    assert "nothing measured" in judge(profile()).sentence
+
+
+def test_a_profile_without_points_is_not_good() -> None:
+    assert judge(profile()).grade != "good"

@@ -1,0 +1,248 @@
+"""Beyond four times what was measured nothing is estimated, searched or promised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from xgpt.cluster import Cluster, Device, Link
+from xgpt.errors import InfeasibleError
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import JointLengths, truncated_normal
+from xgpt.model import ModelSpec
+from xgpt.problem import Problem
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.profile import (
+    STEP_OVERHEAD,
+    TRANSFER,
+    Profile,
+    ProfileMetadata,
+    Sample,
+    TableKey,
+)
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.roofline import Roofline
+from xprofiler.timing import Operator
+from xscheduler.brute_force import best_of_grid
+from xscheduler.search import find_schedule
+from xsimulator.policies.rra import Rra, RraConfig
+
+# a period of no answer is 0, and divided by: see the test that is expected to fail
+
+TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
+                vocab_size=8000, intermediate_size=4096, max_positions=512,
+                has_learned_positions=True)
+LINK = Link(name="fast", bandwidth_bytes_per_s=200e9, latency_s=3e-6)
+METADATA = ProfileMetadata(
+    model="toy", model_shape="m", device="toy", dtype="float16", ranks=1, threads_per_rank=1,
+    kernels="k", libraries="l")
+SMALL = {"queries": (1, 3, 8), "tokens": (8, 64, 256), "contexts": (10, 40, 100),
+         "lengths": (5, 20, 80)}
+
+
+def toy_problem(*, latency_s=math.inf, devices=2, memory=6e9, fixed=None):
+    device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
+                    flops_per_s=(("float32", 1e13), ("float16", 5e13)))
+    cluster = Cluster(name="toy", device=device, num_nodes=1, devices_per_node=devices,
+                      intra_link=LINK, inter_link=LINK)
+    lengths = JointLengths(inputs=truncated_normal(40, 20, 80), outputs=truncated_normal(9, 4, 20))
+    return Problem(model=TOY, cluster=cluster, lengths=lengths, dtype="float16",
+                   constraint=Constraint(latency_s=latency_s), fixed=fixed or FixedSchedule(),
+                   num_queries=None, default_max_tokens=20)
+
+
+def profiled(problem, *, messages=None, **sizes):
+    """The roofline's times at a few small sizes, as if they had been measured."""
+    sizes, truth = {**SMALL, **sizes}, Roofline(TOY, problem.cluster.device, "float16")
+    tables = {TableKey(STEP_OVERHEAD): (
+        Sample(x=0, samples_s=(truth.step_overhead_s(),)),)}
+    axes = {Operator.LAYER_REST: ("tokens", None), Operator.EMBED: ("tokens", None),
+            Operator.HEAD: ("queries", None), Operator.DECODE_ATTENTION: ("queries", "contexts"),
+            Operator.ENCODE_ATTENTION: ("lengths", "together")}
+    sizes["together"] = (1, 4)
+    for degree in (1, 2, 4):
+        for operator, (along_x, along_y) in axes.items():
+            tables[TableKey(operator.value, degree)] = tuple(
+                Sample(x=x, y=y, samples_s=(float(truth.operator_s(operator, x, y,
+                                                                   tp_degree=degree)),))
+                for y in sizes.get(along_y, (0,)) for x in sizes[along_x])
+    if messages is not None:
+        tables[TableKey(TRANSFER, 1, LINK.name)] = tuple(
+            Sample(x=x, samples_s=(float(truth.transfer_s(x, LINK)),)) for x in messages)
+    return ProfileTiming(Profile(metadata=METADATA, tables=tables), fallback=truth)
+
+
+CONFIGS = [RraConfig(encode_batch=b, decode_iterations=n, tp_degree=t, tp_gpus=0 if t == 1 else t)
+           for b in (1, 2, 5, 9, 20, 33, 40, 70, 150, 1000)
+           for n in (1, 4, 19) for t in (1, 2)]
+
+
+def test_sizes_beyond_four_times_have_no_throughput_and_no_end():
+    problem = toy_problem()
+    found = Rra(problem, profiled(problem)).evaluate(CONFIGS)
+    is_refused = found.stretch > REFUSED_BEYOND
+    assert is_refused.any() and not is_refused.all()
+    assert (found.throughput_qps[is_refused] == 0).all()
+    assert np.isinf(found.latency_s[is_refused]).all()
+    assert np.isinf(found.period_s[is_refused]).all() and np.isinf(found.encode_s[is_refused]).all()
+    assert (found.throughput_qps[~is_refused] > 0).all()
+    assert np.isfinite(found.latency_s[~is_refused]).all()
+    assert found.memory_bytes.max() < np.inf, "memory is known all the same"
+
+
+def test_what_is_refused_says_nothing_of_its_neighbours():
+    """Evaluated together or alone, the figures are the same."""
+    problem = toy_problem()
+    rra = Rra(problem, profiled(problem))
+    together = rra.evaluate(CONFIGS)
+    for row, config in enumerate(CONFIGS):
+        alone = rra.estimate(config)
+        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
+        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
+
+
+def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_of():
+    problem = toy_problem()
+    finely = profiled(problem, queries=range(1, 40), tokens=range(1, 400),
+                      contexts=range(1, 101, 3), lengths=range(1, 81))
+    truth = Roofline(TOY, problem.cluster.device, "float16")
+    config = RraConfig(encode_batch=6, decode_iterations=4)
+    ours = Rra(problem, finely).estimate(config)
+    assert ours.throughput_qps == pytest.approx(
+        Rra(problem, truth).estimate(config).throughput_qps, rel=0.05)
+
+
+def test_room_says_how_far_a_configuration_stretches_the_measurements():
+    problem = toy_problem()
+    rra = Rra(problem, profiled(problem))
+    room = rra.room(CONFIGS)
+    assert room.stretch.tolist() == rra.evaluate(CONFIGS).stretch.tolist()
+    batches = range(1, 100)
+    stretch = rra.room([RraConfig(encode_batch=b, decode_iterations=4) for b in batches]).stretch
+    assert (np.diff(stretch) >= 0).all(), "bisection rests on it"
+    assert stretch[0] <= 1 < REFUSED_BEYOND < stretch[-1]
+    # twice as much measured, half the stretch
+    double = profiled(problem, queries=(1, 3, 16), tokens=(8, 64, 512))
+    halved = Rra(problem, double).room(CONFIGS).stretch
+    large = room.stretch > 2  # smaller ones are stretched most by their lengths, as before
+    assert large.any() and halved[large] == pytest.approx(room.stretch[large] / 2)
+
+
+def test_a_source_that_computes_its_times_is_never_stretched():
+    problem = toy_problem()
+    truth = Roofline(TOY, problem.cluster.device, "float16")
+    assert (Rra(problem, truth).room(CONFIGS).stretch == 0).all()
+
+
+GRID = range(1, 130)
+
+
+def oracle(problem, timing):
+    return best_of_grid(problem, timing, encode_batches=GRID, decode_iterations=range(1, 20))
+
+
+def stretch_of(problem, timing, estimate):
+    config = RraConfig(encode_batch=estimate.encode_batch, tp_degree=estimate.tp_degree,
+                       decode_iterations=estimate.decode_iterations, tp_gpus=estimate.tp_gpus)
+    return Rra(problem, timing).room([config]).stretch[0]
+
+
+@pytest.mark.parametrize("tightness", [math.inf, 3.0, 1.3])
+@pytest.mark.parametrize("sizes", [{}, {"queries": (1, 8)}, {"tokens": (8, 64, 100)}],
+                         ids=["both", "coarse", "tokens bind"])
+def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tightness, sizes):
+    problem = toy_problem()
+    timing = profiled(problem, **sizes)
+    if tightness < math.inf:
+        tightest = best_of_grid(problem, timing, encode_batches=[1],
+                                decode_iterations=range(1, 20)).tightest_latency_s
+        problem = replace(problem, constraint=Constraint(latency_s=tightest * tightness))
+    expected = oracle(problem, timing)
+    found = find_schedule(problem, timing, gap=0.0)
+    assert found.estimate.throughput_qps == pytest.approx(expected.throughput_qps, rel=1e-9)
+    assert found.estimate.encode_batch < GRID[-1] and found.estimate.fits
+    assert found.bound_qps >= expected.throughput_qps * (1 - 1e-9)
+    stretch = stretch_of(problem, timing, found.estimate)
+    assert stretch <= REFUSED_BEYOND
+    if tightness == math.inf:
+        # the range is what binds: one query more is beyond it
+        more = replace(found.estimate, encode_batch=found.estimate.encode_batch + 1)
+        assert stretch > 0.9 * REFUSED_BEYOND
+        assert stretch_of(problem, timing, more) > REFUSED_BEYOND
+
+
+def test_what_rests_on_extrapolated_times_says_so():
+    problem = toy_problem()
+    rra = Rra(problem, profiled(problem))
+    for config in CONFIGS:
+        estimate = rra.estimate(config)
+        notes = [note for note in estimate.notes if note.startswith("extrapolated: ")]
+        assert bool(notes) == (rra.room([config]).stretch[0] > 1), (config, notes)
+    largest = rra.estimate(RraConfig(encode_batch=30, decode_iterations=4)).notes
+    assert any(note.endswith("tokens encoded at once, measured up to 256") for note in largest)
+    assert any(note.endswith("queries decoded at once, measured up to 8") for note in largest)
+
+
+@pytest.mark.parametrize(("sizes", "note"), [
+    ({"contexts": (10, 40, 60)}, "extrapolated: up to 100 tokens of context, measured up to 60"),
+    ({"lengths": (5, 20, 50)}, "extrapolated: up to 80 tokens of one input, measured up to 50")])
+def test_longer_queries_than_measured_are_noted_too(sizes, note):
+    problem = toy_problem()
+    config = RraConfig(encode_batch=2, decode_iterations=4)
+    assert note in Rra(problem, profiled(problem, **sizes)).estimate(config).notes
+    assert note not in Rra(problem, profiled(problem)).estimate(config).notes
+
+
+@pytest.mark.parametrize("latency_s", [math.inf, 0.05])
+@pytest.mark.parametrize("fixed", [None, FixedSchedule(encode_batch=1000)], ids=["any", "fixed"])
+def test_a_job_beyond_the_measured_range_is_infeasible_and_says_why(latency_s, fixed):
+    problem = toy_problem(latency_s=latency_s, fixed=fixed, memory=6e10)
+    sizes = {} if fixed else {"tokens": (1, 2, 4)}
+    with pytest.raises(InfeasibleError, match="for smaller sizes.*beyond 4 times") as raised:
+        find_schedule(problem, profiled(problem, **sizes))
+    assert "memory" not in str(raised.value)
+
+
+def test_a_refused_size_divides_by_nothing():
+    problem = toy_problem()
+    config = RraConfig(encode_batch=33, decode_iterations=1, tp_degree=2, tp_gpus=2)
+    with np.errstate(divide="raise", invalid="raise"):
+        assert Rra(problem, profiled(problem)).evaluate([config]).throughput_qps == 0
+
+
+@pytest.mark.parametrize("latency_s", [math.inf, 0.05])
+@pytest.mark.parametrize("sizes", [
+    {"contexts": (2, 4)}, {"lengths": (2, 4)}], ids=["contexts", "lengths"])
+def test_a_job_of_longer_queries_than_four_times_is_infeasible_too(latency_s, sizes):
+    problem = toy_problem(latency_s=latency_s, fixed=FixedSchedule(tp_degree=1))
+    with pytest.raises(InfeasibleError, match="measured for smaller sizes"):
+        find_schedule(problem, profiled(problem, **sizes))
+
+
+def test_messages_of_any_size_are_answered_for():
+    problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
+    found = find_schedule(problem, profiled(problem, messages=(8, 16))).estimate
+    assert found.throughput_qps > 0 and math.isfinite(found.latency_s)
+
+
+def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():
+    problem = toy_problem(devices=3)
+    stages = Rra(problem, profiled(problem, queries=(1, 2))).stages(1, 0)
+    assert max(stage.num_layers for stage in stages) <= 3
+
+
+def test_memory_is_not_blamed_where_it_suffices():
+    problem = toy_problem(devices=4, memory=6e8, fixed=FixedSchedule(encode_batch=500))
+    with pytest.raises(InfeasibleError) as raised:
+        find_schedule(problem, profiled(problem))
+    assert "measured for smaller sizes" in str(raised.value)
+
+
+def test_a_refused_estimate_has_no_figure_that_is_no_number():
+    problem = toy_problem()
+    estimate = Rra(problem, profiled(problem)).estimate(
+        RraConfig(encode_batch=1000, decode_iterations=4))
+    assert not math.isnan(estimate.decode_iteration_s)
