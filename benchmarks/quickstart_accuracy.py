@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from xgpt import catalog
+from xgpt.contention import Contention
 from xgpt.local import detect
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "quickstart.yaml"
@@ -48,27 +48,13 @@ def main() -> None:
 
 def one_run(output: Path) -> dict[str, Any]:
     """metrics.json of one submit, with the CPU share that other processes used meanwhile."""
-    before, start = busy_s(), time.monotonic()
-    own = os.times()
+    contention = Contention()
     xgpt = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
     done = subprocess.run([*xgpt, "submit", str(JOB), "--json", "--set", f"output={output}"],
                           capture_output=True, text=True, check=True)
-    wall_s, now = time.monotonic() - start, os.times()
-    ours_s = (now.children_user + now.children_system) - (own.children_user + own.children_system)
     metrics: dict[str, Any] = json.loads(done.stdout)
-    cores = os.cpu_count() or 1
-    metrics["others_share"] = max(busy_s() - before - ours_s, 0.0) / wall_s / cores
+    metrics["others_share"] = contention.others_share() or 0.0
     return metrics
-
-
-def busy_s() -> float:
-    """Seconds all cores together were not idle since boot (0 where /proc is not there)."""
-    try:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def table(runs: list[dict[str, Any]], schedule: dict[str, Any],

@@ -15,6 +15,7 @@ from xgpt.cli.bars import RunBar
 from xgpt.cli.local_profile import threads_per_rank
 from xgpt.cli.options import plain, say
 from xgpt.cli.session import Session, predict
+from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.launch.local import run_ranks
 from xgpt.report.page import write_report
@@ -49,12 +50,17 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
     prediction = predict(session, timing, schedule)
     run_file = plan.save()
+    contention = Contention()
     _start(session, schedule, run_file, lock)
+    others_share = contention.others_share()
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = _metrics(session, schedule, measured, prediction)
+    metrics["others_cpu_share"] = others_share
     write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
     write_report(output)
     say(summary_table(metrics))
+    if (warning := in_words(others_share)) is not None:
+        say(f"note: {warning}")
     say(f"report: {output / 'report.html'}")
     if measured["state"] == "stopped":
         done = measured["queries_before"] + measured["queries"]

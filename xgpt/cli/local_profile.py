@@ -18,6 +18,7 @@ from pathlib import Path
 from xgpt.cli.bars import StepBar
 from xgpt.cli.options import say
 from xgpt.cluster import Device
+from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, MissingExtraError, Mistake, StoppedEarly
 from xgpt.job import Job
 from xgpt.launch.local import run_ranks
@@ -87,10 +88,13 @@ def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool 
             return found
         if found is None:
             path.unlink(missing_ok=True)
+        contention = Contention()
         _measure(wanted, path, DEFAULT_BUDGET_S if budget_s is None else budget_s,
                  is_new=found is None)
         found = load_profile(path)
     say(f"profile: {judge(found).sentence}")
+    if (warning := in_words(contention.others_share())) is not None:
+        say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
     return found
 
 
