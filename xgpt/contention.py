@@ -1,5 +1,5 @@
-"""How much of the cores others used meanwhile: the usual reason why a run on CPU ranks is slower than
-its prediction."""
+"""How much of the cores others used meanwhile: the usual reason why a run on CPU ranks is slower
+than its prediction."""
 
 from __future__ import annotations
 
