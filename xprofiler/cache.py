@@ -13,8 +13,9 @@ from xprofiler.profile import Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 
 _TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
-               "xrunner/comm.py", "xrunner/collective.py", "xrunner/handover.py",
-               "xrunner/head.py", "xprofiler/measure")
+               "xrunner/comm.py", "xrunner/collective.py", "xrunner/torch_group.py",
+               "xrunner/handover.py", "xrunner/head.py", "xprofiler/measure",
+               "xgpt/launch/local.py")
 
 
 def model_shape(spec: ModelSpec) -> str:

@@ -28,6 +28,7 @@ _TOGETHER = 4  # queries of one length encoded together, against one alone
 # sixth to a quarter on CPUs, where torch's kernel takes tiles of 32 queries, of 64 from 192 tokens
 # on and of 256 from 768 on; on GPUs the tiles are of 64 and 128.
 _SMALL_TILE, _LARGE_TILE, _CHANGES, _TILED_UP_TO = 32, 64, (192, 768), 1024
+_HEAD_SHARE = 0.3  # of a step, roughly: one stage has it
 _LEAST_RATIO = 1.12  # neighbours closer than this are not split further
 
 
@@ -126,6 +127,9 @@ def worst_error(tables: Mapping[Operator, Iterable[Sample]]) -> float:
 def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[float, float,
                                                                              Point]]:
     """(error, weight, point) of every interval that could be split."""
+    is_encoder_decoder = bool(tables.get(Operator.CROSS_ATTENTION))
+    decode = Kind.CROSS if is_encoder_decoder else Kind.DECODE
+    encode = Kind.ENCODER if is_encoder_decoder else Kind.ENCODE
     rest = _medians(tables.get(Operator.LAYER_REST, ()))
     attention = list(tables.get(Operator.DECODE_ATTENTION, ()))
     weight = _attention_share(rest, attention)
@@ -133,9 +137,11 @@ def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[f
     usual = min(STEP_CONTEXT, max((s.y for s in attention), default=STEP_CONTEXT))
     for low, high, error in _intervals(rest):
         rows = _between(low, high)
-        kind = Point(Kind.DECODE, rows, int(usual)) if rows <= DECODE_ROWS_UP_TO else Point(
-            Kind.REST, rows)
-        yield error, 1.0, kind
+        is_decode = rows <= DECODE_ROWS_UP_TO or is_encoder_decoder
+        yield error, 1.0, (Point(decode, rows, int(usual)) if is_decode
+                           else Point(Kind.REST, rows))
+    for low, high, error in _intervals(_medians(tables.get(Operator.HEAD, ()))):
+        yield error, _HEAD_SHARE, Point(decode, _between(low, high), int(usual))
     by_context: dict[float, dict[float, float]] = {}
     by_queries: dict[float, dict[float, float]] = {}
     for sample in attention:
@@ -143,13 +149,13 @@ def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[f
         by_queries.setdefault(sample.x, {})[sample.y] = sample.median_s
     for context, row in by_context.items():
         for low, high, error in _intervals(row):
-            yield error, weight, Point(Kind.DECODE, _between(low, high), int(context))
+            yield error, weight, Point(decode, _between(low, high), int(context))
     for queries, column in by_queries.items():
         for low, high, error in _intervals(column):
-            yield error, weight, Point(Kind.DECODE, int(queries), _between(low, high))
+            yield error, weight, Point(decode, int(queries), _between(low, high))
     alone = {s.x: s.median_s for s in tables.get(Operator.ENCODE_ATTENTION, ()) if s.y <= 1}
     for low, high, error in _intervals(alone, is_power=True):
-        yield error, weight, Point(Kind.ENCODE, _between(low, high), 1)
+        yield error, weight, Point(encode, _between(low, high), 1)
 
 
 def _intervals(row: Mapping[float, float], *, is_power: bool = False

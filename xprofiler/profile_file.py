@@ -37,6 +37,8 @@ AXES = {
     "step_overhead": ("", ""),
 }
 _COLUMNS = ["x", "y", "samples_s"]
+_LARGEST = 1e30  # no size and no time is as large
+_COUNTS = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_size")
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -77,7 +79,8 @@ def load_profile(path: Path) -> Profile:
     tables = {key: points for name, rows in _mapping(raw, "tables", faults).items()
               if (key := _key(name, faults)) is not None
               and (points := _points(name, rows, faults))}
-    refused = {int(k): str(v) for k, v in _mapping(raw, "refused", faults).items() if k.isdigit()}
+    refused = {int(k): str(v) for k, v in _mapping(raw, "refused", faults).items()
+               if k.isascii() and k.isdigit()}
     model, peaks = _model(raw.get("model"), faults), _peaks(raw.get("peaks"), faults)
     spent_s = raw.get("spent_s", 0.0)
     if not _is_size(spent_s):
@@ -124,10 +127,14 @@ def _model(raw: object, faults: list[tuple[str, object, str]]) -> ModelSpec | No
     if raw is None:
         return None
     try:
-        return model_from_json(raw)  # type: ignore[arg-type]
+        model = model_from_json(raw)  # type: ignore[arg-type]
     except (TypeError, ValueError, AttributeError) as cause:
         faults.append(("model", None, f"a model's shape: {cause}"))
         return None
+    wrong = [(f"model.{field}", getattr(model, field), "a whole number >= 1") for field in _COUNTS
+             if type(getattr(model, field)) is not int or getattr(model, field) < 1]
+    faults += wrong
+    return None if wrong else model
 
 
 def _peaks(raw: object, faults: list[tuple[str, object, str]]) -> Peaks | None:
@@ -154,8 +161,9 @@ def _mapping(raw: Mapping[str, Any], key: str,
 def _key(text: str, faults: list[tuple[str, object, str]]) -> TableKey | None:
     name, *rest = text.split(" ", 2)
     parts = dict(part.split("=", 1) for part in rest if "=" in part)
-    degree = parts.get("tp", "1")
-    if name not in AXES or not degree.isdigit() or int(degree) < 1 or set(parts) - {"tp", "link"}:
+    degree = parts.get("tp", "")
+    is_degree = degree.isascii() and degree.isdigit() and degree[0] != "0" and len(degree) < 6
+    if name not in AXES or not is_degree or set(parts) - {"tp", "link"}:
         faults.append((f"tables.{text}", None, "NAME tp=DEGREE [link=LINK] with NAME one of "
                                                + ", ".join(AXES)))
         return None
@@ -169,6 +177,8 @@ def _points(name: str, rows: object,
         point = _point(row)
         if point is None:
             faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]]"))
+        elif point.x == 0 and name.startswith(Operator.ENCODE_ATTENTION.value):
+            faults.append((f"tables.{name}", row, "x above 0: tokens of a query"))
         else:
             points.append(point)
     places = {(p.x, p.y) for p in points}
@@ -187,7 +197,7 @@ def _point(row: Any) -> Sample | None:
 
 def _is_size(value: object) -> bool:
     return (isinstance(value, (int, float)) and not isinstance(value, bool)
-            and 0 <= value < float("inf"))
+            and 0 <= value < _LARGEST)
 
 
 def _from_version_1(raw: Mapping[str, Any]) -> dict[str, Any]:

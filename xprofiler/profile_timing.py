@@ -37,6 +37,7 @@ class ProfileTiming:
                  marks: Sequence[str] = ()) -> None:
         """`marks`: how the profile differs from what will run; every provenance shows them."""
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
+        self._borrowed: set[str] = set()  # what the fallback was asked for, in words
         self._grids = {key: _grid(profile, key) for key in profile.tables}
         overhead = profile.table(STEP_OVERHEAD)
         self._overhead_s = overhead[0].median_s if overhead else None
@@ -103,9 +104,8 @@ class ProfileTiming:
         m = self.profile.metadata
         text = (f"{m.origin} on {m.device}, {m.dtype}, {m.ranks} ranks x "
                 f"{m.threads_per_rank} threads, {m.date}")
-        has_network = any(key.link for key in self.profile.tables)
-        if self._fallback is not None and not has_network:
-            text += f"; messages: {self._fallback.provenance()}"
+        if self._fallback is not None and self._borrowed:
+            text += f"; {', '.join(sorted(self._borrowed))}: {self._fallback.provenance()}"
         if self._marks:
             text += f"; NOT OF WHAT WILL RUN: {'; '.join(self._marks)}"
         return text
@@ -122,6 +122,7 @@ class ProfileTiming:
 
     def _other(self, name: str, tp_degree: int, link: Link) -> TimingSource:
         if self._fallback is not None:
+            self._borrowed.add(f"{name} over {link.name}")
             return self._fallback
         links = sorted({k.link for k in self.profile.tables if k.name == name and k.link})
         raise XgptError(f"this profile has no {name} over {link.name!r} at degree {tp_degree}; "

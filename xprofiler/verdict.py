@@ -48,21 +48,25 @@ def judge(profile: Profile) -> Judgement:
                  for key, table in profile.tables.items()
                  if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value))
     coarse = sum(bool(error / 4 > ERROR_LIMIT) for error in _errors(profile))
+    unknown = sum(len(p.samples_s) < 3 for p in points)
     share = noisy / len(points) if points else 1.0
     grade: Literal["good", "usable", "noisy"] = (
-        "good" if share <= 0.05 else "usable" if share <= 0.20 else "noisy")
+        "noisy" if share > 0.20 else
+        "usable" if share > 0.05 or unknown * 2 >= len(points) else "good")
     return Judgement(grade=grade, points=len(points), noisy=noisy, outliers=outliers,
                      too_short=too_short, moved=moved, coarse=coarse,
-                     sentence=_sentence(grade, len(points), noisy, outliers, too_short, moved,
-                                        coarse))
+                     sentence=_sentence(grade, len(points), noisy, unknown, outliers, too_short,
+                                        moved, coarse))
 
 
-def _sentence(grade: str, points: int, noisy: int, outliers: int, too_short: int, moved: int,
-              coarse: int) -> str:
+def _sentence(grade: str, points: int, noisy: int, unknown: int, outliers: int, too_short: int,
+              moved: int, coarse: int) -> str:
     if not points:
         return "nothing measured yet"
-    text = f"{grade}: {points - noisy} of {points} points within {SPREAD_LIMIT:.0%}"
+    text = f"{grade}: {points - noisy - unknown} of {points} points within {SPREAD_LIMIT:.0%}"
     doubts = []
+    if unknown:
+        doubts.append(f"of {unknown} the spread is unknown, they have a sample or two")
     if outliers:
         doubts.append(f"{outliers} single samples far off, ignored by the medians")
     if too_short:
@@ -70,8 +74,7 @@ def _sentence(grade: str, points: int, noisy: int, outliers: int, too_short: int
     if moved:
         doubts.append(f"{moved} points out of order with their neighbours, used as their mean")
     if coarse:
-        doubts.append(f"{coarse} places where the curve bends between points: a larger --budget "
-                      "would measure there")
+        doubts.append(f"{coarse} places where the curve bends between points")
     if grade == "noisy":
         doubts.append("is something else running here?")
     return "; ".join([text, *doubts])

@@ -106,7 +106,7 @@ class Frontiers:
     def find(self, wanted: Sequence[tuple[int, int]], smallest: int, largest: int) -> None:
         """Make the frontiers of these (plan, decode_iterations) known, in a range of batches."""
         new = sorted(set(wanted) - self._known.keys())
-        roomy = {line: self._roomy(line, smallest, largest) for line in new}
+        roomy = {line: self.roomy(line, smallest, largest) for line in new}
         outer = self._bisect(roomy, smallest, self._tolerance)
         strict = self._bisect(outer, smallest, 0.0)
         for line in new:
@@ -115,7 +115,7 @@ class Frontiers:
     def of(self, line: tuple[int, int]) -> Frontier:
         return self._known[line]
 
-    def _roomy(self, line: tuple[int, int], smallest: int, largest: int) -> int | None:
+    def roomy(self, line: tuple[int, int], smallest: int, largest: int) -> int | None:
         """Largest batch there is room for."""
         def has_room(batch: int) -> bool:
             return self._admission.crowding((line[0], (batch, line[1]))) is None

@@ -119,13 +119,25 @@ class _RraSearch:
             figures = self._admission.figures((box.root, point))
             best = Candidate(objective=figures.throughput_qps, root=box.root, point=point)
         edge, (low, up) = _edge(box), (box.lower[1], box.upper[1])
-        top = max(self._admission.figures((box.root, (frontier.outer, n))).throughput_qps
-                  for n in edge)
+        top = max(self._most_qps(box.root, frontier.outer, n) for n in edge)
         is_sampled = len(edge) <= up - low
         bound = top * (1 + BATCH_TOLERANCE) * (1 + (EDGE_TOLERANCE if is_sampled else 0.0))
         contracted = Box(root=box.root, lower=box.lower, upper=(frontier.outer, up))
         return NodeResult(upper_bound=bound, best=best, box=contracted, is_settled=low == up,
                           reason="decided on its frontier")
+
+
+    def _most_qps(self, root: int, batch: int, iterations: int) -> float:
+        """No admissible batch of this (root, decode_iterations) up to `batch` has a higher
+        throughput. A batch that memory forbids still says so, by its figure; of one that the
+        timing source refuses there is none, so the largest it answers for is asked instead."""
+        found = self._admission.figures((root, (batch, iterations))).throughput_qps
+        if found > 0:
+            return found
+        roomy = self._frontiers.roomy((root, iterations), self._batches[0], batch)
+        if roomy is None:
+            return 0.0
+        return self._admission.figures((root, (roomy, iterations))).throughput_qps
 
 
 def split_iterations(box: Box) -> tuple[Box, Box]:

@@ -136,7 +136,7 @@ def test_the_options_are_frozen() -> None:
     assert flags == {
         "submit": shared, "schedule": shared | {"--out"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
-        "profile show": {"--plots", "--json"},
+        "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},
         "simulate": shared | {"--schedule"}, "sweep": shared | {"--bounds"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "models": {"--json"},

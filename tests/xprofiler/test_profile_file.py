@@ -113,13 +113,13 @@ def test_a_file_has_one_point_a_line_so_that_one_changed_point_is_one_changed_li
     save_profile(profile(), path)
     key = TableKey("layer_rest", 2)
     first, *others = profile().tables[key]
-    tables = {**profile().tables, key: (replace(first, samples_s=(1.001, 1.002)), *others)}
+    tables = {**profile().tables, key: (replace(first, samples_s=(1.001, 1.002, 1.003)), *others)}
     other = tmp_path / "other.json"
     save_profile(profile(tables=tables), other)
     ours, theirs = path.read_text().splitlines(), other.read_text().splitlines()
     assert len(ours) == len(theirs)
     assert [b for a, b in zip(ours, theirs, strict=True) if a != b] == [
-        "   [1, 0, [1.001, 1.002]],"]
+        "   [1, 0, [1.001, 1.002, 1.003]],"]
     rows = [line for line in ours[ours.index(' "tables": {'):] if line.strip().startswith("[")]
     assert len(rows) == sum(len(table) for table in profile().tables.values())
 

@@ -151,9 +151,10 @@ def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
     marked = timing(marks=("kernels 'a' instead of 'b'", "ranks 2 instead of 4")).provenance()
     assert marked.endswith(
         "; NOT OF WHAT WILL RUN: kernels 'a' instead of 'b'; ranks 2 instead of 4")
-    assert timing(TABLES, fallback=FALLBACK).provenance().endswith(
-        f"; messages: {FALLBACK.provenance()}")
-    assert "messages:" not in timing(fallback=FALLBACK).provenance()
+    helped = timing(TABLES, fallback=FALLBACK)
+    assert FALLBACK.provenance() not in helped.provenance(), "not asked for anything yet"
+    helped.transfer_s(100, NEAR)
+    assert helped.provenance().endswith(f"; transfer over near: {FALLBACK.provenance()}")
 
 
 def test_padding_is_the_measured_kernels() -> None:

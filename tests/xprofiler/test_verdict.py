@@ -96,14 +96,14 @@ def test_points_below_one_of_less_work_are_counted_as_moved() -> None:
     assert judge(profile(layer_rest=[quiet(1, 1.0), quiet(2, 0.9), quiet(3, 3.0)])).moved == 2
 
 
-def test_a_bend_between_points_asks_for_a_larger_budget() -> None:
+def test_a_bend_between_points_is_told() -> None:
     """Three points whose middle lies off their line by so much that a quarter is the limit."""
     for share, coarse in ((0.9, 0), (1.1, 1)):
         error = 4 * ERROR_LIMIT * share
         bent = [quiet(1, 1.0), quiet(2, 2 / (1 + error)), quiet(3, 3.0)]
         got = judge(profile(layer_rest=bent))
         assert got.coarse == coarse
-        assert ("a larger --budget would measure there" in got.sentence) == bool(coarse)
+        assert ("the curve bends between points" in got.sentence) == bool(coarse)
 
 
 def test_each_row_of_a_table_is_looked_at_for_bends_alone() -> None:
@@ -123,3 +123,10 @@ def test_a_profile_without_points_has_nothing_within_the_limit() -> None:
 
 def test_a_profile_without_points_is_not_good() -> None:
     assert judge(profile()).grade != "good"
+
+
+def test_a_single_sample_has_no_spread_that_is_known() -> None:
+    one = [Sample(x=x, samples_s=(1e-3 * x,)) for x in (1, 2)]
+    got = judge(profile(layer_rest=one))
+    assert got.grade == "usable" and "of 2 the spread is unknown" in got.sentence
+    assert "0 of 2 points within" in got.sentence

@@ -30,8 +30,6 @@ from xscheduler.brute_force import best_of_grid
 from xscheduler.search import find_schedule
 from xsimulator.policies.rra import Rra, RraConfig
 
-# a period of no answer is 0, and divided by: see the test that is expected to fail
-
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,
                 has_learned_positions=True)
@@ -172,6 +170,25 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
         more = replace(found.estimate, encode_batch=found.estimate.encode_batch + 1)
         assert stretch > 0.9 * REFUSED_BEYOND
         assert stretch_of(problem, timing, more) > REFUSED_BEYOND
+
+
+@pytest.mark.parametrize(("outputs", "queries", "devices"), [
+    ((5, 2, 8), (1, 8), 1), ((5, 2, 8), (1, 32), 2), ((8, 4, 12), (1, 32), 2),
+    ((12, 6, 20), (1, 4, 16), 1), ((12, 6, 20), (1, 32), 2)])
+def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
+        outputs, queries, devices):
+    """The fewer iterations, the more queries decode at once: the largest batch of many iterations
+    is refused at few, and nothing may be concluded from the refused one."""
+    problem = replace(
+        toy_problem(devices=devices), default_max_tokens=outputs[-1], lengths=JointLengths(
+            inputs=truncated_normal(150, 40, 250), outputs=truncated_normal(*outputs)))
+    timing = profiled(problem, queries=queries, tokens=(8, 64, 256, 4096),
+                      contexts=(10, 100, 300), lengths=(5, 60, 250))
+    expected = best_of_grid(problem, timing, encode_batches=range(1, 140),
+                            decode_iterations=range(1, outputs[-1]))
+    found = find_schedule(problem, timing, gap=0.0)
+    assert found.estimate.throughput_qps >= expected.throughput_qps * (1 - 1e-9)
+    assert found.bound_qps >= expected.throughput_qps * (1 - 1e-9)
 
 
 def test_what_rests_on_extrapolated_times_says_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -79,18 +80,21 @@ def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool 
     """The cached profile; measured, or gone on with, where points are missing, or where `budget_s`
     leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
     is kept, and the same command goes on."""
-    path = cached_profile_path(_cache_folder(), wanted.metadata)
-    with _alone(path):
-        found = None if again else _cached(path)
-        if found is not None and _is_complete(found, wanted) and (
-                budget_s is None or found.spent_s >= budget_s):
-            say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
+    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
+    if not again and (found := _sufficient(path, wanted, budget_s)) is not None:
+        return found
+    with _alone(path.parent):
+        # another process may have measured it while this one waited
+        if not again and (found := _sufficient(path, wanted, budget_s)) is not None:
             return found
-        if found is None:
-            path.unlink(missing_ok=True)
+        target = path.with_suffix(".again.json") if again else path
+        is_new = _cached(target) is None
+        if is_new:
+            target.unlink(missing_ok=True)
         contention = Contention()
-        _measure(wanted, path, DEFAULT_BUDGET_S if budget_s is None else budget_s,
-                 is_new=found is None)
+        _measure(wanted, target, DEFAULT_BUDGET_S if budget_s is None else budget_s,
+                 is_new=is_new)
+        os.replace(target, path)  # `again`: what was there counts until its successor is whole
         found = load_profile(path)
     say(f"profile: {judge(found).sentence}")
     if (warning := in_words(contention.others_share())) is not None:
@@ -98,15 +102,13 @@ def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool 
     return found
 
 
-def _cache_folder() -> Path:
-    folder = cache_dir() / "profiles"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise InputError([Mistake(file="cache", line=None, key="XDG_CACHE_HOME", value=str(folder),
-                                  allowed=f"a folder that can be written to: {cause.strerror}"
-                                  )]) from None
-    return folder
+def _sufficient(path: Path, wanted: Wanted, budget_s: float | None) -> Profile | None:
+    """The cached profile, if nothing is to be added to it."""
+    found = _cached(path)
+    if found is None or not _is_complete(found, wanted) or found.spent_s < (budget_s or 0.0):
+        return None
+    say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
+    return found
 
 
 def _cached(path: Path) -> Profile | None:
@@ -119,13 +121,21 @@ def _cached(path: Path) -> Profile | None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time measures a profile: two would disturb each other for the same file."""
-    with path.with_suffix(".lock").open("w") as file:
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time measures: two would disturb each other. Raises InputError where the
+    cache cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as cause:
+        raise InputError([Mistake(
+            file="cache", line=None, key="XDG_CACHE_HOME", value=str(folder),
+            allowed=f"a folder that can be written to: {cause.strerror}")]) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            say("profile: another xgpt is measuring this one; waiting for it")
+            say("profile: another xgpt is measuring here; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from xgpt.errors import InputError, Mistake
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,6 +25,24 @@ def job_arguments(command: F) -> F:
     command = click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
                            help="Override one key of the job file; may be repeated.")(command)
     return click.argument("job_file", type=click.Path(path_type=Path), metavar="JOB.yaml")(command)
+
+
+def writable_file(path: Path, option: str) -> Path:
+    """`path`, checked before anything is computed for it; its folder is made. Raises InputError
+    where no file can be written there."""
+    folder, reason = path.parent, None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        reason = f"a file in a folder that can be made: {cause.strerror}"
+    if not path.name or path.is_dir():
+        reason = "a file, not a folder"
+    elif reason is None and not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "a file that can be written to"
+    if reason is not None:
+        raise InputError([Mistake(file="command line", line=None, key=option, value=str(path),
+                                  allowed=reason)])
+    return path
 
 
 def say(message: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import click
 
 from xgpt import catalog
 from xgpt.cli.local_profile import local_profile, wanted_profile
-from xgpt.cli.options import job_arguments, print_json, say
+from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.cli.session import open_session
-from xgpt.errors import InputError, Mistake
+from xgpt.errors import InputError, Mistake, XgptError
 from xgpt.job_file import DTYPES
 from xgpt.report.profile_table import profile_tables
 from xgpt.units import parse_seconds
 from xprofiler.importers import IMPORTERS, import_folder
-from xprofiler.profile import Profile
+from xprofiler.profile import Profile, merge
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.verdict import judge
 
@@ -57,7 +58,7 @@ class Degrees(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None,
                 ctx: click.Context | None) -> tuple[int, ...]:
         words = [word.strip() for word in str(value).split(",")]
-        if not all(word.isdigit() and int(word) >= 1 for word in words):
+        if not all(w.isascii() and w.isdigit() and 0 < int(w) < 100_000 for w in words):
             self.fail(f"{value!r}: whole numbers >= 1, for example 1,2,4", param, ctx)
         return tuple(sorted({int(word) for word in words}))
 
@@ -70,6 +71,7 @@ def profile() -> None:
     xgpt profile JOB.yaml [--budget 60s]    measure, or go on measuring
     xgpt profile show FILE [--plots DIR]    tables and plots of a profile
     xgpt profile import SOURCE FOLDER ...   others' measurements as a profile
+    xgpt profile merge FILE FILE --out FILE one profile of several
     """
 
 
@@ -94,10 +96,8 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             allowed="`local`: a profile is measured on the machine itself (--set cluster=local); "
             "other clusters are planned from a profile file (`profile: FILE`) or from the "
             "roofline of their device")])
-    if out is not None and not out.parent.is_dir():
-        raise InputError([Mistake(
-            file="command line", line=None, key="--out", value=str(out),
-            allowed=f"a file in a folder that exists; {out.parent} does not")])
+    if out is not None:
+        writable_file(out, "--out")
     found = local_profile(wanted_profile(session.job, session.problem, degrees),
                           budget_s=budget, again=again)
     if out is not None:
@@ -124,6 +124,24 @@ def show(file: Path, plots: Path | None, as_json: bool) -> None:
             say(f"plot: {path}")
 
 
+@profile.command("merge")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path),
+                metavar="FILE FILE ...")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE",
+              help="The profile file to write.")
+def merge_(files: tuple[Path, ...], out: Path) -> None:
+    """The points of several profiles of the same thing as one profile."""
+    writable_file(out, "--out")
+    try:
+        found = reduce(merge, [load_profile(file) for file in files])
+    except XgptError as error:
+        raise (error if isinstance(error, InputError) else InputError([Mistake(
+            file="command line", line=None, key="FILE", value=[str(f) for f in files],
+            allowed=str(error))])) from None
+    save_profile(found, out)
+    say(f"profile: written to {out}; {judge(found).sentence}")
+
+
 @profile.command("import")
 @click.argument("source", type=click.Choice(sorted(IMPORTERS)), metavar="SOURCE")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -137,6 +155,7 @@ def show(file: Path, plots: Path | None, as_json: bool) -> None:
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, out: Path) -> None:
     """Measurements of others in FOLDER as a profile file. SOURCE: vidur, distserve or
     aiconfigurator."""
+    writable_file(out, "--out")
     found = import_folder(source, folder, _row("model", model), _row("device", device), dtype)
     save_profile(found, out)
     say(f"profile: written to {out}; use it with `profile: {out}` in a job file")

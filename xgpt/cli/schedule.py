@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.cli.options import job_arguments, print_json, say
+from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.cli.session import find, open_session, timing_of
 from xgpt.report.table import schedule_table, stage_table
 from xgpt.schedule import save_schedule
@@ -18,11 +18,12 @@ from xgpt.schedule import save_schedule
               help="Also write the schedule to FILE (for simulate and run).")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
+    if out is not None:
+        writable_file(out, "--out")
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
     found = find(session, timing)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         save_schedule(found, out)
         say(f"schedule written to {out}")
     if as_json:

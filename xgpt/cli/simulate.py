@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from xgpt.cli.session import Session, open_session, timing_of
 from xgpt.errors import InputError, Mistake
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
+from xprofiler.interpolation import REFUSED_BEYOND
 from xsimulator.policies.rra import Rra, RraConfig
 from xsimulator.replay.predict import predict_job
 
@@ -29,7 +31,13 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
     config = _configuration(session, schedule_file)
-    found = Rra(session.problem, timing, padded=timing.is_padded).estimate(config)
+    rra = Rra(session.problem, timing, padded=timing.is_padded)
+    found = rra.estimate(config)
+    if math.isinf(found.latency_s):
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="schedule", value=None,
+            allowed=f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {words}")
+            for words in rra.beyond(config, REFUSED_BEYOND)])
     count = session.problem.num_queries or _REPLAYED_QUERIES
     replayed = predict_job(session.problem, timing, found, count,
                            np.random.default_rng(session.job.run.seed),

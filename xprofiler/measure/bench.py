@@ -139,10 +139,14 @@ def ragged(queries: int, longest: int) -> list[int]:
     return contexts
 
 
-def ordinary_inputs(tokens: int) -> list[int]:
-    """Input lengths that sum to `tokens`: ordinary ones, all different, the same each time."""
+def ordinary_inputs(tokens: int, longest: int | None = None) -> list[int]:
+    """Input lengths of at most `longest` that sum to `tokens`: ordinary ones, all different, the
+    same each time."""
+    mean = MEAN_INPUT if longest is None else min(MEAN_INPUT, max(longest // 2, 1))
     rng = np.random.default_rng(tokens)
-    shares = rng.uniform(0.5, 1.5, size=max(round(tokens / MEAN_INPUT), 1))
+    shares = rng.uniform(0.5, 1.5, size=max(round(tokens / mean), 1))
     lengths = np.maximum(np.floor(shares / shares.sum() * tokens).astype(int), 1)
-    lengths[0] += tokens - lengths.sum()
-    return [int(n) for n in lengths]
+    found = [int(n) for n in (lengths if longest is None else np.minimum(lengths, longest))]
+    while (left := tokens - sum(found)) > 0:
+        found.append(left if longest is None else min(left, longest))
+    return found

@@ -12,7 +12,7 @@ from xprofiler.profile import Peaks
 _SIDE = 2048  # of a square matrix product: 17 GFLOP
 _BYTES = 256 * 2**20  # past every cache
 _CUDA_SCALE = 4  # a GPU needs more to fill it
-_ROUNDS = 5
+_ROUNDS = 8
 
 
 def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:

@@ -80,11 +80,10 @@ class Recorder:
         overhead = TableKey(STEP_OVERHEAD)
         besides = [s for key, places in self._tables.items() if key.name == STEP_OVERHEAD
                    for values in places.values() for s in values]
-        if besides:
-            host = float(np.median(host_s))
-            tables[overhead] = (Sample(x=0, samples_s=_ordered([host + s for s in besides])),)
-        elif overhead in self._profile.tables:
-            tables[overhead] = self._profile.tables[overhead]
+        known = [s for p in self._profile.tables.get(overhead, ()) for s in p.samples_s]
+        host = float(np.median(host_s)) if host_s else 0.0
+        if found := [*known, *_ordered([host + s for s in besides])]:
+            tables[overhead] = (Sample(x=0, samples_s=_ordered(found)),)
         return replace(self._profile, tables=tables, spent_s=spent_s)
 
 

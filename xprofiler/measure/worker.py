@@ -32,7 +32,7 @@ from xprofiler.measure.peaks import measure_peaks
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.plan import Kind, Needs, Point, refinement, skeleton
-from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, ProfileMetadata, TableKey
+from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
 from xrunner.sampling import Sampling
@@ -40,7 +40,8 @@ from xrunner.sampling import Sampling
 STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
 _COMPACTIONS = 5  # times each is measured
 _SAVE_EVERY_S = 2.0
-_REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION)
+_REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION,
+            Operator.HEAD, Operator.CROSS_ATTENTION)
 
 
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
@@ -80,8 +81,9 @@ class _Session:
         metadata, spec = ProfileMetadata(**request.metadata), model_from_json(request.model)
         target = Path(request.target)
         known = load_profile(target) if target.is_file() else Profile(
-            metadata=metadata, tables={}, model=spec,
-            refused={int(k): v for k, v in request.refused.items()})
+            metadata=metadata, tables={}, model=spec)
+        refused = {**known.refused, **{int(k): v for k, v in request.refused.items()}}
+        known = replace(known, refused=refused)
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
         self._device = own_device(metadata.device, ranks.rank)
         self._known, self._recorder = known, Recorder(known)
@@ -100,6 +102,7 @@ class _Session:
         degrees = self._request.degrees
         todo = [(d, p) for d in degrees for p in points if not self._recorder.has(p, d)]
         self._total = self._left = sum(_work(p) for _, p in todo)
+        self._points_begin_s = time.monotonic()
         for index, degree in enumerate(degrees):
             bench = _Benches(self._spec, self._dtype, self._known.metadata.ranks, degree,
                              self._device, self._sampling)
@@ -125,7 +128,7 @@ class _Session:
             tables = {op: self._recorder.operator(op, degree) for op in _REFINED}
             done = self._recorder.done(degree) | failed
             worst = refinement(tables, done, STEADY_ERROR)
-            if worst is None or self._spec.is_encoder_decoder:
+            if worst is None:
                 break
             self._measure(bench, degree, worst)
             failed.add(worst)  # whatever came of it, it is not asked for again
@@ -140,7 +143,7 @@ class _Session:
             self._recorder.add(TableKey(Operator.KV_COMPACTION.value, degree), point.x, point.y,
                                seconds)
             return
-        lengths = _lengths(point)
+        lengths = _lengths(point, self._spec.max_positions)
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
         steps = self._ranks.steady(bench.step(point.kind, lengths))
         self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.whole.num_layers)
@@ -148,8 +151,10 @@ class _Session:
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
         found = self._ranks.gather(measure_peaks(self._dtype, self._device))
-        slowest = min(found, key=lambda p: p.flops_per_s)
-        self._recorder = Recorder(replace(self._known, peaks=slowest))
+        # a disturbed rank must not make the device look smaller than it is
+        best = Peaks(flops_per_s=max(p.flops_per_s for p in found), source=found[0].source,
+                     bandwidth_bytes_per_s=max(p.bandwidth_bytes_per_s for p in found))
+        self._recorder = Recorder(replace(self._known, peaks=best))
 
     def _measure_network(self) -> None:
         request, ranks = self._request, self._ranks
@@ -185,7 +190,7 @@ class _Session:
 
     def _outlook(self, now: float) -> tuple[float, float]:
         """(share done, seconds left) of the skeleton and what the budget leaves after it."""
-        elapsed_s = now - self._begin_s
+        elapsed_s = now - self._points_begin_s
         done = 1 - self._left / self._total if self._total else 1.0
         skeleton_s = elapsed_s / done - elapsed_s if 0 < done < 1 else 0.0
         budget_s = (self._request.budget_s or 0.0) - self._spent_s()
@@ -222,18 +227,22 @@ class _Benches:
         return (self._few if kind is Kind.ENCODE else whole).encode(lengths)
 
 
-def _lengths(point: Point) -> list[int]:
+def _lengths(point: Point, most: int | None) -> list[int]:
     """Tokens cached before a decode step, inputs of an encode step."""
     if point.kind in (Kind.DECODE, Kind.CROSS):
         return ragged(point.x, point.y - 1)  # the token decoded is read too
-    return ordinary_inputs(point.x) if point.kind is Kind.REST else [point.x] * point.y
+    return ordinary_inputs(point.x, most) if point.kind is Kind.REST else [point.x] * point.y
 
 
 def _work(point: Point) -> float:
-    """How long a point takes against others, roughly: rows, and a fixed share."""
-    rows = {Kind.ENCODE: point.x * point.y / 4, Kind.ENCODER: point.x * point.y,
-            Kind.REST: point.x}.get(point.kind, point.x / 4)
-    return 60 + rows
+    """How long a point takes against others, roughly: a point that is quick counts 1."""
+    match point.kind:
+        case Kind.REST:
+            return 1 + point.x / 110
+        case Kind.ENCODE | Kind.ENCODER:
+            return 1 + point.x * point.y / 700
+        case _:
+            return 1 + point.x * (point.y + 130) / 20_000
 
 
 if __name__ == "__main__":
