@@ -97,7 +97,7 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
                for tokens in sorted({contexts[0], contexts[-1]})]
     if not model.is_encoder_decoder:
         points += [Point(Kind.REST, rows) for rows in _ladder(
-            (75, 140, 265, 520, 900, 2080), needs.tokens)]
+            (75, 260, 700, 2080), needs.tokens)]
     return points
 
 

@@ -152,9 +152,14 @@ def test_a_step_that_skips_a_layer_is_our_own_mistake() -> None:
     clock = FakeClock()
     model = FakeModel(clock, 3)
     probe = Probe(model, clock)  # type: ignore[arg-type]
-    model.layers.pop()
+
+    def skipping() -> None:
+        whole, model.layers = model.layers, model.layers[:-1]
+        model.step()
+        model.layers = whole
+
     with pytest.raises(AssertionError, match="self._rest"):
-        probe.time(model.step)
+        probe.time(skipping)
 
 
 def test_what_is_less_than_nothing_besides_the_parts_is_nothing() -> None:
@@ -236,11 +241,13 @@ def test_a_bench_holds_as_many_layers_as_a_stage_and_both_ends() -> None:
         all_parts_are_there(bench.decode([4])(), layers)
 
 
-def test_a_bench_of_few_layers_for_attention_has_no_head() -> None:
-    bench = LayerBench(SPECS["llama"], torch.float32, most_layers=2)
-    parts = bench.encode([5, 8])()
-    assert bench.num_layers == 2 and parts.attention_s > 0 and parts.head_s == 0
+def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_whole() -> None:
+    bench = LayerBench(SPECS["llama"], torch.float32)
+    parts = bench.encode([5, 8], most_layers=2)()
+    assert parts.attention_s > 0 and parts.head_s == 0
     assert total_s(parts, 2) == pytest.approx(parts.whole_s, rel=1e-9)
+    assert bench.num_layers == len(bench.model.layers) == 3 and bench.model.is_last
+    all_parts_are_there(bench.encode([5, 8])(), 3)
 
 
 def test_an_unprobed_bench_takes_the_same_step_as_a_whole() -> None:

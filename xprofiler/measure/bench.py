@@ -28,6 +28,7 @@ from xrunner.rules.steps import StepKind
 from xrunner.sampling import Sampling
 from xrunner.stage import StageExecutor
 
+_ENTRY = 0.5  # of every cache: attention takes as long whatever it reads, unless it is no number
 MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the cache's behaviour
 # Layers whose caches would take more than this share one, where it is too large for any processor's
 # caches to keep from one layer to the next.
@@ -42,20 +43,16 @@ class LayerBench:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int = 1, device: torch.device | str = "cpu",
-                 sampling: Sampling = GREEDY, is_probed: bool = True,
-                 most_layers: int | None = None) -> None:
-        """`is_probed` False: steps are timed as a whole, without marks inside. `most_layers`: for
-        steps whose attention alone counts; their weights may stay in a cache, there is no head."""
+                 sampling: Sampling = GREEDY, is_probed: bool = True) -> None:
+        """`is_probed` False: steps are timed as a whole, without marks inside."""
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
         self.num_layers = max(1, min(math.ceil(spec.num_layers / num_stages),
-                                     MAX_WEIGHT_BYTES // layer_bytes,
-                                     spec.num_layers if most_layers is None else most_layers))
+                                     MAX_WEIGHT_BYTES // layer_bytes))
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling = sampling
         stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=self.num_layers)
-        depth = self.num_layers + (most_layers is not None)  # one more: not the last stage
-        self.model = StageModel(replace(spec, num_layers=depth), RandomWeights(dtype), stage,
-                                dtype, shard=Shard(degree=tp_degree), device=self.device)
+        self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
+                                stage, dtype, shard=Shard(degree=tp_degree), device=self.device)
         clock = clock_of(self.device)
         self._probe = Probe(self.model, clock) if is_probed else Whole(clock)
 
@@ -75,9 +72,11 @@ class LayerBench:
 
         return step
 
-    def encode(self, lengths: list[int]) -> Measurement:
-        """An encode step of queries of these lengths."""
-        executor = self._executor(len(lengths), max(lengths))
+    def encode(self, lengths: list[int], *, most_layers: int | None = None) -> Measurement:
+        """An encode step of queries of these lengths. `most_layers`: through so many layers only,
+        and no head, where the attention alone counts; their weights may stay in a cache."""
+        layers = self.model.layers[:most_layers]
+        executor = self._executor(len(lengths), max(lengths), len(layers))
         cache = executor.caches[0]
         tokens = torch.ones(sum(lengths), dtype=torch.long, device=self.device)
         joined = tuple(Joined(query=i, input_tokens=n, sampling=self._sampling)
@@ -87,7 +86,12 @@ class LayerBench:
         def step() -> Parts:
             cache.queries, cache.lengths = [], []
             executor.adopt(0, [])
-            return self._probe.time(lambda: executor.execute(message, tokens))
+            if most_layers is None:
+                return self._probe.time(lambda: executor.execute(message, tokens))
+            whole, self.model.layers, self.model.is_last = self.model.layers, layers, False
+            parts = self._probe.time(lambda: executor.execute(message, tokens))
+            self.model.layers, self.model.is_last = whole, True
+            return parts
 
         return step
 
@@ -96,23 +100,24 @@ class LayerBench:
         return compaction(self._cache(2 * rows, tokens, is_whole=True), rows, tokens,
                           clock_of(self.device))
 
-    def _executor(self, queries: int, capacity: int) -> StageExecutor:
+    def _executor(self, queries: int, capacity: int, layers: int | None = None) -> StageExecutor:
         executor = StageExecutor(self.model)
         executor.start(StartMessage(num_groups=1, slots=1, capacity=1))
-        executor.caches = [self._cache(queries, capacity)]
+        executor.caches = [self._cache(queries, capacity, layers=layers)]
         return executor
 
-    def _cache(self, queries: int, capacity: int, *, is_whole: bool = False) -> KvCache:
+    def _cache(self, queries: int, capacity: int, *, is_whole: bool = False,
+               layers: int | None = None) -> KvCache:
         """Resident and finite, as in a run. `is_whole`: every layer has memory of its own."""
-        heads = self.model.kv_heads
+        heads, layers = self.model.kv_heads, layers or self.num_layers
         layer_bytes = 2 * heads * self.spec.head_dim * self.dtype.itemsize * queries * capacity
         is_shared = (not is_whole and layer_bytes > _SHARED_KV_BYTES
-                     and layer_bytes * self.num_layers > _MAX_KV_BYTES)
-        cache = KvCache(self.spec, 1 if is_shared else self.num_layers, self.dtype,
+                     and layer_bytes * layers > _MAX_KV_BYTES)
+        cache = KvCache(self.spec, 1 if is_shared else layers, self.dtype,
                         slots=queries, capacity=capacity, kv_heads=heads, device=self.device)
         if is_shared:
-            cache.share_layers(self.num_layers)
-        cache.store[:1 if is_shared else None].normal_()
+            cache.share_layers(layers)
+        cache.store[:1 if is_shared else None].fill_(_ENTRY)
         return cache
 
 

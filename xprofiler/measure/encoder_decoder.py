@@ -122,7 +122,7 @@ class EncoderDecoderBench:
         cache = KvCache(replace(self.spec, num_layers=self.num_layers), self.num_layers, self.dtype,
                         slots=queries, capacity=capacity, kv_heads=self._kv_heads,
                         device=self.device)
-        cache.store.normal_()
+        cache.store.fill_(0.5)
         return cache
 
 

@@ -52,7 +52,7 @@ class Probe:
     """Puts marks around the parts of `model`'s layers and ends, in place."""
 
     def __init__(self, model: StageModel, clock: Clock) -> None:
-        self._clock, self._num_layers = clock, len(model.layers)
+        self._clock, self._model = clock, model
         self._rest: list[tuple[Any, Any]] = []  # (begin, end): qkv, finish, qkv, ...
         self._shared: list[tuple[Any, Any]] = []  # rotary tables: once a step, all layers' use
         self._embed: list[tuple[Any, Any]] = []
@@ -73,14 +73,15 @@ class Probe:
         step()
         end = self._clock.mark()
         self._clock.settle()
-        assert len(self._rest) == 2 * self._num_layers, f"{len(self._rest) = }"
+        num_layers = len(self._model.layers)
+        assert len(self._rest) == 2 * num_layers, f"{len(self._rest) = } {num_layers = }"
         rest_s = self._sum(self._rest) + self._sum(self._shared)
         # between a layer's two parts lies its attention kernel
         attention_s = sum(self._clock.seconds(qkv_end, finish_begin) for (_, qkv_end), (
             finish_begin, _) in zip(self._rest[::2], self._rest[1::2], strict=True))
         return Parts(
-            whole_s=self._clock.seconds(start, end), rest_s=rest_s / self._num_layers,
-            attention_s=attention_s / self._num_layers, embed_s=self._sum(self._embed),
+            whole_s=self._clock.seconds(start, end), rest_s=rest_s / num_layers,
+            attention_s=attention_s / num_layers, embed_s=self._sum(self._embed),
             head_s=self._clock.seconds(self._head[0], end) if self._head else 0.0)
 
     def _sum(self, spans: list[tuple[Any, Any]]) -> float:

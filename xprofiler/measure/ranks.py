@@ -13,10 +13,10 @@ import torch
 from xprofiler.measure.probe import Parts
 from xprofiler.verdict import SPREAD_LIMIT
 
-_ATTEMPTS = 3
-_POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
+_ATTEMPTS = 2
+_POINT_S = 0.1  # a point is measured for about so long, and never fewer times than
 _MIN_STEPS, _MAX_STEPS = 5, 40
-_SLOW_STEP_S, _SLOW_STEPS = 0.3, 3  # a step this slow hardly scatters: fewer times, no warm-up
+_SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
 
 
@@ -50,14 +50,16 @@ class Ranks:
     def steady(self, step: Callable[[], Parts]) -> list[Parts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree: the least disturbed attempt counts."""
-        once_s = max(self.gather(step().whole_s))
-        if once_s < _SLOW_STEP_S:
+        first = self.gather(step())
+        once_s = max(parts.whole_s for parts in first)
+        is_slow = once_s >= _SLOW_STEP_S
+        if not is_slow:
             once_s = max(self.gather(step().whole_s))  # the first was a warm-up
-        least = _MIN_STEPS if once_s < _SLOW_STEP_S else _SLOW_STEPS
-        count = int(np.clip(_POINT_S / once_s, least, _MAX_STEPS))
+        count = _SLOW_STEPS if is_slow else int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
         attempts: list[list[Parts]] = []
         for _ in range(_ATTEMPTS):
-            attempts.append(self.together(lambda: [step() for _ in range(count)]))
+            steps = self.together(lambda: [step() for _ in range(count)])
+            attempts.append([*first, *steps] if is_slow else steps)
             if _spread(attempts[-1]) <= SPREAD_LIMIT:
                 break
         return min(attempts, key=_spread)

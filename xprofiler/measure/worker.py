@@ -202,7 +202,7 @@ class _Session:
 
 
 class _Benches:
-    """One shard of `degree`: a stage's layers, and a few of them for attention alone."""
+    """One shard of `degree`: a stage's layers, and the step that each kind of point is."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, num_stages: int, degree: int,
                  device: torch.device, sampling: Sampling) -> None:
@@ -213,8 +213,6 @@ class _Benches:
         else:
             self.whole = LayerBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
                                     device=device, sampling=sampling)
-            self._few = LayerBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
-                                   device=device, most_layers=_ATTENTION_LAYERS)
 
     def step(self, kind: Kind, lengths: list[int]) -> Measurement:
         whole = self.whole
@@ -224,7 +222,8 @@ class _Benches:
                     else whole.encode(lengths))
         if kind is Kind.DECODE:
             return whole.decode(lengths)
-        return (self._few if kind is Kind.ENCODE else whole).encode(lengths)
+        return whole.encode(lengths, most_layers=(
+            _ATTENTION_LAYERS if kind is Kind.ENCODE else None))
 
 
 def _lengths(point: Point, most: int | None) -> list[int]:
