@@ -13,8 +13,8 @@ import torch
 from xprofiler.measure.probe import Parts
 from xprofiler.verdict import SPREAD_LIMIT
 
-_ATTEMPTS = 2
-_POINT_S = 0.1  # a point is measured for about so long, and never fewer times than
+_ATTEMPTS = 3
+_POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
 _MIN_STEPS, _MAX_STEPS = 5, 40
 _SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
