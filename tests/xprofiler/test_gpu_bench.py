@@ -1,0 +1,41 @@
+"""The bench and its clock on a CUDA device, and the direct handover between two."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")
+
+from xgpt.model import ModelSpec  # noqa: E402
+from xprofiler.measure.bench import LayerBench  # noqa: E402
+from xprofiler.measure.clock import CudaClock, clock_of  # noqa: E402
+from xprofiler.measure.peaks import measure_peaks  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SPEC = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=512, num_heads=8,
+                 num_kv_heads=4, vocab_size=4000, intermediate_size=1408, is_gated_mlp=True,
+                 has_bias=False, tied_embeddings=True, max_positions=2048)
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2, 4])
+def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree: int) -> None:
+    bench = LayerBench(SPEC, torch.bfloat16, tp_degree=tp_degree, device="cuda")
+    assert isinstance(clock_of(bench.device), CudaClock)
+    with torch.inference_mode():
+        for step in (bench.decode([100, 7, 300]), bench.encode([64, 200])):
+            step()
+            parts = step()
+            layers_s = bench.num_layers * (parts.rest_s + parts.attention_s)
+            assert parts.rest_s > 0 and parts.attention_s > 0 and parts.head_s > 0
+            # events are read in half microseconds; what is left over is the step's own
+            assert layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
+
+
+def test_compaction_moves_rows_on_the_device() -> None:
+    bench = LayerBench(SPEC, torch.bfloat16, device="cuda")
+    assert bench.compaction(3, 200)() > 0
+
+
+def test_peaks_are_those_of_a_gpu() -> None:
+    peaks = measure_peaks(torch.bfloat16, torch.device("cuda"))
+    assert peaks.flops_per_s > 1e13 and peaks.bandwidth_bytes_per_s > 1e11
