@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from xgpt.model import ModelSpec
-from xprofiler.profile import Profile, ProfileMetadata
-from xprofiler.profile_file import load_profile
+from xprofiler.profile import ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
                "xrunner/comm.py", "xrunner/collective.py", "xrunner/torch_group.py",
@@ -38,11 +37,6 @@ def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
     digest = _digest(json.dumps(metadata.identity, sort_keys=True))
     machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
     return folder / f"{metadata.dtype}-{machine}-{digest}.json"
-
-
-def find_cached(folder: Path, metadata: ProfileMetadata) -> Profile | None:
-    path = cached_profile_path(folder, metadata)
-    return load_profile(path) if path.is_file() else None
 
 
 def _python_files(path: Path) -> list[Path]:

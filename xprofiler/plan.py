@@ -2,7 +2,7 @@
 interpolation would be furthest off. Torch-free.
 
 Sizes are kept off the powers of two: kernels tile by them and are up to a tenth quicker there than
-at the sizes between, which are what a run meets.
+at the sizes between, which are what a run meets. Input lengths lie on both sides of every tile.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Needs:
 
 
 def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
-    """The points without which there is no profile, cheap ones first."""
+    """The points without which there is no profile."""
     needs = needs.within(model)
     batches = _ladder((1, 3, 9, 33, 130), needs.queries)
     contexts = _ladder((17, 130, 520), needs.context_tokens)
@@ -117,11 +117,6 @@ def refinement(tables: Mapping[Operator, Iterable[Sample]], done: set[Point],
     candidates = [(error * weight, point) for error, weight, point in _candidates(tables)
                   if error > tolerance and point not in done]
     return max(candidates, key=lambda c: c[0])[1] if candidates else None
-
-
-def worst_error(tables: Mapping[Operator, Iterable[Sample]]) -> float:
-    """The largest estimated interpolation error of any interval, relative."""
-    return max((error for error, _, _ in _candidates(tables)), default=0.0)
 
 
 def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[float, float,

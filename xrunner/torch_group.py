@@ -1,5 +1,5 @@
 """The ranks of a tensor-parallel group over torch.distributed: NCCL between GPUs, where tensors
-never leave the devices. (gloo, on CPUs, serves tests: MPI is quicker there.)
+never leave the devices. gloo, on CPUs, serves tests alone.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class TorchGroup:
 
     def close(self) -> None:
         distributed.destroy_process_group()
+
 
 def _free_address() -> tuple[str, int]:
     """This host's name and a port nobody listens on."""

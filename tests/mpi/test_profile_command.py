@@ -83,8 +83,10 @@ def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
     for degree in (1, 2):
         seconds = timing.operator_s(Operator.LAYER_REST, [1.0, 40.0, 2080.0], tp_degree=degree)
         assert (seconds > 0).all()
-    table = {p.x: p.median_s for p in profile.table("decode_attention") if p.y == 17}
-    assert timing.operator_s(Operator.DECODE_ATTENTION, 9, 17) == pytest.approx(table[9])
+    # Within the table's own range: at 9 itself the answer is that sample, or the mean of samples
+    # that fell with more work (noise); tests/xprofiler holds the exact rule to given samples.
+    table = [p.median_s for p in profile.table("decode_attention") if p.y == 17]
+    assert min(table) <= timing.operator_s(Operator.DECODE_ATTENTION, 9, 17) <= max(table)
 
 
 def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(

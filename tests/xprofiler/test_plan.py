@@ -19,13 +19,19 @@ from xprofiler.plan import (
     Kind,
     Needs,
     Point,
+    _candidates,
     missing,
     refinement,
     skeleton,
-    worst_error,
 )
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
+
+
+def worst_error(tables: dict[Operator, list[Sample]]) -> float:
+    """The largest estimated interpolation error of any interval, relative."""
+    return max((error for error, _, _ in _candidates(tables)), default=0.0)
+
 
 DECODER = catalog.model("opt-125m")  # 2048 positions
 BOTH = catalog.model("t5-11b")

@@ -42,8 +42,6 @@ _COMPACTIONS = 5  # times each is measured
 _SAVE_EVERY_S = 2.0
 _REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION,
             Operator.HEAD, Operator.CROSS_ATTENTION)
-
-
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 
 
@@ -90,7 +88,7 @@ class _Session:
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self._begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
-        self._left = 0.0  # work of the skeleton still to do, in rows
+        self._left = 0.0  # work of the skeleton still to do (_work)
 
     def run(self) -> None:
         if self._known.peaks is None:

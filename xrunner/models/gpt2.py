@@ -6,24 +6,25 @@ as one such matrix; here they are turned to [out, in] once, when they are loaded
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.model import ModelSpec
-from xrunner.models.shard import WHOLE, Shard, head_weight
+from xrunner.models.pre_norm import PreNormEnds, PreNormLayer, read_norm
+from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import Part, WeightSource
 
 
-class Gpt2Layer:
-    """One decoder layer, or one rank's shard of it: as in transformers' GPT2Block. `heads` (h) are
-    this shard's, each of size `dim` (d)."""
+class Gpt2Layer(PreNormLayer):
+    """As in transformers' GPT2Block."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, index: int,
                  shard: Shard = WHOLE) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.heads = self.kv_heads = shard.share(spec.num_heads)
-        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.all_reduce
+        super().__init__(spec, shard, partial(F.gelu, approximate="tanh"))
         prefix = f"h.{index}."
 
         def columns(name: str, out: int, parts: list[Part | None]) -> tuple[Tensor, Tensor]:
@@ -44,59 +45,17 @@ class Gpt2Layer:
         self.out_weight, self.out_bias = rows("attn.c_proj", hidden)
         self.up_weight, self.up_bias = columns("mlp.c_fc", inner, [shard.part(1, inner)])
         self.down_weight, self.down_bias = rows("mlp.c_proj", inner)
-        self.input_norm = _norm(weights, f"{prefix}ln_1", hidden)
-        self.mlp_norm = _norm(weights, f"{prefix}ln_2", hidden)
-
-    def qkv(self, hidden: Tensor, _prepared: None) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> query, key, value, each [T, h, d]."""
-        normed = F.layer_norm(hidden, (hidden.shape[-1],), *self.input_norm, self.eps)
-        joint = F.linear(normed, self.qkv_weight, self.qkv_bias)
-        query, key, value = joint.view(len(hidden), 3, self.heads, self.dim).unbind(1)
-        return query, key, value
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
-        hidden = hidden + self._all_reduce(F.linear(attended, self.out_weight, self.out_bias))
-        normed = F.layer_norm(hidden, (hidden.shape[-1],), *self.mlp_norm, self.eps)
-        inner = F.gelu(F.linear(normed, self.up_weight, self.up_bias), approximate="tanh")
-        return hidden + self._all_reduce(F.linear(inner, self.down_weight, self.down_bias))
+        self.input_norm = read_norm(weights, f"{prefix}ln_1", hidden)
+        self.mlp_norm = read_norm(weights, f"{prefix}ln_2", hidden)
 
 
-class Gpt2Ends:
-    """Token and position embeddings (first stage), final norm and head (last stage)."""
+class Gpt2Ends(PreNormEnds):
+    """Both ends, under a checkpoint's names."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
                  shard: Shard = WHOLE) -> None:
-        assert spec.max_positions is not None, "GPT-2 has learned positions"
-        name, hidden = "wte.weight", spec.hidden_size
-        self.eps = spec.norm_eps
-        self.embedding = self.positions = self.norm = self.head_weight = None
-        if first:
-            self.embedding = weights.get(name, (spec.vocab_size, hidden))
-            self.positions = weights.get("wpe.weight", (spec.max_positions, hidden))
-        if last:
-            self.norm = _norm(weights, "ln_f", hidden)
-            self.head_weight = head_weight(spec, weights, (name, self.embedding), shard)
-
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens [T], positions [T] -> hidden [T, H]."""
-        assert self.embedding is not None and self.positions is not None, (
-            "only the first stage embeds")
-        return F.embedding(tokens, self.embedding) + F.embedding(positions, self.positions)
-
-    def prepare(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """GPT-2's layers need nothing besides the hidden state."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
-        assert self.norm is not None and self.head_weight is not None, (
-            "only the last stage has a head")
-        normed = F.layer_norm(hidden, (hidden.shape[-1],), *self.norm, self.eps)
-        return F.linear(normed, self.head_weight)
-
-
-def _norm(weights: WeightSource, name: str, hidden: int) -> tuple[Tensor, Tensor]:
-    return weights.get(f"{name}.weight", (hidden,)), weights.get(f"{name}.bias", (hidden,))
+        super().__init__(spec, weights, first=first, last=last, shard=shard, tokens="wte.weight",
+                         positions="wpe.weight", norm="ln_f")
 
 
 def _of_bias(columns: Part | None) -> Part | None:
