@@ -5,13 +5,13 @@ and over a real step's sizes here. Arrays broadcast; the last axis of every resu
 
 Encoder-decoder models: the cross-attention's keys and values are projected once, when a query is
 encoded. A decode step's context is the input and the output so far together; cross-attention reads
-the mean input of it, self-attention what is left. The encoder's output goes back through the head
+the mean input, self-attention what is left of it. The encoder's output goes back through the head
 to every stage: one transfer each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -65,17 +65,24 @@ class LayerTimes:
                        encoder_tokens: float = 0.0) -> FloatArray:
         """One layer's decode iteration of `queries` at `context` tokens each, of which
         `encoder_tokens` are an encoder-decoder model's input."""
-        attention_s, timing = np.zeros(()), self.timing
-        reduces = ALL_REDUCES_PER_LAYER
+        return (self.decode_rest_s(queries, degree, encoder_tokens)
+                + self.decode_attention_s(queries, context, degree, encoder_tokens))
+
+    def decode_rest_s(self, rows: ArrayLike, degree: int, encoder_tokens: float) -> FloatArray:
+        """What of a layer's decode iteration depends on the number of rows alone."""
+        if not self.model.is_encoder_decoder:
+            return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER)
+        cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, encoder_tokens,
+                                         tp_degree=degree)
+        return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER + 1) + cross_s
+
+    def decode_attention_s(self, queries: ArrayLike, context: ArrayLike, degree: int,
+                           encoder_tokens: float) -> FloatArray:
+        """Self-attention of one layer's decode iteration."""
         if self.model.is_encoder_decoder:
-            reduces += 1
-            cross = np.minimum(np.asarray(context, float), encoder_tokens)
-            context = np.asarray(context, float) - cross
-            attention_s = timing.operator_s(Operator.CROSS_ATTENTION, queries, cross,
-                                            tp_degree=degree)
-        attention_s = attention_s + timing.operator_s(Operator.DECODE_ATTENTION, queries, context,
-                                                      tp_degree=degree)
-        return self.rest_s(queries, degree, all_reduces=reduces) + attention_s
+            context = np.maximum(np.asarray(context, float) - encoder_tokens, 0.0)
+        return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context,
+                                      tp_degree=degree)
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
@@ -118,44 +125,96 @@ class StageTimes:
     def encode_s(self, tokens: ArrayLike, queries: ArrayLike, attention_s: PerDegree) -> FloatArray:
         """[..., stages] for micro-batches of `queries` with `tokens` in all; `attention_s` is the
         sum over a micro-batch's queries in one layer, per degree."""
-        model = self._model
-        work = self._per_layer(
-            lambda d: self._layers.encode_layer_s(tokens, attention_s[d], d),
-            self._encoder_layers if model.is_encoder_decoder else self._decoder_layers)
-        moved = np.asarray(tokens, float) * self._layers.row_bytes
-        work = work + self._onward_s(moved)
-        work[..., 0] += self._operator_s(Operator.EMBED, tokens, 0)
-        if model.is_encoder_decoder:
-            work = work + self._per_layer(
-                lambda d: self._layers.cross_kv_s(tokens, d), self._decoder_layers)
-            if len(self.stages) > 1:
-                work[..., -1] += self._timing.transfer_s(moved, self._links[-1]) * (
-                    len(self.stages) - 1)
-        else:
-            work[..., -1] += self._first_tokens_s(queries)
-        return work + self._timing.step_overhead_s()
+        work = self.encode_rows_s(tokens) + self.per_stage_s(attention_s, self.encode_layers)
+        if not self._model.is_encoder_decoder:
+            work[..., -1] += self.first_tokens_s(queries)
+        return work
 
-    def decode_s(self, queries: ArrayLike, context: ArrayLike) -> FloatArray:
+    def decode_s(self, queries: ArrayLike, context: ArrayLike, *, moved: ArrayLike = 0.0,
+                 ) -> FloatArray:
         """[..., stages] for micro-batches of `queries` whose attention is charged `context` tokens
-        a query."""
-        work = self._per_layer(
-            lambda d: self._layers.decode_layer_s(queries, context, d, self._mean_input),
-            self._decoder_layers)
-        work = work + self._onward_s(np.asarray(queries, float) * self._layers.row_bytes)
-        work[..., 0] += self._operator_s(Operator.EMBED, queries, 0)
-        work[..., -1] += self._first_tokens_s(queries)
-        return work + self._timing.step_overhead_s()
+        a query. `moved`: rows of the KV cache that compaction moves before it."""
+        work = self.decode_rows_s(queries) + self.per_stage_s(
+            self.decode_attention_s(queries, context), self.decoder_layers)
+        if np.any(moved):
+            work = work + self.compaction_s(moved, context)
+        work[..., -1] += self.first_tokens_s(queries)
+        return work
+
+    def mixed_s(self, tokens: ArrayLike, encoded: ArrayLike, attention_s: PerDegree,
+                queries: ArrayLike, context: ArrayLike) -> FloatArray:
+        """[..., stages] of steps that do both at once (ORCA's selective batching): `encoded`
+        queries get their first token, `queries` one more. A decoder-only model's layers run all
+        rows together, attention apart; an encoder-decoder model's run one after the other."""
+        if self._model.is_encoder_decoder:
+            return (self.encode_s(tokens, encoded, attention_s) + self.decode_s(queries, context)
+                    - self._timing.step_overhead_s())
+        rows = np.asarray(tokens, float) + np.asarray(queries, float)
+        work = self.decode_rows_s(rows) + self.per_stage_s(attention_s, self.decoder_layers)
+        work = work + self.per_stage_s(self.decode_attention_s(queries, context),
+                                       self.decoder_layers)
+        work[..., -1] += self.first_tokens_s(np.asarray(encoded, float) + np.asarray(queries))
+        return work
+
+    def encode_rows_s(self, tokens: ArrayLike) -> FloatArray:
+        """[..., stages] of encoding `tokens`: all but attention and head."""
+        if not self._model.is_encoder_decoder:
+            return self.decode_rows_s(tokens)
+        work = self.per_stage_s({d: self._layers.rest_s(
+            tokens, d, all_reduces=ALL_REDUCES_PER_LAYER, is_encoder=True)
+            for d in self.degrees}, self.encode_layers)
+        work = self._with_ends(work, tokens) + self.per_stage_s(
+            {d: self._layers.cross_kv_s(tokens, d) for d in self.degrees}, self.decoder_layers)
+        if len(self.stages) > 1:
+            moved = np.asarray(tokens, float) * self._layers.row_bytes
+            work[..., -1] += self._timing.transfer_s(moved, self._links[-1]) * (
+                len(self.stages) - 1)
+        return work
+
+    def decode_rows_s(self, rows: ArrayLike) -> FloatArray:
+        """[..., stages] of `rows` through the decoder's layers: all but attention and head."""
+        work = self.per_stage_s({d: self._layers.decode_rest_s(rows, d, self._mean_input)
+                                 for d in self.degrees}, self.decoder_layers)
+        return self._with_ends(work, rows)
+
+    def decode_attention_s(self, queries: ArrayLike, context: ArrayLike) -> PerDegree:
+        """Self-attention of one decode step in one layer, per degree."""
+        return {d: self._layers.decode_attention_s(queries, context, d, self._mean_input)
+                for d in self.degrees}
+
+    def compaction_s(self, rows: ArrayLike, context: ArrayLike) -> FloatArray:
+        """[..., stages] of moving `rows` of the KV cache, `context` tokens each."""
+        return self.per_stage_s(
+            {d: self._timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=d)
+             for d in self.degrees}, self.decoder_layers)
+
+    def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
+        """The last stage's head, and the tokens' way back to the first."""
+        head = self._operator_s(Operator.HEAD, queries, -1)
+        if len(self.stages) == 1:
+            return head
+        back = np.asarray(queries, float) * TOKEN_BYTES
+        return head + self._timing.transfer_s(back, self._links[-1])
+
+    def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
+        """[..., stages]: one layer's seconds per degree, times each stage's `layers`."""
+        columns = [of_degree[stage.tp_degree] * count
+                   for stage, count in zip(self.stages, layers, strict=True)]
+        return np.stack(columns, axis=-1)
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
         return tuple(sorted({stage.tp_degree for stage in self.stages}))
 
     @cached_property
-    def _decoder_layers(self) -> FloatArray:
+    def decoder_layers(self) -> FloatArray:
         return np.array([stage.num_layers for stage in self.stages], float)
 
     @cached_property
-    def _encoder_layers(self) -> FloatArray:
+    def encode_layers(self) -> FloatArray:
+        """Layers whose attention encoding runs through, per stage."""
+        if not self._model.is_encoder_decoder:
+            return self.decoder_layers
         return np.array([stage.num_encoder_layers for stage in self.stages], float)
 
     @cached_property
@@ -165,11 +224,11 @@ class StageTimes:
             self.stages, (*self.stages[1:], self.stages[0]), strict=True)]
         return tuple(self._cluster.link_between(a, b) for a, b in ends)
 
-    def _per_layer(self, seconds: Callable[[int], FloatArray], layers: FloatArray) -> FloatArray:
-        of_degree = {degree: seconds(degree) for degree in self.degrees}
-        columns = [of_degree[stage.tp_degree] * count
-                   for stage, count in zip(self.stages, layers, strict=True)]
-        return np.stack(columns, axis=-1)
+    def _with_ends(self, work: FloatArray, rows: ArrayLike) -> FloatArray:
+        """`work` of the layers with messages, embedding and the host's fixed cost."""
+        work = work + self._onward_s(np.asarray(rows, float) * self._layers.row_bytes)
+        work[..., 0] += self._operator_s(Operator.EMBED, rows, 0)
+        return work + self._timing.step_overhead_s()
 
     def _onward_s(self, moved_bytes: FloatArray) -> FloatArray:
         """Each stage's message to the next; the last sends none."""
@@ -178,11 +237,3 @@ class StageTimes:
 
     def _operator_s(self, operator: Operator, size: ArrayLike, stage: int) -> FloatArray:
         return self._timing.operator_s(operator, size, tp_degree=self.stages[stage].tp_degree)
-
-    def _first_tokens_s(self, queries: ArrayLike) -> FloatArray:
-        """The last stage's head, and the tokens' way back."""
-        head = self._operator_s(Operator.HEAD, queries, -1)
-        if len(self.stages) == 1:
-            return head
-        back = np.asarray(queries, float) * TOKEN_BYTES
-        return head + self._timing.transfer_s(back, self._links[-1])
