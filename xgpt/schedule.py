@@ -70,6 +70,12 @@ class Estimate:
     fits: bool
     stages: tuple[StageAssignment, ...]
     notes: tuple[str, ...] = ()
+    # of some policies alone; 0 elsewhere
+    encode_micro_batches: int = 0  # DSI: groups a batch is encoded in
+    token_budget: int = 0  # vLLM, Sarathi: most tokens of one step
+    max_active: int = 0  # ORCA, vLLM, Sarathi: most queries at a time over all groups
+    max_in_system: int = 0  # WAA: queries between the start of encoding and the last token
+    adjustment: float = 0.0  # share by which a batch's input tokens may leave their mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

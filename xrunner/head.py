@@ -54,7 +54,8 @@ class Head:
 
     def submit(self, query: PreparedQuery) -> bool:
         """False if the query can never fit the schedule's KV budget."""
-        if not self._rule.submit(query.index, query.reserve_tokens):
+        if not self._rule.submit(query.index, query.reserve_tokens,
+                                 len(query.input_ids)):
             return False
         self._queries[query.index] = query
         return True

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from xgpt.cluster import Cluster
 from xgpt.model import ModelSpec, refuse_tp_degree
-from xgpt.schedule import StageAssignment
+from xgpt.schedule import Role, StageAssignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +55,32 @@ def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[in
     return groups + [(rank,) for rank in range(tp_gpus, num_devices)]
 
 
-def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]],
-             costs: Sequence[StageCost]) -> tuple[StageAssignment, ...]:
-    """The split of layers whose slowest stage is quickest; every stage gets a layer."""
-    assert len(ranks) == len(costs) <= model.num_layers, f"{len(ranks)} for {model.num_layers}"
-    encoder = _split(model.num_encoder_layers, [c.encoder_layer_s for c in costs],
-                     [0.0] * len(costs), at_least=0)
-    decoder = _split(model.num_layers, [c.layer_s for c in costs], [c.fixed_s for c in costs],
-                     at_least=1)
+def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence[StageCost],
+             role: Role = "both") -> tuple[StageAssignment, ...]:
+    """The split of layers whose slowest stage is quickest; every stage gets a layer. A pool that
+    works one phase holds what that phase needs: an encoder-decoder model's encoder or decoder, a
+    decoder-only model whole."""
+    layers, encoder_layers = pool_layers(model, role)
+    assert len(ranks) == len(costs) <= max(layers, encoder_layers), f"{len(ranks)} for {layers}"
+    fixed = [c.fixed_s for c in costs]
+    is_encoder = layers == 0
+    encoder = _split(encoder_layers, [c.encoder_layer_s for c in costs],
+                     fixed if is_encoder else [0.0] * len(costs), at_least=int(is_encoder))
+    decoder = _split(layers, [c.layer_s for c in costs], fixed, at_least=int(not is_encoder))
     stages = []
     for index, group in enumerate(ranks):
         stages.append(StageAssignment(
             index=index, ranks=group, first_layer=sum(decoder[:index]), num_layers=decoder[index],
             first_encoder_layer=sum(encoder[:index]), num_encoder_layers=encoder[index]))
     return tuple(stages)
+
+
+def pool_layers(model: ModelSpec, role: Role) -> tuple[int, int]:
+    """(decoder layers, encoder layers) of a pool of that role."""
+    if not model.is_encoder_decoder:
+        return model.num_layers, 0
+    return (model.num_layers if role != "encode" else 0,
+            model.num_encoder_layers if role != "decode" else 0)
 
 
 def _split(layers: int, layer_s: Sequence[float], fixed_s: Sequence[float], *,

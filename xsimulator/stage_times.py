@@ -163,13 +163,20 @@ class StageTimes:
         work = self.per_stage_s({d: self._layers.rest_s(
             tokens, d, all_reduces=ALL_REDUCES_PER_LAYER, is_encoder=True)
             for d in self.degrees}, self.encode_layers)
-        work = self._with_ends(work, tokens) + self.per_stage_s(
-            {d: self._layers.cross_kv_s(tokens, d) for d in self.degrees}, self.decoder_layers)
+        work = self._with_ends(work, tokens)
+        if not self.decoder_layers.any():
+            return work  # a pool that encodes alone: its output is handed over
+        work = work + self.cross_kv_s(tokens)
         if len(self.stages) > 1:
             moved = np.asarray(tokens, float) * self._layers.row_bytes
             work[..., -1] += self._timing.transfer_s(moved, self._links[-1]) * (
                 len(self.stages) - 1)
         return work
+
+    def cross_kv_s(self, tokens: ArrayLike) -> FloatArray:
+        """[..., stages] of projecting `tokens` of the encoder's output to keys and values."""
+        return self.per_stage_s({d: self._layers.cross_kv_s(tokens, d) for d in self.degrees},
+                                self.decoder_layers)
 
     def decode_rows_s(self, rows: ArrayLike) -> FloatArray:
         """[..., stages] of `rows` through the decoder's layers: all but attention and head."""
@@ -179,14 +186,21 @@ class StageTimes:
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike) -> PerDegree:
         """Self-attention of one decode step in one layer, per degree."""
-        return {d: self._layers.decode_attention_s(queries, context, d, self._mean_input)
-                for d in self.degrees}
+        return {d: self.decode_attention_layer_s(queries, context, d) for d in self.degrees}
+
+    def decode_attention_layer_s(self, queries: ArrayLike, context: ArrayLike,
+                                 degree: int) -> FloatArray:
+        """The same in one layer of that degree."""
+        return self._layers.decode_attention_s(queries, context, degree, self._mean_input)
 
     def compaction_s(self, rows: ArrayLike, context: ArrayLike) -> FloatArray:
         """[..., stages] of moving `rows` of the KV cache, `context` tokens each."""
-        return self.per_stage_s(
-            {d: self._timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=d)
-             for d in self.degrees}, self.decoder_layers)
+        return self.per_stage_s({d: self.compaction_layer_s(rows, context, d)
+                                 for d in self.degrees}, self.decoder_layers)
+
+    def compaction_layer_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
+        """The same in one layer of that degree."""
+        return self._timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
@@ -201,6 +215,15 @@ class StageTimes:
         columns = [of_degree[stage.tp_degree] * count
                    for stage, count in zip(self.stages, layers, strict=True)]
         return np.stack(columns, axis=-1)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self._model.is_encoder_decoder
+
+    @property
+    def overhead_s(self) -> float:
+        """The host's fixed cost that every stage's time includes."""
+        return self._timing.step_overhead_s()
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:

@@ -47,7 +47,15 @@ class RraRule:
     def reserved_tokens(self) -> int:
         return sum(self._reserved)
 
-    def submit(self, query: int, reserve_tokens: int) -> bool:
+    @property
+    def needs_tokens(self) -> bool:
+        return True
+
+    @property
+    def keeps_finished(self) -> bool:
+        return False
+
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:
             return False
         self._waiting.append((query, reserve_tokens))

@@ -10,15 +10,27 @@ from typing import Protocol
 class StepKind(Enum):
     ENCODE = "encode"
     DECODE = "decode"
+    MIXED = "mixed"  # encodes some queries and decodes the others, in one pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Part of a query's input, encoded in one step: `tokens` of it from `first` on."""
+
+    query: int
+    first: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One micro-batch's pass through the pipeline.
 
-    `joined` are the queries encoded (ENCODE only), in the order of their new slots; a DECODE step
-    advances every active query of the group by one token. `iteration` counts from 1 within a
-    phase and is 0 for ENCODE.
+    `joined` are the queries whose encoding this step ends, in the order of their new slots: they
+    get their first token. A DECODE or MIXED step also advances every query that was active in the
+    group before it by one token. `iteration` counts from 1 within a phase and is 0 for ENCODE.
+    `chunks` says which tokens are encoded where that is not the whole input of those who joined;
+    `evicted` loses its KV entries before the step, and is encoded again later.
     """
 
     kind: StepKind
@@ -26,13 +38,16 @@ class Step:
     phase: int
     iteration: int
     joined: tuple[int, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    evicted: tuple[int, ...] = ()
 
 
 class BatchingRule(Protocol):
     """Decides the order of steps. The driver's loop (XRunner's head, the replay) is
 
         while (group := rule.next_group()) is not None:
-            ... collect the tokens of the group's previous step; rule.finish(query) for each done
+            if rule.needs_tokens:
+                ... take up the tokens of the group's steps; rule.finish(query) for each done
             step = rule.decide()
             if step is not None: execute it
     """
@@ -47,12 +62,30 @@ class BatchingRule(Protocol):
         """Most queries a group ever holds."""
         ...
 
-    def submit(self, query: int, reserve_tokens: int) -> bool:
-        """Queue a query needing `reserve_tokens` of KV at most; False if it can never fit."""
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next decision waits for the tokens of the group's steps so far."""
+        ...
+
+    @property
+    def keeps_finished(self) -> bool:
+        """Whether a query that is done stays in its batch, as a dead row, until all are done (no
+        early termination); its result is then there when the batch is."""
+        ...
+
+    @property
+    def reserved_tokens(self) -> int:
+        """KV entries (tokens) held, over all groups."""
+        ...
+
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+        """Queue a query of `input_tokens`, needing `reserve_tokens` of KV at most; False if it can
+        never fit."""
         ...
 
     def next_group(self) -> int | None:
-        """Group the next step concerns; None when every query is done."""
+        """Group the next step concerns; None while there is nothing to do: every query is done, or
+        those left are with another pool."""
         ...
 
     def decide(self) -> Step | None:

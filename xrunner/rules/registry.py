@@ -1,0 +1,24 @@
+"""Which rules execute an Estimate, by its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xgpt.errors import UnknownNameError
+from xgpt.schedule import Estimate
+from xrunner.rules.rra import rra_rule
+from xrunner.rules.steps import BatchingRule
+from xrunner.rules.waa import waa_rules
+
+_RULES: dict[str, Callable[[Estimate, float], tuple[BatchingRule, ...]]] = {
+    "rra": lambda estimate, _: (rra_rule(estimate),),
+    "waa-c": waa_rules,
+    "waa-m": waa_rules,
+}
+
+
+def rules_for(estimate: Estimate, mean_input: float) -> tuple[BatchingRule, ...]:
+    """One per pool, in the order of their stages. `mean_input`: tokens of an input in the mean."""
+    if estimate.policy not in _RULES:
+        raise UnknownNameError("policy", estimate.policy, _RULES)
+    return _RULES[estimate.policy](estimate, mean_input)

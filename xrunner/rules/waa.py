@@ -1,0 +1,177 @@
+"""WAA's batching rules (paper section 4.1): one pool encodes, the other decodes, each at its pace.
+
+Symbols: B_E = encode_batch, B_D = mean of the active queries, N = max_in_system. The pools share
+nothing but messages: queries go from the encode to the decode pool with their KV entries, and word
+comes back of each that is done. The encode pool keeps what it has sent within N queries and within
+the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from xgpt.schedule import Estimate
+from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.steps import Step, StepKind
+
+
+class WaaEncodeRule:
+    """Encodes `encode_batch` queries whenever they have room in the system. Steps do not wait for
+    one another; they are numbered round the `num_groups` that can be under way."""
+
+    def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
+                 sizer: BatchSizer) -> None:
+        """`kv_tokens`: the decode pool's budget; `num_groups`: stages of this pool."""
+        assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
+        self.encode_batch, self.num_groups = encode_batch, num_groups
+        self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
+        self._sizer = sizer
+        self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
+        self._in_system: dict[int, int] = {}  # query -> reserve
+        self._encoding: dict[int, int] = {}  # query -> input; still in this pool
+        self._held = self._reserved = 0
+        self._steps = 0
+        self._next: tuple[int, int] | None = None  # (queries, tokens reserved) of the next batch
+
+    @property
+    def group_max_active(self) -> int:
+        return self._sizer.most(self.encode_batch)
+
+    @property
+    def needs_tokens(self) -> bool:
+        return False
+
+    @property
+    def keeps_finished(self) -> bool:
+        return False
+
+    @property
+    def reserved_tokens(self) -> int:
+        """KV entries in this pool: inputs being encoded, or on their way out."""
+        return self._held
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+        if reserve_tokens > self.kv_tokens:
+            return False
+        self._waiting.append((query, reserve_tokens, input_tokens))
+        self._next = None
+        return True
+
+    def next_group(self) -> int | None:
+        return self._steps % self.num_groups if self._batch() else None
+
+    def decide(self) -> Step | None:
+        count = self._batch()
+        if not count:
+            return None
+        joined = [self._waiting.popleft() for _ in range(count)]
+        self._next = None
+        for query, reserve, tokens in joined:
+            self._in_system[query] = reserve
+            self._encoding[query] = tokens
+            self._reserved += reserve
+            self._held += tokens
+        step = Step(kind=StepKind.ENCODE, group=self._steps % self.num_groups, phase=self._steps,
+                    iteration=0, joined=tuple(query for query, _, _ in joined))
+        self._steps += 1
+        return step
+
+    def finish(self, query: int) -> None:
+        """It has left this pool: its KV entries are handed over, or it is done already."""
+        self._held -= self._encoding.pop(query)
+
+    def release(self, query: int) -> None:
+        """It is done: there is room in the system again."""
+        self._reserved -= self._in_system.pop(query)
+
+    def _batch(self) -> int:
+        """Queries to encode now; 0 until a whole batch (or all that are left) has room."""
+        if self._next is None:
+            most = min(self._sizer.most(self.encode_batch), len(self._waiting))
+            first = [self._waiting[i] for i in range(most)]
+            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch)
+            self._next = count, sum(reserve for _, reserve, _ in first[:count])
+        count, wanted = self._next
+        if count > self.max_in_system - len(self._in_system) and self._in_system:
+            return 0
+        if self._reserved + wanted <= self.kv_tokens:
+            return count
+        if self._in_system:
+            return 0
+        while wanted > self.kv_tokens:  # nothing to wait for: as many as fit, one always does
+            count -= 1
+            wanted -= self._waiting[count][1]
+        return count
+
+
+class WaaDecodeRule:
+    """Decodes its groups in turn; queries handed over join the group whose turn it is, as long as
+    that one has less than its even share."""
+
+    def __init__(self, *, num_groups: int, group_max_active: int) -> None:
+        self.num_groups, self.group_max_active = num_groups, group_max_active
+        self._arrived: deque[tuple[int, int]] = deque()
+        self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        self._group_of: dict[int, int] = {}
+        self._reserved = 0
+        self._turn = 0
+
+    @property
+    def needs_tokens(self) -> bool:
+        return True
+
+    @property
+    def keeps_finished(self) -> bool:
+        return False
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Of all that are here, active or about to join."""
+        return self._reserved
+
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+        self._arrived.append((query, reserve_tokens))
+        self._reserved += reserve_tokens
+        return True
+
+    def next_group(self) -> int | None:
+        if not self._group_of and not self._arrived:
+            return None
+        return self._turn % self.num_groups
+
+    def decide(self) -> Step | None:
+        group, active = self._turn % self.num_groups, self._active[self._turn % self.num_groups]
+        share = -(-(len(self._group_of) + len(self._arrived)) // self.num_groups)
+        joined = []
+        while self._arrived and len(active) < min(share, self.group_max_active):
+            query, reserve = self._arrived.popleft()
+            active[query] = reserve
+            self._group_of[query] = group
+            joined.append(query)
+        phase, self._turn = self._turn // self.num_groups, self._turn + 1
+        if not active:
+            return None
+        return Step(kind=StepKind.DECODE, group=group, phase=phase, iteration=1,
+                    joined=tuple(joined))
+
+    def finish(self, query: int) -> None:
+        self._reserved -= self._active[self._group_of.pop(query)].pop(query)
+
+
+def waa_rules(estimate: Estimate, mean_input: float) -> tuple[WaaEncodeRule, WaaDecodeRule]:
+    """The rules that execute `estimate`. `mean_input`: tokens of an input in the mean, which
+    encode batches are kept near."""
+    stages = sum(stage.role == "encode" for stage in estimate.stages)
+    groups = estimate.decode_micro_batches
+    sizer = BatchSizer(mean_input=mean_input, adjustment=estimate.adjustment)
+    return (
+        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages, sizer=sizer,
+                      max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens),
+        WaaDecodeRule(num_groups=groups,
+                      group_max_active=math.ceil(estimate.max_in_system / groups)),
+    )

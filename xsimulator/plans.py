@@ -1,0 +1,132 @@
+"""Which layers lie where, for each tensor-parallel plan of a problem, with their times and weights.
+
+The split of layers is balanced for a reference workload: batches of ordinary size, in the ratio in
+which the problem's queries need encoding and decoding. It depends on the plan alone, not on the
+batch sizes searched over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from xgpt.errors import InputError, Mistake
+from xgpt.lengths import FloatArray
+from xgpt.problem import Problem
+from xgpt.schedule import Role, StageAssignment
+from xgpt.units import DTYPE_BYTES
+from xprofiler.timing import Operator, TimingSource
+from xsimulator import memory
+from xsimulator.allocation import (
+    StageCost,
+    allocate,
+    pool_layers,
+    refuse_plan,
+    stage_ranks,
+)
+from xsimulator.stage_times import LayerTimes, StageTimes
+
+REFERENCE_ENCODE_QUERIES = 8
+REFERENCE_DECODE_QUERIES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """The stages of one pool."""
+
+    stages: tuple[StageAssignment, ...]
+    times: StageTimes
+    weight_bytes: FloatArray  # [stages] on each rank
+
+
+class Plans:
+    """The plans of one problem; keeps each."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self.problem, self.timing = problem, timing
+        fewer = 0 if problem.model.is_encoder_decoder else 1
+        # every query takes at least one iteration here: a split needs some decoding to go by
+        self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
+        self._known: dict[object, Plan] = {}
+
+    def both(self, tp_degree: int, tp_gpus: int) -> Plan:
+        """One pool over all devices that does both phases, the first `tp_gpus` in groups of
+        `tp_degree`. Raises InputError for a plan the model or cluster refuses."""
+        key = (tp_degree, tp_gpus)
+        if key not in self._known:
+            problem = self.problem
+            reason = refuse_plan(problem.model, problem.cluster, tp_degree, tp_gpus)
+            if reason is not None:
+                raise InputError([Mistake(file="schedule", line=None, key="tp_degree, tp_gpus",
+                                          value=key, allowed=reason)])
+            ranks = stage_ranks(problem.cluster.num_devices, tp_degree, tp_gpus)
+            self._known[key] = self.pool(ranks, "both")
+        return self._known[key]
+
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
+        """A pool of stages on these ranks that works one phase, or both."""
+        key = (tuple(ranks), role, first_index)
+        if key not in self._known:
+            problem, model = self.problem, self.problem.model
+            stages = tuple(replace(stage, index=stage.index + first_index, role=role)
+                           for stage in allocate(model, ranks, self._costs(ranks, role), role))
+            weights = memory.weight_bytes(model, stages, problem.dtype)
+            if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
+                weights[-1] -= model.head_params / stages[-1].tp_degree * DTYPE_BYTES[problem.dtype]
+            self._known[key] = Plan(
+                stages=stages, weight_bytes=weights,
+                times=StageTimes(model, problem.cluster, self.timing, problem.dtype, stages,
+                                 mean_input=problem.lengths.inputs.mean))
+        return self._known[key]
+
+    def layer_s(self, degree: int) -> tuple[float, float]:
+        """Reference seconds of one layer per query: (encoding, decoding)."""
+        problem, timing = self.problem, self.timing
+        layers = LayerTimes(problem.model, timing, problem.cluster.intra_link, problem.dtype)
+        queries, tokens, rounds = self._reference(degree)
+        inputs = problem.lengths.inputs.mean
+        one = layers.encode_attention_s(
+            min(inputs, timing.reach(Operator.ENCODE_ATTENTION, degree).x),
+            REFERENCE_ENCODE_QUERIES, degree)
+        encode = layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree)
+        context = min(inputs + self._iterations / 2,
+                      timing.reach(Operator.DECODE_ATTENTION, degree).y)
+        decode = rounds * layers.decode_layer_s(queries, context, degree, inputs)
+        return (float(encode) / REFERENCE_ENCODE_QUERIES, float(decode) / REFERENCE_ENCODE_QUERIES)
+
+    def _reference(self, degree: int) -> tuple[float, float, float]:
+        """Queries of a decode step, tokens of an encode step, decode steps for each encode step.
+        No more than was measured: what is refused would take for ever on every stage alike."""
+        rows = self.timing.reach(Operator.LAYER_REST, degree).x
+        queries = min(REFERENCE_DECODE_QUERIES, rows,
+                      self.timing.reach(Operator.DECODE_ATTENTION, degree).x)
+        tokens = min(REFERENCE_ENCODE_QUERIES * self.problem.lengths.inputs.mean, rows)
+        return queries, tokens, self._iterations * REFERENCE_ENCODE_QUERIES / (
+            REFERENCE_DECODE_QUERIES)
+
+    def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
+        """What each stage needs for the reference workload (see xsimulator.allocation)."""
+        encodes, decodes = role != "decode", role != "encode"
+        model, timing = self.problem.model, self.timing
+        costs = []
+        for index, group in enumerate(ranks):
+            degree = len(group)
+            encode, decode = (s * REFERENCE_ENCODE_QUERIES for s in self.layer_s(degree))
+            queries, tokens, rounds = self._reference(degree)
+
+            def total(operator: Operator, rows: tuple[float, float], degree: int = degree,
+                      rounds: float = rounds) -> float:
+                once = timing.operator_s(operator, rows, tp_degree=degree)
+                return float(encodes * once[0] + decodes * rounds * once[1])
+
+            fixed = total(Operator.EMBED, (tokens, queries)) if index == 0 else 0.0
+            if index == len(ranks) - 1:
+                fixed += total(Operator.HEAD, (REFERENCE_ENCODE_QUERIES, queries))
+            if model.is_encoder_decoder:
+                cross = float(timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree))
+                own = (decode + cross) * decodes
+                costs.append(StageCost(layer_s=own, fixed_s=fixed,
+                                       encoder_layer_s=encode * encodes))
+            else:
+                costs.append(StageCost(layer_s=encode * encodes + decode * decodes, fixed_s=fixed))
+        return costs

@@ -1,0 +1,72 @@
+"""What a replay yields: the steps of each pool, the handovers, memory over time, the queries.
+
+Seconds count from the start of the job. Arrays of a pool are per step, in the order in which its
+head took them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.lengths import FloatArray, IntArray
+from xrunner.rules.steps import Step, StepKind
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PoolRecords:
+    """One pool's steps. A stage is named by its index in the Estimate's `stages`."""
+
+    name: str  # "both", "encode" or "decode", as StageAssignment.role
+    stages: tuple[int, ...]
+    steps: tuple[Step, ...]
+    decoded: IntArray  # rows that get their next token (dead rows of a static batch included)
+    encoded: IntArray  # queries that get their first token
+    tokens: IntArray  # input tokens encoded
+    context: FloatArray  # tokens of KV read by each decoded row, in the mean
+    start_s: FloatArray  # [steps, stages]
+    end_s: FloatArray  # [steps, stages]
+    memory_s: FloatArray  # [changes] when what is held of the KV budget changed
+    memory_tokens: IntArray  # [changes] tokens held since then
+    kv_tokens: int  # the budget
+
+    @property
+    def is_decode(self) -> BoolArray:
+        return np.array([step.kind is StepKind.DECODE for step in self.steps], dtype=bool)
+
+    @property
+    def busy_s(self) -> FloatArray:
+        """[stages] seconds at work."""
+        return np.asarray((self.end_s - self.start_s).sum(axis=0), dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HandoverRecords:
+    """KV entries on their way from the encode pool to the decode pool, one row per encode step."""
+
+    step: IntArray  # of the encode pool
+    start_s: FloatArray
+    end_s: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplayResult:
+    """A finite job, fill and drain included."""
+
+    pools: tuple[PoolRecords, ...]
+    handovers: HandoverRecords | None
+    encode_start_s: FloatArray  # [queries]
+    latency_s: FloatArray  # [queries]
+    output_tokens: IntArray  # [queries]
+    preemptions: int
+    makespan_s: float
+
+    def utilisation(self) -> FloatArray:
+        """[stages of all pools] share of the makespan each stage was at work; the rest of it is
+        its bubble share."""
+        busy = np.concatenate([pool.busy_s for pool in self.pools])
+        return busy / self.makespan_s if self.makespan_s > 0 else busy

@@ -1,0 +1,182 @@
+"""Seconds per stage of single steps, quickly: tables of what StageTimes says.
+
+A replay asks for one step at a time, and StageTimes is made for arrays. What depends on a number of
+rows is tabulated at every whole number up to DENSE_ROWS and 1 % apart beyond; attention over
+contexts 2 % apart; between them lines. (A profile is made of lines; of the roofline's curves they
+miss less than a thousandth.) Tables grow in blocks as sizes come up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.lengths import FloatArray
+from xsimulator.stage_times import StageTimes
+
+DENSE_ROWS = 4096
+_ROW_BLOCK = 256
+_SPARSE_RATIO = 1.01
+_CONTEXT_RATIO = 1.02
+_QUERY_BLOCK = 32
+MOST_TOGETHER = 128  # queries encoded together: a query's share of the attention settles before
+
+
+class StepSizes(NamedTuple):
+    """What decides how long a step takes. `spans`: (first token, tokens) of each input, or part of
+    one, that is encoded; `encoded`: queries whose encoding ends."""
+
+    spans: list[tuple[int, int]]
+    encoded: int
+    decoded: int
+    context: float  # tokens that each decoded row is charged
+    moved: float  # rows of the KV cache that compaction moves
+    handed: int  # encoder output tokens whose keys and values are projected on arrival
+
+
+class StepClock:
+    """Seconds of the steps of one pool."""
+
+    def __init__(self, times: StageTimes, *, max_context: int) -> None:
+        """`max_context`: most tokens a query ever has."""
+        self._times = times
+        is_encoder_decoder = times.is_encoder_decoder
+        self._decode_rows = _Rows(times.decode_rows_s)
+        self._encode_rows = _Rows(times.encode_rows_s) if is_encoder_decoder else self._decode_rows
+        self._cross = _Rows(times.cross_kv_s) if is_encoder_decoder else None
+        self._first_tokens = _Rows(lambda n: times.first_tokens_s(n)[..., None])
+        self._attention = [_Grid(partial(times.decode_attention_layer_s, degree=d), max_context)
+                           for d in times.degrees]
+        self._compaction = [_Grid(partial(times.compaction_layer_s, degree=d), max_context)
+                            for d in times.degrees]
+        self._inputs = _Inputs(times, max_context)
+        self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
+        place = {degree: index for index, degree in enumerate(times.degrees)}
+        self._decode_layers = [(int(n), place[stage.tp_degree]) for n, stage in zip(
+            times.decoder_layers, times.stages, strict=True)]
+        self._encode_layers = [(int(n), place[stage.tp_degree]) for n, stage in zip(
+            times.encode_layers, times.stages, strict=True)]
+
+    def seconds(self, sizes: StepSizes) -> list[float]:
+        """Per stage of the pool."""
+        tokens = sum(count for _, count in sizes.spans)
+        if self._is_apart and tokens and sizes.decoded:
+            apart = [self.seconds(sizes._replace(spans=[], encoded=0)),
+                     self.seconds(sizes._replace(decoded=0, moved=0.0, handed=0))]
+            overhead = self._times.overhead_s
+            return [a + b - overhead for a, b in zip(*apart, strict=True)]
+        if not tokens:
+            total = self._decode_rows.at(sizes.decoded)
+        elif self._is_apart:
+            total = self._encode_rows.at(tokens)
+        else:
+            total = self._decode_rows.at(tokens + sizes.decoded)
+        if tokens:
+            encode = self._inputs.attention_s(sizes.spans)
+            total = [t + layers * encode[d] for t, (layers, d) in zip(
+                total, self._encode_layers, strict=True)]
+        if sizes.decoded:
+            decode = [grid.at(sizes.decoded, sizes.context) for grid in self._attention]
+            if sizes.moved >= 0.5:
+                moved = max(round(sizes.moved), 1)
+                decode = [a + grid.at(moved, sizes.context) for a, grid in zip(
+                    decode, self._compaction, strict=True)]
+            total = [t + layers * decode[d] for t, (layers, d) in zip(
+                total, self._decode_layers, strict=True)]
+        if sizes.handed and self._cross is not None:
+            total = [t + c for t, c in zip(total, self._cross.at(sizes.handed), strict=True)]
+        heads = sizes.decoded + (0 if self._is_apart else sizes.encoded)
+        if heads:
+            total[-1] += self._first_tokens.at(heads)[0]
+        return total
+
+
+class _Rows:
+    """A function of a whole number of rows, per stage."""
+
+    def __init__(self, seconds: Callable[[FloatArray], FloatArray]) -> None:
+        self._seconds = seconds
+        self._dense: list[list[float]] = []
+        self._sparse: list[list[float]] = []
+
+    def at(self, rows: int) -> list[float]:
+        """A new list."""
+        if rows < len(self._dense):
+            return self._dense[rows].copy()
+        if rows <= DENSE_ROWS:
+            first = len(self._dense)
+            until = (rows // _ROW_BLOCK + 1) * _ROW_BLOCK
+            self._dense += self._seconds(np.arange(first, until, dtype=float)).tolist()
+            return self._dense[rows].copy()
+        place = float(np.log(rows / DENSE_ROWS) / np.log(_SPARSE_RATIO))
+        index = int(place)
+        while index + 1 >= len(self._sparse):
+            steps = np.arange(len(self._sparse), len(self._sparse) + 64)
+            nodes = np.asarray(DENSE_ROWS * _SPARSE_RATIO**steps, float)
+            self._sparse += self._seconds(nodes).tolist()
+        low = DENSE_ROWS * _SPARSE_RATIO**index
+        share = (rows - low) / (low * (_SPARSE_RATIO - 1))
+        return [a + share * (b - a) for a, b in zip(
+            self._sparse[index], self._sparse[index + 1], strict=True)]
+
+
+class _Grid:
+    """A function of a whole number of queries and a context between whole numbers."""
+
+    def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray],
+                 max_context: int) -> None:
+        self._seconds = seconds
+        nodes = [0.0]
+        while nodes[-1] < max_context + 1:
+            nodes.append(min(max(nodes[-1] + 1.0, round(nodes[-1] * _CONTEXT_RATIO)),
+                             max_context + 1.0))
+        self._nodes = np.array(nodes)
+        self._node_list = nodes
+        self._below: list[int] = (np.searchsorted(
+            self._nodes, np.arange(int(nodes[-1]) + 1), side="right") - 1).tolist()
+        self._rows: dict[int, list[float]] = {}
+
+    def at(self, queries: int, context: float) -> float:
+        row = self._rows.get(queries)
+        if row is None:
+            row = self._fill(queries)
+        index = min(self._below[int(context)], len(row) - 2)
+        low, left = self._node_list[index], row[index]
+        return left + (context - low) / (self._node_list[index + 1] - low) * (row[index + 1] - left)
+
+    def _fill(self, queries: int) -> list[float]:
+        first = queries // _QUERY_BLOCK * _QUERY_BLOCK
+        block = np.arange(first, first + _QUERY_BLOCK, dtype=float)
+        table = self._seconds(block[:, None], self._nodes[None, :]).tolist()
+        for offset, row in enumerate(table):
+            self._rows[first + offset] = row
+        return self._rows[queries]
+
+
+class _Inputs:
+    """ENCODE_ATTENTION of whole inputs and of parts of them, per degree."""
+
+    def __init__(self, times: StageTimes, max_context: int) -> None:
+        self._times = times
+        self._lengths = np.arange(1, max_context + 1)
+        self._tables: dict[int, list[list[float]]] = {}
+
+    def attention_s(self, spans: Iterable[tuple[int, int]]) -> list[float]:
+        """Of all spans in one layer. A part costs what the input up to its end costs more than up
+        to its beginning: that many pairs of tokens are attended."""
+        spans = list(spans)
+        tables = self._together(min(len(spans), MOST_TOGETHER))
+        if len(spans) == 1 and spans[0][0] == 0:
+            end = spans[0][1]
+            return [table[end] for table in tables]
+        return [sum([table[first + count] - table[first] for first, count in spans])
+                for table in tables]
+
+    def _together(self, queries: int) -> list[list[float]]:
+        if queries not in self._tables:
+            found = self._times.attention_s(self._lengths, queries)
+            self._tables[queries] = [[0.0, *found[d].tolist()] for d in self._times.degrees]
+        return self._tables[queries]
