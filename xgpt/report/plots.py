@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.lengths import Lengths
+from xgpt.report.lanes import KINDS, Lane, draw_lanes
 from xgpt.report.output import QueryFigures, StepRecord
 from xgpt.report.svg import (
     BAD,
     DECODE,
     ENCODE,
     INK,
-    LINE,
     MUTED,
     SURFACE,
     drawing,
@@ -125,41 +125,20 @@ def output_lengths(queries: Sequence[QueryFigures], expected: Lengths | None) ->
 
 def timeline(steps: Sequence[StepRecord], start_s: float, end_s: float,
              origin_s: float) -> str | None:
-    """What each stage did between `start_s` and `end_s`; white space is waiting."""
-    shown = [s for s in steps if s.end_s > start_s and s.start_s < end_s]
+    """What each stage did between `start_s` and `end_s`; gaps are waiting."""
+    shown = [s for s in sorted(steps, key=lambda s: s.start_s)
+             if s.end_s > start_s and s.start_s < end_s and s.kind in KINDS]
     if not shown:
         return None
-    stages = sorted({s.stage for s in steps})
-    with drawing(10.6, 0.9 + 0.46 * len(stages)) as (figure, axes):
-        for kind, color in (("encode", ENCODE), ("decode", DECODE)):
-            spans = [(stages.index(s.stage), s.start_s - origin_s, s.end_s - origin_s)
-                     for s in shown if s.kind == kind]
-            _draw_spans(axes, spans, color, kind)
-        axes.set_xlim(start_s - origin_s, end_s - origin_s)
-        axes.set_ylim(len(stages) - 0.5, -0.5)
-        axes.set_yticks(range(len(stages)), [f"stage {stage}" for stage in stages])
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", visible=True, color=LINE)
-        axes.set_xlabel("seconds since the first step")
-        axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
-        return to_inline_svg(figure, "timeline", f"Steps of {len(stages)} stages over "
-                             f"{format_seconds(end_s - start_s)}")
+    lanes = [_measured_lane(stage, [s for s in shown if s.stage == stage])
+             for stage in sorted({s.stage for s in steps})]
+    return draw_lanes(lanes, start_s, end_s, origin_s=origin_s, since="the first step").inline()
 
 
-def _draw_spans(axes: Axes, spans: Sequence[tuple[int, float, float]], color: str,
-                label: str) -> None:
-    """All spans as one path: a few bytes each instead of an element each."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    if not spans:
-        return
-    corners = np.array([[(a, row - 0.36), (b, row - 0.36), (b, row + 0.36), (a, row + 0.36),
-                         (a, row - 0.36)] for row, a, b in spans])
-    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY],
-                    len(spans))
-    path = Path(corners.reshape(-1, 2), codes)
-    axes.add_patch(PathPatch(path, facecolor=color, edgecolor=SURFACE, linewidth=0.5, label=label))
+def _measured_lane(stage: int, steps: Sequence[StepRecord]) -> Lane:
+    return Lane(label=f"stage {stage}", kinds=[s.kind for s in steps],
+                start_s=np.array([s.start_s for s in steps], dtype=np.float64),
+                end_s=np.array([s.end_s for s in steps], dtype=np.float64))
 
 
 def _mark(axes: Axes, x: float, label: str, color: str, height: float,

@@ -1,0 +1,169 @@
+"""A replay as a trace file that ui.perfetto.dev and chrome://tracing open.
+
+Trace Event Format, JSON object form: a process per pool, a thread per stage, a complete event per
+step and stage, counters for the KV budget, and for each handover a span and an arrow.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.lengths import FloatArray, IntArray
+from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
+
+Event = dict[str, Any]
+
+_EVENTS_A_WRITE = 2000
+_FIRST_PID, _FIRST_TID = 1, 101  # 0 is the idle process; a thread with its process's id is its main
+_HEAD: Event = {"displayTimeUnit": "ms", "otherData": {"source": "xgpt replay"}}
+
+
+def trace_events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.0,
+                 end_s: float = math.inf) -> Event:
+    """All that overlaps the window, as one object; for a long replay rather `write_trace`."""
+    return {**_HEAD, "traceEvents": list(events(result, stage_names, start_s, end_s))}
+
+
+def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], start_s: float = 0.0,
+                end_s: float = math.inf) -> int:
+    """Write what overlaps the window to `path` (gzip where it ends in .gz), a few thousand events
+    at a time. Returns how many."""
+    with _opened(path) as file:
+        return _write(file, events(result, stage_names, start_s, end_s))
+
+
+def events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.0,
+           end_s: float = math.inf) -> Iterator[Event]:
+    """`stage_names` is indexed like the Estimate's stages."""
+    window = (start_s, end_s)
+    for place, pool in enumerate(result.pools):
+        yield from _names(pool, _FIRST_PID + place, place, stage_names)
+    for place, pool in enumerate(result.pools):
+        yield from _steps(pool, _FIRST_PID + place, window)
+        yield from _memory(pool, _FIRST_PID + place, window, result.makespan_s)
+    if result.handovers is not None:
+        yield from _handovers(result.handovers, result.pools, window)
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return cast(TextIO, gzip.open(path, "wt", encoding="utf-8", compresslevel=4))
+    return path.open("w", encoding="utf-8")
+
+
+def _write(file: TextIO, stream: Iterable[Event]) -> int:
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    file.write(encode(_HEAD)[:-1] + ',"traceEvents":[')
+    rest, count = iter(stream), 0
+    while chunk := list(islice(rest, _EVENTS_A_WRITE)):
+        file.write((",\n" if count else "\n") + encode(chunk)[1:-1])
+        count += len(chunk)
+    file.write("\n]}\n")
+    return count
+
+
+def _names(pool: PoolRecords, pid: int, place: int,
+           stage_names: Sequence[str]) -> Iterator[Event]:
+    name = "stages" if pool.name == "both" else f"{pool.name} pool"
+    yield _metadata("process_name", pid, pid, name=name)
+    yield _metadata("process_sort_index", pid, pid, sort_index=place)
+    for stage in pool.stages:
+        yield _metadata("thread_name", pid, _tid(stage), name=stage_names[stage])
+        yield _metadata("thread_sort_index", pid, _tid(stage), sort_index=stage)
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: object) -> Event:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _steps(pool: PoolRecords, pid: int, window: tuple[float, float]) -> Iterator[Event]:
+    starts_us, ends_us = _us(pool.start_s), _us(pool.end_s)
+    inside = (pool.end_s >= window[0]) & (pool.start_s <= window[1])
+    for index in np.flatnonzero(inside.any(axis=1)).tolist():
+        step = pool.steps[index]
+        kind = step.kind.value
+        name = f"{kind} {step.group}"  # viewers colour by the name without its number
+        args: Event = {"group": step.group, "phase": step.phase, "iteration": step.iteration,
+                "queries": int(pool.encoded[index] + pool.decoded[index]),
+                "encoded": int(pool.encoded[index]), "decoded": int(pool.decoded[index]),
+                "tokens": int(pool.tokens[index])}
+        if pool.decoded[index]:
+            args["context"] = round(float(pool.context[index]), 1)
+        for column in np.flatnonzero(inside[index]).tolist():
+            start_us = int(starts_us[index, column])
+            yield {"name": name, "cat": kind, "ph": "X", "ts": start_us,
+                   "dur": int(ends_us[index, column]) - start_us, "pid": pid,
+                   "tid": _tid(pool.stages[column]), "args": args}
+
+
+def _memory(pool: PoolRecords, pid: int, window: tuple[float, float],
+            makespan_s: float) -> Iterator[Event]:
+    """Held and budget as two counters: two series of one would be stacked."""
+    if not len(pool.memory_s):
+        return
+    start_s, end_s = window[0], min(window[1], makespan_s)
+    for at_s in (start_s, end_s):
+        yield _counter("KV budget", pid, round(at_s * 1e6), pool.kv_tokens)
+    first = max(int(np.searchsorted(pool.memory_s, start_s, side="right")) - 1, 0)
+    last = int(np.searchsorted(pool.memory_s, end_s, side="right"))
+    times_us = np.maximum(_us(pool.memory_s[first:last]), round(start_s * 1e6))
+    for at_us, tokens in zip(times_us.tolist(), pool.memory_tokens[first:last].tolist(),
+                             strict=True):
+        yield _counter("KV held", pid, at_us, tokens)
+
+
+def _counter(name: str, pid: int, at_us: int, tokens: int) -> Event:
+    return {"name": name, "ph": "C", "ts": at_us, "pid": pid, "tid": pid,
+            "args": {"tokens": tokens}}
+
+
+def _handovers(handovers: HandoverRecords, pools: Sequence[PoolRecords],
+               window: tuple[float, float]) -> Iterator[Event]:
+    """A span of each, in the encode pool's process, and an arrow from its encoding to the first
+    decode step that starts after it."""
+    place = {pool.name: index for index, pool in enumerate(pools)}
+    assert {"encode", "decode"} <= place.keys(), f"handovers between {list(place)}"
+    encode, decode = pools[place["encode"]], pools[place["decode"]]
+    pid, to_pid = _FIRST_PID + place["encode"], _FIRST_PID + place["decode"]
+    first_s = decode.start_s[:, 0]
+    inside = (handovers.end_s >= window[0]) & (handovers.start_s <= window[1])
+    for index in np.flatnonzero(inside).tolist():
+        step = int(handovers.step[index])
+        start_us, end_us = (round(float(at[index]) * 1e6)
+                            for at in (handovers.start_s, handovers.end_s))
+        span = {"name": "handover", "cat": "handover", "id": f"0x{index + 1:x}", "pid": pid,
+                "tid": pid}
+        yield {**span, "ph": "b", "ts": start_us, "args": {
+            "group": encode.steps[step].group, "queries": int(encode.encoded[step])}}
+        yield {**span, "ph": "e", "ts": end_us}
+        taken = int(np.searchsorted(first_s, handovers.end_s[index]))
+        if taken == len(first_s) or first_s[taken] > window[1]:
+            continue
+        # an arrow begins and ends inside the two steps' events, or it is not bound to them
+        left_us = max(round(encode.end_s[step, -1] * 1e6) - 1,
+                      round(encode.start_s[step, -1] * 1e6))
+        arrow = {"name": "handed over", "cat": "handover", "id": f"0x{index + 1:x}"}
+        yield {**arrow, "ph": "s", "ts": left_us, "pid": pid, "tid": _tid(encode.stages[-1])}
+        yield {**arrow, "ph": "f", "bp": "e", "ts": round(float(first_s[taken]) * 1e6),
+               "pid": to_pid, "tid": _tid(decode.stages[0])}
+
+
+def _tid(stage: int) -> int:
+    """Different over all pools: Perfetto names threads by this id alone."""
+    return _FIRST_TID + stage
+
+
+def _us(seconds: FloatArray) -> IntArray:
+    """Whole microseconds: a fraction would be cut, not rounded, by readers, and steps that follow
+    each other would then overlap by a nanosecond, which the format forbids."""
+    rounded: NDArray[np.int64] = np.rint(seconds * 1e6).astype(np.int64)
+    return rounded
