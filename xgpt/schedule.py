@@ -75,6 +75,7 @@ class Estimate:
     token_budget: int = 0  # vLLM, Sarathi: most tokens of one step
     max_active: int = 0  # ORCA, vLLM, Sarathi: most queries at a time over all groups
     max_in_system: int = 0  # WAA: queries between the start of encoding and the last token
+    encode_kv_tokens: int = 0  # WAA: KV entries in the encode pool at most
     adjustment: float = 0.0  # share by which a batch's input tokens may leave their mean
 
 

@@ -17,22 +17,24 @@ from xrunner.rules.steps import Step, StepKind
 
 
 class WaaEncodeRule:
-    """Encodes `encode_batch` queries whenever they have room in the system. Steps do not wait for
-    one another; they are numbered round the `num_groups` that can be under way."""
+    """Encodes `encode_batch` queries whenever they have room in the system. Up to `num_groups`
+    steps are under way: the next waits for the one that many before it, so that none pile up in
+    front of a slow stage."""
 
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
-                 sizer: BatchSizer) -> None:
-        """`kv_tokens`: the decode pool's budget; `num_groups`: stages of this pool."""
+                 encode_kv_tokens: int, sizer: BatchSizer) -> None:
+        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's."""
         assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
         self.encode_batch, self.num_groups = encode_batch, num_groups
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
+        self.encode_kv_tokens = encode_kv_tokens
         self._sizer = sizer
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
         self._held = self._reserved = 0
         self._steps = 0
-        self._next: tuple[int, int] | None = None  # (queries, tokens reserved) of the next batch
+        self._next: tuple[int, int, int] | None = None  # of the next batch: (queries, reserved, input tokens)
 
     @property
     def group_max_active(self) -> int:
@@ -40,7 +42,7 @@ class WaaEncodeRule:
 
     @property
     def needs_tokens(self) -> bool:
-        return False
+        return True
 
     @property
     def keeps_finished(self) -> bool:
@@ -56,7 +58,7 @@ class WaaEncodeRule:
         return len(self._waiting)
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        if reserve_tokens > self.kv_tokens:
+        if reserve_tokens > self.kv_tokens or input_tokens > self.encode_kv_tokens:
             return False
         self._waiting.append((query, reserve_tokens, input_tokens))
         self._next = None
@@ -95,18 +97,23 @@ class WaaEncodeRule:
             most = min(self._sizer.most(self.encode_batch), len(self._waiting))
             first = [self._waiting[i] for i in range(most)]
             count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch)
-            self._next = count, sum(reserve for _, reserve, _ in first[:count])
-        count, wanted = self._next
-        if count > self.max_in_system - len(self._in_system) and self._in_system:
+            self._next = self._trimmed(first[:count])
+        count, wanted, tokens = self._next
+        if self._held + tokens > self.encode_kv_tokens:
             return 0
-        if self._reserved + wanted <= self.kv_tokens:
-            return count
-        if self._in_system:
+        room = self.max_in_system - len(self._in_system)
+        if self._in_system and (count > room or self._reserved + wanted > self.kv_tokens):
             return 0
-        while wanted > self.kv_tokens:  # nothing to wait for: as many as fit, one always does
-            count -= 1
-            wanted -= self._waiting[count][1]
         return count
+
+    def _trimmed(self, batch: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+        """As much of a batch as the budgets can ever hold; one query always fits."""
+        wanted = sum(reserve for _, reserve, _ in batch)
+        tokens = sum(length for _, _, length in batch)
+        while wanted > self.kv_tokens or tokens > self.encode_kv_tokens:
+            _, reserve, length = batch.pop()
+            wanted, tokens = wanted - reserve, tokens - length
+        return len(batch), wanted, tokens
 
 
 class WaaDecodeRule:
@@ -170,8 +177,9 @@ def waa_rules(estimate: Estimate, mean_input: float) -> tuple[WaaEncodeRule, Waa
     groups = estimate.decode_micro_batches
     sizer = BatchSizer(mean_input=mean_input, adjustment=estimate.adjustment)
     return (
-        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages, sizer=sizer,
-                      max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens),
+        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 1, sizer=sizer,
+                      max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens,
+                      encode_kv_tokens=estimate.encode_kv_tokens),
         WaaDecodeRule(num_groups=groups,
                       group_max_active=math.ceil(estimate.max_in_system / groups)),
     )

@@ -228,8 +228,7 @@ class Engine:
         pool.ends.append(ends)
         if self._handover is not None and spans:
             self._hand_over(pool, step, index, at_s)
-        else:
-            group.awaited.append((index, at_s, done))
+        group.awaited.append((index, at_s, done))
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
         """What is encoded, and when the encoding of each began."""
@@ -298,3 +297,4 @@ class Engine:
             is_taken = decode.rule.submit(query, self._reserve[query], self._inputs[query])
             assert is_taken, f"{query = } has no room in the decode pool"
         self._wake(decode, now)
+        self._wake(self._pools[0], now)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.cluster import Link
-from xgpt.lengths import IntArray
+from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate, StageAssignment
 from xgpt.units import DTYPE_BYTES
@@ -89,7 +89,11 @@ class HandoverCost:
                 for pool in (encode, decode)))
 
     def seconds(self, tokens: float) -> float:
-        return float(self._timing.handover_s(tokens * self.bytes_per_token, self._link))
+        return float(self.many(np.asarray(tokens, float)))
+
+    def many(self, tokens: FloatArray) -> FloatArray:
+        """Of each number of tokens."""
+        return self._timing.handover_s(tokens * self.bytes_per_token, self._link)
 
 
 def _widest(problem: Problem, encode: Sequence[StageAssignment],

@@ -1,0 +1,395 @@
+"""WAA-C and WAA-M in closed form (paper sections 4.1 and 6; design.md section 3.3).
+
+Symbols: B_E = encode_batch, G = decode_micro_batches, D = decode iterations of a query, lambda =
+queries a second, B_D = decode_batch, T_E = time between two encode steps (the encode pool's slowest
+stage, or the handover), T_iter(B_D) = time between two tokens of a query. The decode batch is meant
+to be B_E E[D] (one encode batch for each iteration, as in the paper) and is never more. Where the
+encode pool is too slow for that, it is what Little's law gives:
+
+    lambda = B_E / T_E,  B_D = lambda E[D] T_iter(B_D)      if that B_D <= B_E E[D]
+    B_D = B_E E[D],  lambda = B_D / (E[D] T_iter(B_D))      else: the encode pool is throttled
+    latency(d) = L_E + T_handover + (d + wait) T_iter(B_D)
+
+L_E is a batch's time through the encode pool, `wait` the part of an iteration until its group's
+turn comes, uniform over one. L_E is charged for a batch at the upper threshold of the workload
+adjustment (the paper's buffer, section 5.2): a schedule holds its bound for such batches too.
+
+T_iter(B) = max(G slowest stage, all stages in turn) for groups of B / G queries. The devices are
+divided by the time that encoding and decoding of a query take at these batch sizes (WAA-C), or so
+that the fullest device is as empty as can be (WAA-M).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from xgpt.errors import InputError, Mistake
+from xgpt.lengths import FloatArray, IntArray
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate
+from xgpt.units import DTYPE_BYTES
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.timing import Operator, TimingSource
+from xsimulator import memory
+from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.plans import Plans
+from xsimulator.policies.rra import EstimateArrays
+from xsimulator.replay.job import HandoverCost
+from xsimulator.waa_plans import WaaPlan, WaaPlans
+
+ADJUSTMENT = 0.15  # by which an encode batch's tokens may leave their mean (paper section 5.2)
+_ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
+_HALVINGS = 40  # of the interval that holds the decode batch
+_DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaaConfig:
+    """One point of WAA's space."""
+
+    encode_batch: int
+    decode_micro_batches: int = 1
+    tp_degree: int = 1
+    tp_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Points:
+    """Configurations of one plan. [configs] each."""
+
+    batch: FloatArray
+    groups: FloatArray
+    rows: IntArray  # where each stands among those asked for
+
+
+class Waa:
+    """Evaluates configurations of one problem; keeps what they share."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, *, name: str = "waa-c",
+                 padded: bool = True, adjustment: float = ADJUSTMENT) -> None:
+        """`padded`: see xsimulator.policies.rra.Rra. `name`: "waa-c" or "waa-m"."""
+        assert name in ("waa-c", "waa-m"), f"{name = }"
+        self.problem, self.timing, self.name = problem, timing, name
+        self.adjustment = adjustment
+        self._padded = padded
+        self.flow = QueryFlow(
+            problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+            reserved_output_tokens=problem.default_max_tokens)
+        self._plans = Plans(problem, timing)
+        self._of_degree: dict[tuple[int, int], WaaPlans] = {}
+        self._decoding: dict[WaaPlan, _DecodePool] = {}
+
+    @property
+    def capacity_bytes(self) -> int:
+        return memory.capacity_bytes(self.problem.cluster.device)
+
+    def evaluate(self, configs: Sequence[WaaConfig]) -> EstimateArrays:
+        """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
+        return EstimateArrays(**self._evaluate(configs)[0])
+
+    def estimate(self, config: WaaConfig) -> Estimate:
+        """One configuration as the artefact that is shown, and executed."""
+        found, devices, per_stage = self._evaluate([config])
+        figures = {name: float(values[0]) for name, values in found.items()}
+        plan = self._split(config.tp_degree, config.tp_gpus).plan(int(devices[0]))
+        by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
+            plan.stages, per_stage[0], strict=True) for rank in stage.ranks}
+        problem, queries = self.problem, figures["throughput_qps"]
+        notes = [f"times: {self.timing.provenance()}",
+                 f"{int(devices[0])} devices encode, "
+                 f"{problem.cluster.num_devices - int(devices[0])} decode"]
+        if figures["stretch"] > 1:
+            notes.append(f"extrapolated: sizes up to {figures['stretch']:.2g} times those measured")
+        return Estimate(
+            policy=self.name, encode_batch=config.encode_batch,
+            decode_batch=figures["decode_batch"], decode_iterations=1,
+            decode_micro_batches=config.decode_micro_batches, tp_degree=config.tp_degree,
+            tp_gpus=config.tp_gpus, throughput_qps=queries,
+            output_tokens_per_s=queries * problem.lengths.outputs.mean,
+            latency_s=figures["latency_s"], encode_s=figures["encode_s"],
+            decode_iteration_s=figures["period_s"], period_s=figures["period_s"],
+            memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
+            memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
+            fits=bool(figures["fits"]), stages=plan.stages, notes=tuple(notes),
+            max_in_system=max(int(round(figures["present"])), 1),
+            encode_kv_tokens=int(self._encode_kv_tokens(
+                np.array([float(config.encode_batch)]), len(plan.encode.stages))[0]),
+            adjustment=self.adjustment)
+
+    def _evaluate(self, configs: Sequence[WaaConfig],
+                  ) -> tuple[dict[str, FloatArray], IntArray, list[FloatArray]]:
+        """(figures, encode devices, bytes on each stage's ranks)."""
+        batch = np.array([c.encode_batch for c in configs], float)
+        groups = np.array([c.decode_micro_batches for c in configs], float)
+        degree = np.array([(c.tp_degree, c.tp_gpus) for c in configs]).reshape(-1, 2)
+        columns: dict[str, FloatArray] = {}
+        devices = np.zeros(len(configs), np.int64)
+        per_stage: list[FloatArray] = [np.empty(0)] * len(configs)
+        for key in np.unique(degree, axis=0):
+            rows = np.flatnonzero((degree == key).all(axis=1))
+            split = self._split(int(key[0]), int(key[1]))
+            devices[rows] = self._divide(split, batch[rows], groups[rows], int(key[0]))
+            for count in np.unique(devices[rows]):
+                own = rows[devices[rows] == count]
+                points = _Points(batch=batch[own], groups=groups[own], rows=own)
+                figures, held = self._figures(split.plan(int(count)), points)
+                for row, sizes in zip(own, held, strict=True):
+                    per_stage[row] = sizes
+                for name, values in figures.items():
+                    columns.setdefault(name, np.empty(len(configs)))[own] = values
+        columns["fits"] = columns["memory_bytes"] <= self.capacity_bytes
+        return columns, devices, per_stage
+
+    def _split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
+        key = (tp_degree, tp_gpus)
+        if key not in self._of_degree:
+            split = WaaPlans(self._plans, tp_degree, tp_gpus)
+            if not len(split.encode_devices):
+                raise InputError([Mistake(
+                    file="schedule", line=None, key="tp_degree, tp_gpus", value=key,
+                    allowed=f"groups within one node and one pool, and no more stages in a pool "
+                            f"than layers; {self.problem.cluster.num_devices} devices, "
+                            f"{self.problem.model.num_layers} layers")])
+            self._of_degree[key] = split
+        return self._of_degree[key]
+
+    # --- which devices encode -----------------------------------------------------------------
+
+    def _divide(self, split: WaaPlans, batch: FloatArray, groups: FloatArray,
+                degree: int) -> IntArray:
+        """[configs] devices that encode."""
+        if self.name == "waa-c":
+            encode_s, decode_s = self._query_s(batch, groups, degree)
+            with np.errstate(invalid="ignore"):
+                share = encode_s / (encode_s + decode_s)
+            return split.nearest(np.where(np.isfinite(share), share, 0.5))
+        fullest = []
+        for count in split.encode_devices:
+            plan = split.plan(int(count))
+            points = _Points(batch=batch, groups=groups, rows=np.arange(len(batch)))
+            in_system = self._rates(plan, points)["present"]
+            fullest.append(self._memory(plan, points, in_system).max(axis=1))
+        found: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
+        return found
+
+    def _query_s(self, batch: FloatArray, groups: FloatArray,
+                 degree: int) -> tuple[FloatArray, FloatArray]:
+        """C_E and C_D: one query's encoding and decoding through all layers of a single group."""
+        plan = self._plans.pool([tuple(range(degree))], "both")
+        inputs = self.problem.lengths.inputs
+        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
+            inputs, batch).items()}
+        encode = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0] / batch
+        rows = np.maximum(batch * self._mean_iterations / groups, 1.0)
+        decode = plan.times.decode_s(rows, self._context(rows))[..., 0] / rows
+        return encode, decode * self._mean_iterations
+
+    # --- rates --------------------------------------------------------------------------------
+
+    @cached_property
+    def _mean_iterations(self) -> float:
+        return max(self.flow.mean_iterations, 1e-9)
+
+    def _context(self, rows: FloatArray) -> FloatArray:
+        """Tokens of context a query is charged in a step of `rows`."""
+        occupancy = self.flow.occupancy(1, padded=self._padded)
+        mean = float(occupancy.context[0]) / max(float(occupancy.active[0]), 1e-300)
+        if occupancy.maximum_context is None:
+            return np.full(rows.shape, mean)
+        return np.maximum(mean, expected_maximum(
+            occupancy.maximum_context, rows[..., None])[..., 0])
+
+    def _pool(self, plan: WaaPlan) -> _DecodePool:
+        if plan not in self._decoding:
+            self._decoding[plan] = _DecodePool(self, plan)
+        return self._decoding[plan]
+
+    def _rates(self, plan: WaaPlan, points: _Points) -> dict[str, FloatArray]:
+        """Throughput, batches, times; infinite times where the timing source refuses a size."""
+        batch, groups, inputs = points.batch, points.groups, self.problem.lengths.inputs
+        steps = self._encode_steps(plan, batch)  # [configs, stages]
+        handover = self._handover_s(plan, batch * inputs.mean)
+        between = np.maximum(steps.max(axis=1), handover)
+        pool = self._pool(plan)
+        most = np.maximum(batch * self._mean_iterations, 1e-9)
+        is_timed = np.isfinite(between) & np.isfinite(pool.iteration_s(most, groups))
+        between = np.where(is_timed, between, 1.0)
+
+        def wanted(decoding: FloatArray) -> FloatArray:
+            return batch / between * self._mean_iterations * np.where(
+                is_timed, pool.iteration_s(decoding, groups), 1.0)
+
+        is_throttled = wanted(most) >= most
+        low, high = np.zeros_like(most), most.copy()
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            is_below = wanted(middle) > middle
+            low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
+        decoding = np.where(is_throttled, most, high)
+        iteration = pool.iteration_s(decoding, groups)
+        rate = np.where(is_throttled, decoding / (self._mean_iterations * np.where(
+            is_timed, iteration, 1.0)), batch / between)
+        # an encode pool whose first stage is not its slowest is full up to its last step
+        slowest = steps.max(axis=1)
+        through = steps.sum(axis=1)
+        queued = np.where(steps[:, 0] >= slowest * (1 - 1e-9), through,
+                          (steps.shape[1] + 1) * slowest)
+        encode = np.where(is_throttled, through, np.maximum(queued, through))
+        slack = np.where(is_throttled, 0.5 * batch,
+                         batch + _DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))
+        away = rate * (encode + handover + 0.5 * np.where(is_timed, iteration, 0.0))
+        return {
+            "throughput_qps": np.where(is_timed, rate, 0.0), "decode_batch": decoding,
+            "period_s": np.where(is_timed, iteration, np.inf),
+            "encode_s": np.where(is_timed, encode, np.inf), "handover_s": handover,
+            "present": np.ceil(np.where(is_timed, decoding + away + slack, most))}
+
+    def _encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
+        """[configs, stages] seconds of an encode step with `share` of the mean tokens."""
+        times, inputs = plan.encode.times, self.problem.lengths.inputs
+        attention = {d: share * batch * own for d, own in times.mean_attention_s(
+            inputs, batch).items()}
+        return times.encode_s(share * batch * inputs.mean, batch, attention)
+
+    def _handover_s(self, plan: WaaPlan, tokens: FloatArray) -> FloatArray:
+        cost = HandoverCost(self.problem, self.timing, plan.stages)
+        return cost.many(tokens)
+
+    # --- figures ------------------------------------------------------------------------------
+
+    def _figures(self, plan: WaaPlan,
+                 points: _Points) -> tuple[dict[str, FloatArray], FloatArray]:
+        found = self._rates(plan, points)
+        handover = found.pop("handover_s")
+        buffer = (self._encode_steps(plan, points.batch, 1 + self.adjustment)
+                  - self._encode_steps(plan, points.batch)).sum(axis=1)
+        with np.errstate(invalid="ignore"):
+            latency = (found["encode_s"] + buffer + handover
+                       + self._iterations_waited * found["period_s"])
+        held = self._memory(plan, points, found["present"])
+        found.update(
+            latency_s=np.where(found["throughput_qps"] > 0, latency, np.inf),
+            kv_tokens=self._kv_tokens(found["present"]), memory_bytes=held.max(axis=1),
+            stretch=self._stretch(plan, points, found["decode_batch"]))
+        return found, held
+
+    @cached_property
+    def _iterations_waited(self) -> float:
+        """Iterations between a query's arrival in the decode pool and its last token, for the
+        bound: of the output length at the quantile, or that quantile over all queries."""
+        constraint, outputs = self.problem.constraint, self.problem.lengths.outputs
+        if constraint.kind == "sequence":
+            longest = self.flow.iterations_of(outputs.quantile(constraint.quantile))
+            return longest + 0.5 if longest > 0 else 0.0
+        # D + U with U uniform over one iteration: its distribution function is linear between
+        ends = np.array([self.flow.iterations_of(int(k)) + 1 for k in outputs.support], float)
+        return float(np.interp(constraint.quantile, np.cumsum(outputs.pmf), ends))
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _memory(self, plan: WaaPlan, points: _Points, in_system: FloatArray) -> FloatArray:
+        """[configs, stages of both pools] bytes on each rank of a stage."""
+        problem, pool = self.problem, self._pool(plan)
+        is_cpu = problem.cluster.device.kind == "cpu"
+        batch = points.batch
+        largest = batch * (1 + self.adjustment)
+        encode = (plan.encode.weight_bytes
+                  + self._encode_kv(plan, batch)
+                  + memory.activation_bytes(
+                      problem.model, plan.encode.stages, problem.dtype, is_cpu=is_cpu,
+                      inputs=problem.lengths.inputs, encode_batch=largest,
+                      decode_batch=np.zeros_like(batch)))
+        decode = (plan.decode.weight_bytes
+                  + memory.kv_bytes(problem.model, plan.decode.stages, problem.dtype,
+                                    self._kv_tokens(in_system))
+                  + memory.activation_bytes(
+                      problem.model, plan.decode.stages, problem.dtype, is_cpu=is_cpu,
+                      inputs=problem.lengths.inputs, encode_batch=np.zeros_like(batch),
+                      decode_batch=np.ceil(in_system / points.groups)))
+        assert pool is not None
+        return np.concatenate([encode, decode], axis=1)
+
+    def _encode_kv(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
+        """[configs, stages] bytes of what is encoded and not yet handed over."""
+        tokens, model = self._encode_kv_tokens(batch, len(plan.encode.stages)), self.problem.model
+        if model.is_encoder_decoder:  # the encoder's output alone, on its last stage
+            held = np.zeros((len(batch), len(plan.encode.stages)))
+            held[:, -1] = tokens * model.hidden_size * DTYPE_BYTES[self.problem.dtype]
+            return held
+        return memory.kv_bytes(model, plan.encode.stages, self.problem.dtype, tokens)
+
+    def _encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
+        """Tokens in the encode pool at most: a batch in each stage, one that waits, and one that is
+        handed over, each at its upper threshold."""
+        inputs = self.problem.lengths.inputs
+        largest = np.maximum(batch * inputs.mean * (1 + self.adjustment), inputs.max)
+        return np.ceil((stages + 2) * largest)
+
+    def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
+        """Reserved for the queries in the system, at a high quantile, one longest at least. Those
+        present are biased to long outputs, and so to the inputs that go with them."""
+        lengths, most = self.problem.lengths, float(self.flow.max_reserve_tokens)
+        weights = lengths.outputs.pmf * np.maximum(
+            lengths.outputs.support - (0 if self.problem.model.is_encoder_decoder else 1), 1e-9)
+        biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
+        mean = biased + most - lengths.inputs.max
+        wanted = in_system * mean + memory.KV_QUANTILE_Z * lengths.inputs.std * np.sqrt(in_system)
+        return np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most))
+
+    def _stretch(self, plan: WaaPlan, points: _Points, decoding: FloatArray) -> FloatArray:
+        """Largest size presented to the timing source over the largest that it measured."""
+        lengths = self.problem.lengths
+        is_encoder_decoder = self.problem.model.is_encoder_decoder
+        context = lengths.outputs.max + (0 if is_encoder_decoder else lengths.inputs.max)
+        encoder = Operator.ENCODER_REST if is_encoder_decoder else Operator.LAYER_REST
+        tokens = points.batch * lengths.inputs.mean * (1 + self.adjustment)
+        most = np.zeros(len(points.batch))
+        for degree in plan.encode.times.degrees:
+            most = np.maximum(most, tokens / self.timing.reach(encoder, degree).x)
+            most = np.maximum(
+                most, lengths.inputs.max / self.timing.reach(Operator.ENCODE_ATTENTION, degree).x)
+        for degree in plan.decode.times.degrees:
+            reach = self.timing.reach(Operator.DECODE_ATTENTION, degree)
+            rows = np.maximum(decoding / points.groups, 1.0)
+            most = np.maximum(most, np.maximum(rows / reach.x, context / reach.y))
+            most = np.maximum(most, rows / self.timing.reach(Operator.HEAD, degree).x)
+        assert REFUSED_BEYOND > 1
+        return most
+
+
+class _DecodePool:
+    """The decode pool's step times over group sizes, tabulated: the slowest stage's and the sum."""
+
+    def __init__(self, waa: Waa, plan: WaaPlan) -> None:
+        self._waa, self._plan = waa, plan
+        self._sizes: FloatArray = np.empty(0)
+        self._slowest: FloatArray = np.empty(0)
+        self._through: FloatArray = np.empty(0)
+
+    def iteration_s(self, decoding: FloatArray, groups: FloatArray) -> FloatArray:
+        """T_iter of `decoding` queries in that many groups; groups without a query take no step."""
+        rows = np.maximum(decoding / groups, 1.0)
+        steps = np.minimum(groups, np.maximum(decoding, 1.0))
+        top = float(rows.max(initial=1.0))
+        if not len(self._sizes) or top > self._sizes[-1]:
+            self._tabulate(top)
+        logs = np.log(rows)
+        own = np.log(self._sizes)
+        found: FloatArray = np.maximum(steps * np.interp(logs, own, self._slowest),
+                                       np.interp(logs, own, self._through))
+        return found
+
+    def _tabulate(self, top: float) -> None:
+        count = int(np.ceil(np.log(2 * top) / np.log(_ROWS_RATIO))) + 1
+        self._sizes = _ROWS_RATIO ** np.arange(count)
+        waa, times = self._waa, self._plan.decode.times
+        done = self._sizes / max(waa.flow.mean_iterations, 1.0)  # leave, and join, each iteration
+        seconds = times.decode_s(self._sizes, waa._context(self._sizes),
+                                 moved=done * self._sizes / (self._sizes + done))
+        if times.is_encoder_decoder:
+            seconds = seconds + times.cross_kv_s(done * waa.problem.lengths.inputs.mean)
+        self._slowest, self._through = seconds.max(axis=1), seconds.sum(axis=1)
