@@ -55,6 +55,9 @@ class FixedSchedule:
     encode_batch: int | None = None
     decode_iterations: int | None = None
     decode_micro_batches: int | None = None
+    encode_micro_batches: int | None = None  # DSI
+    max_active: int | None = None  # ORCA, vLLM, Sarathi
+    token_budget: int | None = None  # vLLM, Sarathi
     tp_degree: int | None = None
     tp_gpus: int | None = None
 

@@ -34,8 +34,7 @@ from xgpt.yaml_tree import Field, apply_override, read_tree
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICIES = ("rra",)
-LATER_POLICIES = ("waa-c", "waa-m")
+POLICIES = ("rra", "waa-c", "waa-m", "ft", "dsi", "orca", "vllm", "sarathi")
 MAX_COUNT = 10**8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -258,10 +257,13 @@ def _read_schedule(top: Section) -> FixedSchedule:
     if section is None:
         return FixedSchedule()
     schedule = FixedSchedule(
-        policy=_read_policy(section),
+        policy=section.choice("policy", None, POLICIES),
         encode_batch=section.integer("encode_batch", None, 1),
         decode_iterations=section.integer("decode_iterations", None, 1),
         decode_micro_batches=section.integer("decode_micro_batches", None, 1),
+        encode_micro_batches=section.integer("encode_micro_batches", None, 1),
+        max_active=section.integer("max_active", None, 1),
+        token_budget=section.integer("token_budget", None, 1),
         tp_degree=section.integer("tp_degree", None, 1),
         tp_gpus=section.integer("tp_gpus", None, 0),
     )
@@ -270,14 +272,6 @@ def _read_schedule(top: Section) -> FixedSchedule:
         section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
     section.finish()
     return schedule
-
-
-def _read_policy(section: Section) -> str | None:
-    field = section.get("policy")
-    if field is not None and field.value in LATER_POLICIES:
-        section.reject("policy", f"not in this version; allowed: {', '.join(POLICIES)}")
-        return None
-    return section.choice("policy", None, POLICIES)
 
 
 def _read_run(top: Section) -> RunSpec:

@@ -8,6 +8,7 @@ micro-batch has an equal share of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,7 +18,6 @@ from xgpt.lengths import FloatArray, Lengths
 from xgpt.model import ModelSpec
 from xgpt.schedule import StageAssignment
 from xgpt.units import DTYPE_BYTES
-from xsimulator.occupancy import Occupancy
 
 # Share of a device's memory that may be planned: the rest is the runtime's context, kernels,
 # communication buffers and the allocator's fragmentation (vLLM plans 0.9 too).
@@ -29,12 +29,24 @@ LIVE_HIDDEN_COPIES = 4  # residual, norm, attention output, message buffer
 LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
 
 
+class Reserves(Protocol):
+    """Tokens reserved per query encoded in each phase, of one N_D (xsimulator.occupancy) or, as
+    arrays, of each configuration's."""
+
+    @property
+    def mean_reserved(self) -> ArrayLike: ...
+    @property
+    def variance_reserved(self) -> ArrayLike: ...
+    @property
+    def max_present(self) -> ArrayLike: ...
+
+
 def capacity_bytes(device: Device) -> int:
     """What may be planned of a device's memory."""
     return int(device.memory_bytes * USABLE_SHARE)
 
 
-def reserved_tokens(occupancy: Occupancy, group_batch: ArrayLike, groups: ArrayLike,
+def reserved_tokens(occupancy: Reserves, group_batch: ArrayLike, groups: ArrayLike,
                     max_reserve: int, num_queries: int | None) -> FloatArray:
     """KV tokens over all groups, each encoding `group_batch` queries a phase.
 
@@ -43,11 +55,12 @@ def reserved_tokens(occupancy: Occupancy, group_batch: ArrayLike, groups: ArrayL
     query that can be there at its longest.
     """
     batch, count = np.asarray(group_batch, float), np.asarray(groups, float)
-    mean = batch * occupancy.mean_reserved
+    mean = batch * np.asarray(occupancy.mean_reserved)
     # one longest query more: the odd queries of an uneven split rotate, so at times a group
     # encodes one more than its share, and few queries are not normally distributed
-    wanted = mean + KV_QUANTILE_Z * np.sqrt(batch * occupancy.variance_reserved) + max_reserve
-    most = np.ceil(batch) * occupancy.max_present
+    wanted = mean + KV_QUANTILE_Z * np.sqrt(
+        batch * np.asarray(occupancy.variance_reserved)) + max_reserve
+    most = np.ceil(batch) * np.asarray(occupancy.max_present)
     if num_queries is not None:
         most = np.minimum(most, np.ceil(num_queries / np.minimum(count, num_queries)))
     group_tokens = np.clip(wanted, max_reserve, np.maximum(most, 1) * max_reserve)
@@ -84,14 +97,12 @@ def activation_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype:
     encode, decode = np.asarray(encode_batch, float), np.asarray(decode_batch, float)
     tokens = encode * inputs.mean + KV_QUANTILE_Z * inputs.std * np.sqrt(encode)
     rows = np.maximum(np.minimum(tokens, np.ceil(encode) * inputs.max), decode)
-    item = DTYPE_BYTES[dtype]
-    columns = []
-    for stage in stages:
-        width = (LIVE_HIDDEN_COPIES * model.hidden_size
-                 + (LIVE_MLP_COPIES * model.intermediate_size * (2 if model.is_gated_mlp else 1)
-                    + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / stage.tp_degree)
-        scores = model.num_heads / stage.tp_degree * inputs.max**2 * 4 if is_cpu else 0.0
-        columns.append(rows * width * item + scores)
-    columns[-1] = columns[-1] + (np.maximum(encode, decode) * model.vocab_size
-                                 / stages[-1].tp_degree * LOGIT_BYTES)
-    return np.stack(columns, axis=-1)
+    degrees = np.array([stage.tp_degree for stage in stages], float)
+    width = (LIVE_HIDDEN_COPIES * model.hidden_size
+             + (LIVE_MLP_COPIES * model.intermediate_size * (2 if model.is_gated_mlp else 1)
+                + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
+    scores = model.num_heads / degrees * inputs.max**2 * 4 if is_cpu else np.zeros(len(stages))
+    held: FloatArray = rows[..., None] * (width * DTYPE_BYTES[dtype]) + scores
+    held[..., -1] += (np.maximum(encode, decode) * model.vocab_size
+                      / stages[-1].tp_degree * LOGIT_BYTES)
+    return held

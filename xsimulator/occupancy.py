@@ -17,6 +17,7 @@ from xgpt.lengths import FloatArray, IntArray, JointLengths
 
 MAX_CONTEXT_BINS = 512  # resolution of the context histograms behind `maximum_context`
 MAX_DOUBLINGS = 12  # maxima are tabulated over 1, 2, 4, ... 4096 queries
+GROUP_OCTAVES = np.arange(-6, 9)  # queries encoded in a group, as powers of 2
 MAX_PAIRS = 4096  # observed (input, output) pairs used for those histograms; more are thinned out
 
 
@@ -25,14 +26,17 @@ class Occupancy:
     """Per query encoded in each phase, so everything but the quantiles scales with B_E.
 
     `active[u - 1]` = n(u) / B_E, `context[u - 1]` = tokens of KV read at u / B_E;
-    `log_absent[u - 1]` = log P(none of one slot's successive queries is active at u).
+    `log_absent[u - 1, k]` = log P(a group that encodes g = 2^GROUP_OCTAVES[k] queries a phase has
+    none active at u). g < 1: the odd queries of a batch go round the groups, so that such a group
+    encodes one query every 1/g phases.
     """
 
     decode_iterations: int
     active: FloatArray  # [N_D]
     context: FloatArray  # [N_D]
     variance_active: FloatArray  # [N_D] of the number active at u, per query encoded in each phase
-    log_absent: FloatArray  # [N_D]; -inf where one is active for certain
+    removed: FloatArray  # [N_D] queries that ended with the iteration before u, per one encoded
+    log_absent: FloatArray  # [N_D, octaves]; -inf where one is active for certain
     mean_phases: float  # E[c(D)] = B_D / B_E
     mean_present: float  # queries present right after encoding / B_E, those with D = 0 included
     mean_reserved: float  # tokens reserved right after encoding / B_E
@@ -83,22 +87,23 @@ class QueryFlow:
     def _derive(self, n_d: int, padded: bool) -> Occupancy:
         survival = self._by_phase(self._survival, n_d)  # [phases, N_D] P(D >= j N_D + u)
         context = self._by_phase(self._context, n_d)
-        with np.errstate(divide="ignore"):
-            log_absent = np.log1p(-np.minimum(survival, 1.0)).sum(axis=0)
         entering, reserve, reserve_squared = (  # who is present when phase j begins
             self._by_phase(row, n_d)[:, 0]
             for row in (self._survival, self._reserve, self._reserve_squared))
         reserve, reserve_squared = reserve.copy(), reserve_squared.copy()
         # at j = 0 every query is there, those that will end with their first token too
         reserve[0], reserve_squared[0] = self._all_reserve
+        active = survival.sum(axis=0)
+        staying = active - np.append(survival[0, 0], np.zeros(n_d - 1))  # those new at u do not
         return Occupancy(
-            decode_iterations=n_d, active=survival.sum(axis=0), context=context.sum(axis=0),
-            variance_active=(survival * (1 - survival)).sum(axis=0), log_absent=log_absent,
+            decode_iterations=n_d, active=active, context=context.sum(axis=0),
+            removed=np.maximum(np.roll(active, 1) - staying, 0.0),
+            variance_active=(survival * (1 - survival)).sum(axis=0), log_absent=_log_absent(survival),
             mean_phases=float(entering.sum()),
             mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
             variance_reserved=float((reserve_squared - reserve**2).sum()),
             max_present=len(entering),
-            maximum_context=self._maximum_context(n_d) if padded else None,
+            maximum_context=self.maximum_context(n_d, np.arange(n_d)) if padded else None,
         )
 
     @staticmethod
@@ -166,10 +171,14 @@ class QueryFlow:
                     (present + k) // width, minlength=histogram.shape[1]) / len(thinned)
         return histogram, float(width)
 
-    def _maximum_context(self, n_d: int) -> FloatArray:
-        """[N_D, doublings + 1] expected largest context among 2^k queries active at u."""
+    def maximum_context(self, n_d: int, at: IntArray) -> FloatArray:
+        """[len(at), doublings + 1] expected largest context among 2^k queries active at each of
+        the rising iterations `at` (0..N_D - 1) of a phase."""
         histogram, width = self._context_histogram
-        mass = self._by_phase(histogram, n_d).sum(axis=0)  # [N_D, bins]
+        mass = np.zeros((len(at), histogram.shape[1]))  # [iterations, bins]
+        for begin in range(0, len(histogram), n_d):
+            known = at[begin + at < len(histogram)]
+            mass[: len(known)] += histogram[begin + known]
         total = mass.sum(axis=1, keepdims=True)
         below = np.cumsum(mass, axis=1) / np.where(total > 0, total, 1.0)
         top = width * (mass.shape[1] - 0.5)  # upper half of the last bin is never reached
@@ -181,13 +190,32 @@ class QueryFlow:
         return np.where(total > 0, np.stack(columns, axis=1), 0.0)
 
 
+def _log_absent(survival: FloatArray) -> FloatArray:
+    """Occupancy.log_absent; survival: [phases, N_D]."""
+    phases, n_d = survival.shape
+    with np.errstate(divide="ignore"):
+        logs = np.log1p(-np.minimum(survival, 1.0))
+        columns = []
+        for octave in GROUP_OCTAVES:
+            if octave >= 0:
+                columns.append(logs.sum(axis=0) * 2.0**octave)
+                continue
+            stride = 2 ** int(-octave)
+            rounds = -(-phases // stride)
+            padded = np.zeros((rounds * stride, n_d))
+            padded[:phases] = logs
+            by_offset = padded.reshape(rounds, stride, n_d).sum(axis=0)
+            columns.append(np.log(np.exp(by_offset).mean(axis=0)))
+    return np.stack(columns, axis=1)
+
+
 def expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
-    """Largest context among `queries` [..., N_D] from `maximum_context` [N_D, doublings + 1],
+    """Largest context among `queries` [..., rows] from `maximum_context` [rows, doublings + 1],
     linear in the logarithm of the number."""
-    position = np.clip(np.log2(np.maximum(queries, 1.0)), 0, table.shape[1] - 1)
-    lower = np.minimum(position.astype(np.int64), table.shape[1] - 2)
-    rows = np.arange(table.shape[0])
-    left, right = table[rows, lower], table[rows, lower + 1]
+    position = np.clip(np.log2(np.maximum(queries, 1.0)), 0, table.shape[-1] - 1)
+    lower = np.minimum(position.astype(np.int64), table.shape[-1] - 2)
+    at = np.arange(len(table)) * table.shape[-1] + lower
+    left, right = table.take(at), table.take(at + 1)
     between: FloatArray = left + (position - lower) * (right - left)
     return between
 

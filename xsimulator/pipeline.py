@@ -12,10 +12,16 @@ following those two is exact. That costs O(stages) a round whatever G is, and ru
 configurations. A closed form per iteration, max(G * slowest stage, sum of stages), misses by up to
 a quarter where iterations get shorter within a phase: the last group's lag outlives its cause.
 A token counts as there when the head takes it up, in its group's turn: that is what a run measures.
+
+A block of w equal rounds is advanced at once: in w - 1 of them every stage goes on by its own work
+and the tokens' way around by one step's, the last is followed exactly. A longest path through many
+equal rounds stays on one stage or goes around, whichever takes longer, and changes between them at
+its ends only, so this misses no more than what it takes to change over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,15 +37,28 @@ SHORT_ITERATIONS = 2
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
     """Seconds, per configuration. `finish_s[:, u - 1]`: from the start of a query's encoding to
-    its token of iteration u of its first phase, for the group where that takes longest."""
+    its token of iteration u of its first phase (of block u's last one), for the group where that
+    takes longest."""
 
     period_s: FloatArray  # [configs]
     encoded_s: FloatArray  # [configs] from its start to its token, for the slowest group
     finish_s: FloatArray  # [configs, max N_D]; constant beyond the configuration's own N_D
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """One stage's seconds: of one group's step, and of all other groups' together. Stages that
+    cost the same may share one."""
+
+    encode_s: FloatArray  # [configs]
+    encode_rest_s: FloatArray
+    decode_s: FloatArray  # [blocks, configs]
+    decode_rest_s: FloatArray
+
+
 def phase_timeline(*, encode_s: FloatArray, encode_rest_s: FloatArray, decode_s: FloatArray,
-                   decode_rest_s: FloatArray, iterations: IntArray) -> Timeline:
+                   decode_rest_s: FloatArray, iterations: IntArray,
+                   widths: IntArray | None = None) -> Timeline:
     """Steady-state timeline.
 
     encode_s: [configs, stages] one group's encode step; encode_rest_s: [configs, stages] those of
@@ -48,82 +67,168 @@ def phase_timeline(*, encode_s: FloatArray, encode_rest_s: FloatArray, decode_s:
     slowest as the one: G unequal steps over equal stages take the sum of all plus
     (stages - 1) times the slowest. Groups without an encode step are taken to be ready when the
     last encoded one is. Stages that a configuration lacks come last, with zero time.
+    widths: [configs, max N_D] equal iterations that each row stands for, 1 unless given.
     """
     assert encode_s.shape == encode_rest_s.shape and decode_s.shape == decode_rest_s.shape
     assert (iterations >= 1).all() and decode_s.shape[1] >= iterations.max()
-    configs = len(iterations)
+    order = np.argsort(-iterations, kind="stable")
+    work = [Work(encode_s=encode_s[order, s], encode_rest_s=encode_rest_s[order, s],
+                 decode_s=decode_s[order, :, s].T, decode_rest_s=decode_rest_s[order, :, s].T)
+            for s in range(encode_s.shape[1])]
+    sorted_widths = None if widths is None else widths[order].T
+    found = sorted_timeline(work, iterations[order], sorted_widths)
+    back = np.argsort(order)
+    return Timeline(period_s=found.period_s[back], encoded_s=found.encoded_s[back],
+                    finish_s=found.finish_s[back])
+
+
+def sorted_timeline(work: Sequence[Work], blocks: IntArray,
+                    widths: FloatArray | IntArray | None = None) -> Timeline:
+    """The same of configurations in falling order of their number of `blocks` [configs]; `work`
+    by stage; `widths` [blocks, configs]."""
+    configs = len(blocks)
+    assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
     period, encoded = np.empty(configs), np.empty(configs)
-    finish = np.empty((configs, decode_s.shape[1]))
-    is_short = iterations <= SHORT_ITERATIONS
-    for chosen, watched_phases in ((is_short, 2), (~is_short, 1)):
-        rows = np.flatnonzero(chosen)
-        if rows.size == 0:
+    finish = np.empty((len(work[0].decode_s), configs))
+    # few blocks are few iterations: longer phases have more than SHORT_ITERATIONS blocks
+    few = int(np.searchsorted(-blocks, -SHORT_ITERATIONS, side="left"))
+    for part, watched_phases in ((slice(0, few), 1), (slice(few, configs), 2)):
+        if part.start == part.stop:
             continue
-        rows = rows[np.argsort(-iterations[rows], kind="stable")]
-        deepest = iterations[rows[0]]
-        rounds = _Rounds(encode_s[rows], encode_rest_s[rows], decode_s[rows, :deepest],
-                         decode_rest_s[rows, :deepest], iterations[rows])
-        period[rows], encoded[rows], finish[rows, :deepest] = rounds.steady(watched_phases)
-        finish[rows, deepest:] = finish[rows, deepest - 1][:, None]
-    return Timeline(period_s=period, encoded_s=encoded, finish_s=finish)
+        most = int(blocks[part][0])
+        rounds = _Rounds(work, blocks[part], widths, part)
+        period[part], encoded[part], finish[:most, part] = rounds.steady(watched_phases)
+        finish[most:, part] = finish[most - 1, part]
+    return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
+
+
+class _Step:
+    """A round of one kind: [configs] seconds per stage of the first's step and all others', and
+    what w - 1 rounds before it add to every stage's end (`skip_s`) and to the first group's
+    return (`around_s`)."""
+
+    def __init__(self, one_s: list[FloatArray], rest_s: list[FloatArray],
+                 before: FloatArray | IntArray | None = None) -> None:
+        self.one_s, self.rest_s = one_s, rest_s
+        self.skip_s: list[FloatArray] | None = None
+        if before is not None:
+            self.around_s = before * _sum(one_s)
+            shared: dict[tuple[int, int], FloatArray] = {}
+            self.skip_s = []
+            for one, rest in zip(one_s, rest_s, strict=True):
+                key = (id(one), id(rest))
+                if key not in shared:
+                    shared[key] = before * (one + rest)
+                self.skip_s.append(shared[key])
+            # the last stage's end is the last group's return: it may also go around
+            self.skip_s[-1] = np.maximum(self.skip_s[-1], self.around_s)
+
+    def stack(self) -> None:
+        """For few configurations over many stages: whole arrays [stages, configs]."""
+        self.one = np.stack(self.one_s)
+        self.rest = np.stack(self.rest_s)
+        self.through = np.cumsum(self.one, axis=0)
+        self.lead = self.one - self.through
+        self.skip = None if self.skip_s is None else np.stack(self.skip_s)
 
 
 class _State:
-    """Where the pipeline stands after a round: stages' ends, and the returns of the tokens of the
-    first and the last group."""
+    """Where the pipeline stands after a round: stages' ends, of which the last is the return of
+    the last group's tokens, and the return of the first group's."""
 
     def __init__(self, *, configs: int, stages: int) -> None:
-        self.free = np.zeros((configs, stages))
-        self.first = np.zeros(configs)
-        self.last = np.zeros(configs)
+        self.free: FloatArray = np.zeros((stages, configs))
+        self.first: FloatArray = np.zeros(configs)
+        self._spare = np.zeros(configs)
+
+    @property
+    def last(self) -> FloatArray:
+        return np.asarray(self.free[-1])
 
     def next_start(self) -> FloatArray:
         """When the first group's next step begins at stage 0."""
-        return np.maximum(self.first, self.free[:, 0])
+        return np.asarray(np.maximum(self.first, self.free[0]))
 
-    def advance(self, count: int, step_s: FloatArray, through_s: FloatArray,
-                rest_s: FloatArray) -> None:
-        """Every group takes one step in the first `count` configurations.
+    def advance(self, step: _Step, count: int) -> None:
+        """Every group takes its steps in the first `count` configurations."""
+        free, first, spare = self.free[:, :count], self.first[:count], self._spare[:count]
+        if step.skip_s is not None:
+            for end, skip in zip(free, step.skip_s, strict=True):
+                end += skip
+            first += step.around_s
+        end = free[-1].copy()  # of the last group's step on the stage before; then on this one
+        for ready, one, rest in zip(free, step.one_s, step.rest_s, strict=True):
+            np.maximum(first, ready, out=first)
+            first += one
+            end += one
+            np.add(first, rest, out=spare)
+            np.maximum(end, spare, out=end)
+            ready[:] = end
 
-        step_s: [count, stages] the first's, rest_s: all others'; through_s: running sum of step_s
-        over the stages, along which end(s) = max(end(s - 1), ready(s)) + step(s) is a running
-        maximum of ready - through.
-        """
-        free = self.free[:count]
-        head = free + step_s - through_s
-        head[:, 0] = np.maximum(head[:, 0], self.first[:count])
-        first = np.maximum.accumulate(head, axis=1) + through_s
-        tail = first - through_s + rest_s
-        tail[:, 0] = np.maximum(tail[:, 0], self.last[:count])
-        np.maximum.accumulate(tail, axis=1, out=tail)
-        np.add(tail, through_s, out=free)
-        self.first[:count], self.last[:count] = first[:, -1], free[:, -1]
+    def advance_stacked(self, step: _Step, count: int) -> None:
+        """The same: along the stages, end(s) = max(end(s - 1), ready(s)) + step(s) is a running
+        maximum of ready - running sum of steps."""
+        free = self.free[:, :count]
+        if step.skip is not None:
+            free += step.skip
+            self.first[:count] += step.around_s
+        last = free[-1].copy()
+        head = free + step.lead
+        np.maximum(head[0], self.first[:count], out=head[0])
+        np.maximum.accumulate(head, axis=0, out=head)
+        np.add(head[-1], step.through[-1], out=self.first[:count])
+        head += step.rest
+        np.maximum(head[0], last, out=head[0])
+        np.maximum.accumulate(head, axis=0, out=head)
+        np.add(head, step.through, out=free)
 
 
 class _Rounds:
-    """One phase's rounds, configurations in falling order of N_D: those still decoding at an
-    iteration are then the first ones."""
+    """One phase's rounds, configurations in falling order of their blocks: those still decoding in
+    a block are then the first ones."""
 
-    def __init__(self, encode_s: FloatArray, encode_rest_s: FloatArray, decode_s: FloatArray,
-                 decode_rest_s: FloatArray, iterations: IntArray) -> None:
-        self._encode_s, self._encode_rest_s = encode_s, encode_rest_s
-        self._decode_s, self._decode_rest_s = decode_s, decode_rest_s
-        self._encode_through_s = np.cumsum(encode_s, axis=1)
-        self._decode_through_s = np.cumsum(decode_s, axis=2)
+    def __init__(self, work: Sequence[Work], blocks: IntArray,
+                 widths: FloatArray | IntArray | None, part: slice) -> None:
+        self._configs, self._stages = len(blocks), len(work)
+        # array calls per round: six a stage, or fewer that cost more a configuration
+        self._is_stacked = self._configs < 40 + 8 * self._stages
+        most = int(blocks[0])
         self._counts = np.searchsorted(
-            -iterations, -np.arange(1, decode_s.shape[1] + 1), side="right").tolist()
+            -blocks, -np.arange(1, most + 1), side="right").tolist()
+        views: dict[int, tuple[FloatArray, ...]] = {}
+        for own in work:
+            if id(own) not in views:
+                views[id(own)] = (own.encode_s[part], own.encode_rest_s[part],
+                                  own.decode_s[:, part], own.decode_rest_s[:, part])
+        stages = [views[id(own)] for own in work]
+        self._encode = self._ready(_Step([v[0] for v in stages], [v[1] for v in stages]))
+        self._decodes = []
+        for k, count in enumerate(self._counts):
+            before = None
+            if widths is not None:
+                before = widths[k, part][:count] - 1
+                before = before if before.any() else None
+            rows = {key: (v[2][k, :count], v[3][k, :count]) for key, v in views.items()}
+            self._decodes.append(self._ready(_Step(
+                [rows[id(own)][0] for own in work], [rows[id(own)][1] for own in work], before)))
         # what the last group waits for at stage 0 before its next step: all others' ones
-        self._before_last = np.concatenate(
-            [decode_rest_s[:, :, 0], encode_rest_s[:, :1]], axis=1)  # [configs, N_D + 1]
-        self._before_last[np.arange(len(iterations)), iterations] = encode_rest_s[:, 0]
+        encode_rest, decode_rest = stages[0][1], stages[0][3]
+        self._before_last = np.concatenate([decode_rest[:most], encode_rest[None]])
+        self._before_last[blocks, np.arange(self._configs)] = encode_rest
+
+    def _ready(self, step: _Step) -> _Step:
+        if self._is_stacked:
+            step.stack()
+        return step
 
     def steady(self, watched_phases: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """(period, encoded_s, finish_s); the period is a mean over the phases watched."""
-        state = _State(configs=len(self._encode_s), stages=self._encode_s.shape[1])
+        """(period, encoded_s, finish_s [blocks, configs]); the period is a mean over the phases
+        watched."""
+        state = _State(configs=self._configs, stages=self._stages)
         for _ in range(WARM_UP_PHASES):
-            self._encode(state)
-            for u in range(len(self._counts)):
-                self._decode(state, u)
+            self._advance(state, self._encode, self._configs)
+            for step, count in zip(self._decodes, self._counts, strict=True):
+                self._advance(state, step, count)
         begun = state.next_start()
         for _ in range(watched_phases):
             encoded, finish = self._watched_phase(state)
@@ -131,7 +236,7 @@ class _Rounds:
 
     def _watched_phase(self, state: _State) -> tuple[FloatArray, FloatArray]:
         first_start = state.next_start()
-        last_start = np.maximum(state.last, first_start + self._encode_rest_s[:, 0])
+        last_start = np.maximum(state.last, first_start + self._encode.rest_s[0])
 
         def seen(before_last: FloatArray) -> FloatArray:
             """Until the head takes up the tokens; the last group waits for the others' steps."""
@@ -139,19 +244,23 @@ class _Rounds:
             last: FloatArray = np.maximum(state.last, again + before_last) - last_start
             return np.maximum(again - first_start, last)
 
-        self._encode(state)
-        encoded = seen(self._before_last[:, 0])
-        finish = np.empty(self._before_last[:, 1:].shape)
-        for u in range(len(self._counts)):
-            self._decode(state, u)
-            finish[:, u] = seen(self._before_last[:, u + 1])
+        self._advance(state, self._encode, self._configs)
+        encoded = seen(self._before_last[0])
+        finish = np.empty((len(self._counts), self._configs))
+        for k, (step, count) in enumerate(zip(self._decodes, self._counts, strict=True)):
+            self._advance(state, step, count)
+            finish[k] = seen(self._before_last[k + 1])
         return encoded, finish
 
-    def _encode(self, state: _State) -> None:
-        state.advance(len(self._encode_s), self._encode_s, self._encode_through_s,
-                      self._encode_rest_s)
+    def _advance(self, state: _State, step: _Step, count: int) -> None:
+        if self._is_stacked:
+            state.advance_stacked(step, count)
+        else:
+            state.advance(step, count)
 
-    def _decode(self, state: _State, u: int) -> None:
-        count = self._counts[u]
-        state.advance(count, self._decode_s[:count, u], self._decode_through_s[:count, u],
-                      self._decode_rest_s[:count, u])
+
+def _sum(arrays: list[FloatArray]) -> FloatArray:
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
+    return total

@@ -17,7 +17,9 @@ from xprofiler.roofline import Roofline
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra import Rra, RraConfig, estimate, evaluate
-from xsimulator.replay.predict import predict_job, replay
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.predict import predict_job
+from xsimulator.replay.steady import steady_figures
 from xsimulator.stage_times import StageTimes
 
 
@@ -34,24 +36,10 @@ def roofline_of(problem):
     return Roofline(problem.model, problem.cluster.device, problem.dtype)
 
 
-def replayed(problem, found, num_queries, *, padded, rule=None, seed=0):
-    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages, mean_input=problem.lengths.inputs.mean)
+def replayed(problem, found, num_queries, *, padded, seed=0):
     inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
-    result = replay(rule or rra_rule(found), times, inputs=inputs, outputs=outputs,
-                    reserve_tokens=inputs + problem.lengths.outputs.max, padded=padded,
-                    is_encoder_decoder=problem.model.is_encoder_decoder)
-    return result, outputs
-
-
-def steady_throughput(result):
-    """Queries encoded per second between 40 % and 80 % of the phases."""
-    steps, queries = result.trace.steps, result.trace.queries
-    phases = np.array([step.phase for step in steps])
-    first, last = int(phases.max() * 0.4), int(phases.max() * 0.8)
-    begin, end = (result.step_start_s[np.flatnonzero(phases == p)[0]] for p in (first, last))
-    within = result.trace.is_encode & (phases >= first) & (phases < last)
-    return queries[within].sum() / (end - begin)
+    return replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs,
+                      padded=padded), outputs
 
 
 CASES = [
@@ -72,34 +60,20 @@ def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, config, padd
     problem = problem_of(model, cluster, task)
     found = estimate(problem, roofline_of(problem), config, padded=padded)
     result, outputs = replayed(problem, found, max(2500, 250 * config.encode_batch), padded=padded)
-    assert found.throughput_qps == pytest.approx(steady_throughput(result), rel=0.03)
+    assert found.throughput_qps == pytest.approx(steady_figures(
+        result, problem.constraint, problem.lengths.outputs).throughput_qps, rel=0.03)
     longest = problem.lengths.outputs.quantile(0.99)
     alike = np.abs(outputs - longest) <= 1
     alike &= result.encode_start_s < 0.7 * result.makespan_s
     assert found.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.05)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_query_is_encoded_once_and_gets_its_tokens(seed):
-    problem = problem_of()
-    found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=5))
-    result, outputs = replayed(problem, found, 300, padded=True, seed=seed)
-    assert (result.trace.tokens_made == outputs - 1).all()
-    assert sorted(result.trace.encoded.tolist()) == list(range(300))
-    decodes = ~result.trace.is_encode
-    assert result.trace.queries[decodes].sum() == (outputs - 1).sum()
-    assert (result.latency_s > 0).all()
-    assert result.makespan_s == pytest.approx((result.encode_start_s + result.latency_s).max())
-    assert (np.diff(result.step_end_s) > 0).all()
-
-
 def test_no_step_of_a_group_starts_before_its_tokens_are_back():
     problem = problem_of()
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=5))
     result, _ = replayed(problem, found, 100, padded=True)
-    back = {}
-    for step, start, end in zip(result.trace.steps, result.step_start_s, result.step_end_s,
-                                strict=True):
+    pool, back = result.pools[0], {}
+    for step, start, end in zip(pool.steps, pool.start_s[:, 0], pool.end_s[:, -1], strict=True):
         assert start >= back.get(step.group, 0.0)
         back[step.group] = end
 
@@ -124,15 +98,12 @@ def test_context_of_a_step_is_that_of_its_queries():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(
         encode_batch=2, decode_iterations=3, decode_micro_batches=1))
-    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages, mean_input=problem.lengths.inputs.mean)
     rule = RraRule(encode_batch=2, decode_iterations=3, num_groups=1, max_active=2, kv_tokens=100)
-    result = replay(rule, times, inputs=np.array([10, 4]), outputs=np.array([2, 4]),
-                    reserve_tokens=np.array([14, 8]), is_encoder_decoder=False, padded=True)
-    decodes = ~result.trace.is_encode
-    assert result.trace.queries.tolist() == [2, 2, 1, 1]
-    assert result.trace.context_max[decodes].tolist() == [11, 6, 7]
-    assert result.trace.context_mean[decodes].tolist() == [8, 6, 7]
+    result = replay_job(problem, roofline_of(problem), found, inputs=np.array([10, 4]),
+                        outputs=np.array([2, 4]), padded=True, rules=[rule])
+    pool = result.pools[0]
+    assert (pool.encoded + pool.decoded).tolist() == [2, 2, 1, 1]
+    assert pool.context[pool.is_decode].tolist() == [8, 6, 7]
 
 
 def test_prediction_of_a_job_lies_below_the_steady_state_and_above_its_share():

@@ -5,69 +5,144 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
-from xgpt.cli.options import job_arguments, print_json
+from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.cli.session import Session, open_session, timing_of
 from xgpt.errors import InputError, Mistake
+from xgpt.report import timeline
+from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
 from xprofiler.interpolation import REFUSED_BEYOND
-from xsimulator.policies.rra import Rra, RraConfig
-from xsimulator.replay.predict import predict_job
+from xprofiler.timing import TimingSource
+from xsimulator.policies import BASELINES, make_config, make_policy
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.perfetto import write_trace
+from xsimulator.replay.predict import sample_job
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import SteadyFigures, steady_figures
 
-_REPLAYED_QUERIES = 4000  # of a job without a number of its own: enough to be near steady state
+_REPLAYED_QUERIES = 4000  # of a job without a number of its own, at least
+_ROUNDS = 12  # and that many times what is in the system at once: enough for a steady state
+_MOST_REPLAYED = 50_000
 
 
 @click.command()
 @job_arguments
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
               help="A schedule.json; default: the control variables of the job's `schedule:`.")
+@click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="Draw the replay's steady state: FILE.svg, and FILE.trace.json.gz for Perfetto.")
+@click.option("--baselines", is_flag=True,
+              help="Show the best FT, DSI, ORCA, vLLM and Sarathi within the bound beside it.")
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-             schedule_file: Path | None) -> None:
+             schedule_file: Path | None, timeline_file: Path | None, baselines: bool) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
+    if timeline_file is not None:
+        writable_file(timeline_file.with_suffix(".svg"), "--timeline")
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
-    config = _configuration(session, schedule_file)
-    rra = Rra(session.problem, timing, padded=timing.is_padded)
-    found = rra.estimate(config)
-    if math.isinf(found.latency_s):
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="schedule", value=None,
-            allowed=f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {words}")
-            for words in rra.beyond(config, REFUSED_BEYOND)])
-    count = session.problem.num_queries or _REPLAYED_QUERIES
-    replayed = predict_job(session.problem, timing, found, count,
-                           np.random.default_rng(session.job.run.seed),
-                           inputs=session.input_lengths, padded=timing.is_padded)
+    found = _estimate(session, timing, schedule_file)
+    result, steady = _replay(session, timing, found)
+    figures = _figures(result, steady)
+    others = _baselines(session, timing) if baselines else {}
+    files = _draw(session, found, result, timeline_file) if timeline_file is not None else []
     if as_json:
-        print_json({**asdict(found), "replay": {"queries": count, **asdict(replayed)}})
+        print_json({**asdict(found), "replay": asdict(figures),
+                    **({"baselines": {name: None if e is None else asdict(e)
+                                      for name, e in others.items()}} if baselines else {})})
         return
+    constraint = session.problem.constraint
     click.echo(f"times: {timing.provenance()}")
-    click.echo(estimate_table(found, session.problem.constraint.quantile))
-    click.echo(f"replay of {count} queries, start and end included: {replayed.throughput_qps:.4g} "
-               f"queries/s, {replayed.output_tokens_per_s:.4g} tokens/s,\n"
-               f"  latency p50 {replayed.latency_p50_s:.3g} s, p99 {replayed.latency_p99_s:.3g} s, "
-               f"wall {replayed.wall_s:.4g} s")
+    click.echo(estimate_table(found, constraint))
+    click.echo(replay_table(found, figures))
+    if baselines:
+        click.echo("\n" + policies_table([(found.policy, found), *others.items()], constraint))
+    for path in files:
+        say(f"written: {path}")
 
 
-def _configuration(session: Session, schedule_file: Path | None) -> RraConfig:
-    if schedule_file is not None:
-        given: Estimate = load_schedule(schedule_file).estimate
-        return RraConfig(encode_batch=given.encode_batch, tp_gpus=given.tp_gpus,
-                             decode_iterations=given.decode_iterations, tp_degree=given.tp_degree)
-    fixed = replace(session.problem.fixed, tp_degree=session.problem.fixed.tp_degree or 1)
-    needed = ("encode_batch", "decode_iterations")
-    missing = [name for name in needed if getattr(fixed, name) is None]
-    if fixed.tp_degree != 1 and fixed.tp_gpus is None:
+def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None) -> Estimate:
+    fixed, problem = session.problem.fixed, session.problem
+    given = load_schedule(schedule_file).estimate if schedule_file is not None else None
+    name = given.policy if given is not None else fixed.policy or "rra"
+    source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
+    config, missing = make_config(name, source)
+    if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
+    policy: Any = make_policy(name, problem, timing)
+    if missing and name in BASELINES and given is None:
+        found = _best(session, policy)
+        if found is not None:
+            return found
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="constraint.latency_s",
+            value=problem.constraint.latency_s,
+            allowed=f"no configuration of {name} fits and keeps it")])
     if missing:
         raise InputError([Mistake(
-            file=str(session.job.source), line=None, key=f"schedule.{name}", value=None,
+            file=str(session.job.source), line=None, key=f"schedule.{variable}", value=None,
             allowed="simulate needs it (or --schedule FILE, from `xgpt schedule --out FILE`)")
-            for name in missing])
-    assert fixed.encode_batch is not None and fixed.decode_iterations is not None
-    return RraConfig(encode_batch=fixed.encode_batch, tp_degree=fixed.tp_degree or 1,
-                         decode_iterations=fixed.decode_iterations, tp_gpus=fixed.tp_gpus or 0)
+            for variable in missing])
+    estimate: Estimate = policy.estimate(config)
+    if math.isinf(estimate.latency_s):
+        words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
+            "a size of this schedule lies beyond that"]
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="schedule", value=None,
+            allowed=f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {why}")
+            for why in words])
+    return estimate
+
+
+def _replay(session: Session, timing: TimingSource,
+            estimate: Estimate) -> tuple[ReplayResult, SteadyFigures | None]:
+    """Of the job's own number of queries, or of enough for a steady state."""
+    problem = session.problem
+    rng = np.random.default_rng(session.job.run.seed)
+    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+    count = problem.num_queries or min(
+        max(_REPLAYED_QUERIES, math.ceil(_ROUNDS * present)), _MOST_REPLAYED)
+    inputs, outputs = sample_job(problem.lengths, count, rng, session.input_lengths)
+    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
+                        padded=timing.is_padded)
+    return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
+
+
+def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigures:
+    p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
+    count, wall_s = len(result.latency_s), result.makespan_s
+    return ReplayFigures(
+        queries=count, throughput_qps=count / wall_s, wall_s=wall_s,
+        output_tokens_per_s=float(result.output_tokens.sum()) / wall_s,
+        latency_p50_s=float(p50), latency_p99_s=float(p99),
+        steady_throughput_qps=steady.throughput_qps if steady else None,
+        steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
+        utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
+        kv_peak_tokens=max(int(pool.memory_tokens.max(initial=0)) for pool in result.pools),
+        preemptions=result.preemptions)
+
+
+def _baselines(session: Session, timing: TimingSource) -> dict[str, Estimate | None]:
+    return {name: _best(session, make_policy(name, session.problem, timing)) for name in BASELINES}
+
+
+def _best(session: Session, policy: Any) -> Estimate | None:
+    from xsimulator.baselines import best
+
+    found: Estimate | None = best(policy, session.problem.constraint.latency_s)
+    return found
+
+
+def _draw(session: Session, estimate: Estimate, result: ReplayResult, path: Path) -> list[Path]:
+    """The steady state as SVG, the whole replay as a trace."""
+    kind: Any = "GPU" if session.problem.cluster.device.kind == "gpu" else "worker"
+    names = timeline.stage_names(estimate.stages, kind)
+    picture, trace = path.with_suffix(".svg"), path.with_suffix(".trace.json.gz")
+    timeline.draw(result, *timeline.steady_window(result), names).write(picture)
+    write_trace(result, trace, names)
+    return [picture, trace]

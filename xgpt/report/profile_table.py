@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from xgpt.report.table import _ascii, _table
+from xgpt.report.table import _ascii, table
 from xgpt.report.words import clean, counted
 from xgpt.units import DTYPE_BYTES, format_bytes, format_seconds
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
@@ -185,13 +185,13 @@ def _operator_rows(points: Sequence[Point], is_2d: bool) -> str:
             row += [format_seconds(p.floor_s or 0.0), "-" if p.share is None else f"{p.share:.0%}",
                     p.bound_by]
         rows.append(row)
-    return _table(header, rows, right=[i for i, name in enumerate(header) if name != "bound by"])
+    return table(header, rows, right=[i for i, name in enumerate(header) if name != "bound by"])
 
 
 def _message_rows(points: Sequence[Point]) -> str:
     header = ("bytes", "time", "spread ", "GB/s")
     rows = [(format_bytes(p.sample.x), *_timed(p), gigabytes_per_s(p.sample)) for p in points]
-    return _table(header, rows, right=range(4))
+    return table(header, rows, right=range(4))
 
 
 def gigabytes_per_s(sample: Sample) -> str:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xgpt.job import Constraint
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.words import counted, layers_of, ranks_of
@@ -35,22 +36,22 @@ def schedule_table(schedule: Schedule) -> str:
                    f"{format_seconds(schedule.seconds)}"),
         *_marks(e),
     ]
-    return "\n".join(_fact(label, value) for label, value in facts)
+    return "\n".join(fact(label, value) for label, value in facts)
 
 
-def estimate_table(estimate: Estimate, quantile: float) -> str:
+def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
     """The same figures of an Estimate that no search stands behind."""
     facts = [
         ("simulated", _chosen(estimate)),
         ("parallel", _parallel(estimate)),
         ("throughput", _throughput(estimate)),
-        ("latency", f"{format_seconds(estimate.latency_s)} for {quantile * 100:g} % of the output "
-                    "lengths"),
+        ("latency", _latency_against(estimate.latency_s, constraint.latency_s, constraint.kind,
+                                     constraint.quantile)),
         ("step times", _step_times(estimate)),
         ("memory", _memory(estimate)),
         *_marks(estimate),
     ]
-    return "\n".join(_fact(label, value) for label, value in facts)
+    return "\n".join(fact(label, value) for label, value in facts)
 
 
 def summary_table(metrics: Mapping[str, Any]) -> str:
@@ -67,7 +68,7 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
-    return _ascii(first) + "\n" + _table(header, body, right=(1, 2, 3))
+    return _ascii(first) + "\n" + table(header, body, right=(1, 2, 3))
 
 
 def stage_table(schedule: Schedule) -> str:
@@ -79,7 +80,7 @@ def stage_table(schedule: Schedule) -> str:
         memory = format_bytes(max(held)) if held else "-"
         phase = {"both": "encode, decode"}.get(stage.role, stage.role)
         body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
-    return _table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
+    return table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
 
 
 def _marks(e: Estimate) -> list[tuple[str, str]]:
@@ -97,32 +98,48 @@ def _step_times(e: Estimate) -> str:
             f"{format_seconds(e.decode_iteration_s)}, period {format_seconds(e.period_s)}")
 
 
-def _chosen(e: Estimate) -> str:
-    text = f"{e.policy.upper()}: encode {e.encode_batch} together"
-    if e.decode_iterations:
+def controls(e: Estimate) -> str:
+    """Policy and control variables in a few words."""
+    name = e.policy.upper()
+    groups = f", in {e.decode_micro_batches} micro-batches" if e.decode_micro_batches > 1 else ""
+    if e.max_active:  # iteration level
+        budget = f", {e.token_budget} tokens a step" if e.token_budget else ""
+        return f"{name}: up to {e.max_active} queries at a time{budget}{groups}"
+    text = f"{name}: encode {e.encode_batch} together"
+    if e.encode_micro_batches > e.decode_micro_batches:
+        text += f" in {e.encode_micro_batches} micro-batches"
+    if e.policy == "rra":
         text += f", then {counted(e.decode_iterations, 'decode iteration')}"
-    if e.decode_micro_batches > 1:
-        text += f", in {e.decode_micro_batches} micro-batches"
-    return f"{text}; {e.decode_batch:.1f} queries decode at once"
+    return text + groups
+
+
+def _chosen(e: Estimate) -> str:
+    return f"{controls(e)}; {e.decode_batch:.1f} queries decode at once"
 
 
 def _parallel(e: Estimate) -> str:
     stages = counted(len(e.stages), "stage")
+    encode = sum(stage.role == "encode" for stage in e.stages)
+    if encode:
+        stages = f"{counted(encode, 'stage')} to encode, {len(e.stages) - encode} to decode"
     if e.tp_degree > 1 and e.tp_gpus:
         return f"{stages}; tensor parallelism of {e.tp_degree} on {e.tp_gpus} devices"
     return f"{stages}; no tensor parallelism"
 
 
 def _latency(schedule: Schedule) -> str:
-    latency = format_seconds(schedule.estimate.latency_s)
-    of = ("of all queries" if schedule.constraint_kind == "queries"
-          else "of the output lengths")
-    meaning = f"{schedule.quantile * 100:g} % {of}"
-    if math.isinf(schedule.latency_bound_s):
+    return _latency_against(schedule.estimate.latency_s, schedule.latency_bound_s,
+                            schedule.constraint_kind, schedule.quantile)
+
+
+def _latency_against(latency_s: float, bound_s: float, kind: str, quantile: float) -> str:
+    latency = format_seconds(latency_s)
+    of = "of all queries" if kind == "queries" else "of the output lengths"
+    meaning = f"{quantile * 100:g} % {of}"
+    if math.isinf(bound_s):
         return f"{latency} for {meaning}; no bound"
-    bound = format_seconds(schedule.latency_bound_s)
-    verb = "within" if schedule.estimate.latency_s <= schedule.latency_bound_s else "OVER"
-    return f"{latency} for {meaning}, {verb} the bound of {bound}"
+    verb = "within" if latency_s <= bound_s else "OVER"
+    return f"{latency} for {meaning}, {verb} the bound of {format_seconds(bound_s)}"
 
 
 def _bound_cost(schedule: Schedule) -> str:
@@ -152,12 +169,12 @@ def _memory(e: Estimate) -> str:
     return f"{spread} of {format_bytes(e.memory_capacity_bytes)} per rank{fits}"
 
 
-def _fact(label: str, value: str) -> str:
+def fact(label: str, value: str) -> str:
     return textwrap.fill(_ascii(value), WIDTH, initial_indent=label.ljust(_LEFT_OF_FACTS),
                          subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     """Aligned columns; where they exceed the width, the widest column is shortened."""
     cells = [[_ascii(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]

@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 from xgpt.errors import UnknownNameError
 from xgpt.schedule import Estimate
+from xrunner.rules.iteration import orca_rule
+from xrunner.rules.paged import sarathi_rule, vllm_rule
 from xrunner.rules.rra import rra_rule
+from xrunner.rules.static import static_rule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import waa_rules
 
@@ -14,6 +17,11 @@ _RULES: dict[str, Callable[[Estimate, float], tuple[BatchingRule, ...]]] = {
     "rra": lambda estimate, _: (rra_rule(estimate),),
     "waa-c": waa_rules,
     "waa-m": waa_rules,
+    "ft": lambda estimate, _: (static_rule(estimate),),
+    "dsi": lambda estimate, _: (static_rule(estimate),),
+    "orca": lambda estimate, _: (orca_rule(estimate),),
+    "vllm": lambda estimate, _: (vllm_rule(estimate),),
+    "sarathi": lambda estimate, _: (sarathi_rule(estimate),),
 }
 
 

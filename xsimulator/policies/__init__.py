@@ -1,18 +1,83 @@
-"""Closed forms of the scheduling policies, by name. A new policy is one file and one row here."""
+"""Closed forms of the scheduling policies, by name. A new policy is one file and one row here.
+
+A policy is made of (problem, timing, padded=); it has `estimate(config)` for one configuration of
+its own kind and `evaluate(configs)` for many.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from xgpt.errors import UnknownNameError
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate
+from xprofiler.timing import TimingSource
 
-POLICIES = {"rra": "xsimulator.policies.rra:Rra"}
+# name -> (module, class, class of its configurations)
+POLICIES = {
+    "rra": ("rra", "Rra", "RraConfig"),
+    "waa-c": ("waa", "WaaC", "WaaConfig"),
+    "waa-m": ("waa", "WaaM", "WaaConfig"),
+    "ft": ("static", "Ft", "StaticConfig"),
+    "dsi": ("static", "Dsi", "StaticConfig"),
+    "orca": ("iteration", "Orca", "IterationConfig"),
+    "vllm": ("iteration", "Vllm", "IterationConfig"),
+    "sarathi": ("iteration", "Sarathi", "IterationConfig"),
+}
+BASELINES = ("ft", "dsi", "orca", "vllm", "sarathi")
+
+
+class Policy(Protocol):
+    """What all closed forms share."""
+
+    def estimate(self, config: Any) -> Estimate:
+        """One configuration's figures."""
+        ...
+
+    def evaluate(self, configs: Sequence[Any]) -> Any:
+        """EstimateArrays of many."""
+        ...
 
 
 def policy_class(name: str) -> Any:
     """The class behind a policy's name, imported on demand."""
+    return _attribute(name, 1)
+
+
+def make_policy(name: str, problem: Problem, timing: TimingSource) -> Policy:
+    """The policy's closed form for a problem; padded as the timing source's kernels are."""
+    made: Policy = policy_class(name)(problem, timing, padded=timing.is_padded)
+    return made
+
+
+def make_config(name: str, source: object) -> tuple[Any, list[str]]:
+    """(configuration, names of control variables that are missing) from the attributes of
+    `source` (an Estimate, a FixedSchedule); the configuration is None where any is missing."""
+    config = _attribute(name, 2)
+    given, missing = {}, []
+    for field in fields(config):
+        # 0 in an Estimate, and None in a job, stand for a variable that is not set
+        value = (_encode_parts(name, source) if field.name == "encode_parts"
+                 else getattr(source, field.name, None))
+        if value or (field.name == "tp_gpus" and value is not None):
+            given[field.name] = value
+        elif field.default is MISSING:
+            missing.append(field.name)
+    return (None if missing else config(**given)), missing
+
+
+def _encode_parts(name: str, source: object) -> int | None:
+    """DSI's encode steps of each decode group; FT has no such variable."""
+    parts = getattr(source, "encode_micro_batches", None)
+    groups = getattr(source, "decode_micro_batches", None)
+    return max(parts // groups, 1) if name == "dsi" and parts and groups else None
+
+
+def _attribute(name: str, place: int) -> Any:
     if name not in POLICIES:
         raise UnknownNameError("policy", name, POLICIES)
-    module, _, attribute = POLICIES[name].partition(":")
-    return getattr(import_module(module), attribute)
+    row = POLICIES[name]
+    return getattr(import_module(f"xsimulator.policies.{row[0]}"), row[place])

@@ -5,7 +5,8 @@ stage), B_D = decode_batch = B_E E[c(D)], c(d) = ceil(d / N_D). Within a phase n
 active at iteration u, n(u) / G in each group. A group that happens to be empty takes no step: the
 others hold the more. Groups are not equal either, and the pipeline waits for the slowest: its step
 is sized as the expected largest of G normals with the variance of a group's tokens (encode) or
-queries (decode).
+queries (decode). Iterations of nearly equal sizes are taken together (policies.phase_blocks), and
+times of one size come from tables (policies.step_tables): that is what makes it quick.
 
     throughput = B_E / period      latency(d) = (c(d) - 1) period + finish(1 + (d - 1) mod N_D)
 
@@ -24,25 +25,20 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from xgpt.errors import InputError, Mistake
-from xgpt.lengths import FloatArray
+from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate, StageAssignment
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
-from xsimulator.allocation import StageCost, allocate, refuse_plan, stage_ranks
-from xsimulator.occupancy import Occupancy, QueryFlow, expected_maximum
-from xsimulator.pipeline import Timeline, phase_timeline
-from xsimulator.stage_times import LayerTimes, StageTimes
+from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.pipeline import Timeline, Work, sorted_timeline
+from xsimulator.plans import Plan, Plans
+from xsimulator.policies.phase_blocks import EXACT_ITERATIONS, BlockTable, PhaseBlocks
+from xsimulator.policies.step_tables import StepTables
 
-# Reference workload that layers are balanced for: batches of ordinary size, in the ratio in which
-# the problem's queries need encoding and decoding.
-REFERENCE_ENCODE_QUERIES = 8
-REFERENCE_DECODE_QUERIES = 32
 BoolArray = NDArray[np.bool_]
-# seconds of the slowest group's step, of all others', and whether the timing source answered
-_Steps = tuple[FloatArray, FloatArray, BoolArray]
-MAX_TIMELINE_ELEMENTS = 2_000_000  # configurations are evaluated in chunks of about this size
+MAX_TIMELINE_ELEMENTS = 48_000  # configurations x blocks x stages at once: what a cache holds
+MIN_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +50,29 @@ class RraConfig:
     tp_degree: int = 1
     tp_gpus: int = 0
     decode_micro_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RraConfigs:
+    """Many of them, as arrays of equal length. `decode_micro_batches` 0: one per stage."""
+
+    encode_batch: IntArray
+    decode_iterations: IntArray
+    tp_degree: IntArray
+    tp_gpus: IntArray
+    decode_micro_batches: IntArray
+
+    def __len__(self) -> int:
+        return len(self.encode_batch)
+
+    @classmethod
+    def of(cls, configs: Sequence[RraConfig]) -> RraConfigs:
+        rows = np.array([(c.encode_batch, c.decode_iterations, c.tp_degree, c.tp_gpus,
+                          c.decode_micro_batches or 0) for c in configs], np.int64)
+        rows = rows.reshape(-1, 5)
+        return cls(
+            encode_batch=rows[:, 0], decode_iterations=rows[:, 1], tp_degree=rows[:, 2],
+            tp_gpus=rows[:, 3], decode_micro_batches=rows[:, 4])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,26 +101,56 @@ class Room(NamedTuple):
     stretch: FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Plan:
+class _Plan(NamedTuple):
     """What depends on (tp_degree, tp_gpus) alone."""
 
-    stages: tuple[StageAssignment, ...]
-    times: StageTimes
-    weight_bytes: FloatArray  # [stages]
+    plan: Plan
+    tables: StepTables
+
+    @property
+    def stages(self) -> tuple[StageAssignment, ...]:
+        return self.plan.stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Batch:
+    """Configurations of one plan in falling order of their blocks, and their queries."""
+
+    encode_batch: FloatArray  # [configs]
+    groups: FloatArray
+    queries: PhaseBlocks
+
+    @property
+    def group_batch(self) -> FloatArray:
+        return self.encode_batch / self.groups
+
+    @property
+    def encode_groups(self) -> FloatArray:
+        return np.minimum(self.groups, self.encode_batch)
 
 
 class Rra:
     """Evaluates configurations of one problem; keeps what they share."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
+                 exact_iterations: int = EXACT_ITERATIONS) -> None:
         """`padded`: decode attention works every query of a micro-batch at the longest context
-        among them (our runner); False where a source's engine reads each query's own."""
-        self.problem, self.timing, self._padded = problem, timing, padded
+        among them (our runner); False where a source's engine reads each query's own.
+        `exact_iterations`: phases of up to as many are worked iteration by iteration."""
+        self.problem, self.timing = problem, timing
+        outputs = problem.lengths.outputs
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_output_tokens=problem.default_max_tokens)
-        self._plans: dict[tuple[int, int], _Plan] = {}
+        self._seen_iterations = self.flow.iterations_of(
+            outputs.quantile(problem.constraint.quantile))
+        self._blocks = BlockTable(
+            self.flow, padded=padded, seen_iterations=self._seen_iterations,
+            exact_iterations=exact_iterations)
+        self._input_mean, self._input_std = problem.lengths.inputs.mean, problem.lengths.inputs.std
+        self._output_mean = outputs.mean
+        self._plans = Plans(problem, timing)
+        self._known: dict[tuple[int, int], _Plan] = {}
 
     @property
     def capacity_bytes(self) -> int:
@@ -111,47 +160,41 @@ class Rra:
         """The allocation of layers. Raises InputError for a plan the model or cluster refuses."""
         return self._plan(tp_degree, tp_gpus).stages
 
-    def evaluate(self, configs: Sequence[RraConfig]) -> EstimateArrays:
+    def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
         """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
+        configs = configs if isinstance(configs, RraConfigs) else RraConfigs.of(configs)
         columns: dict[str, FloatArray] = {}
-        chunks: dict[tuple[int, int], list[int]] = {}
-        for row, config in enumerate(configs):
-            chunks.setdefault((config.tp_degree, config.tp_gpus), []).append(row)
-        for key, rows in chunks.items():
-            plan = self._plan(*key)
-            deepest = max(configs[row].decode_iterations for row in rows)
-            size = max(MAX_TIMELINE_ELEMENTS // (deepest * len(plan.stages)), 1)
-            for begin in range(0, len(rows), size):
-                part = rows[begin:begin + size]
-                for name, values in self._figures(plan, [configs[row] for row in part]).items():
-                    columns.setdefault(name, np.empty(len(configs)))[part] = values
-        fits = columns["memory_bytes"] <= self.capacity_bytes
-        return EstimateArrays(**columns, fits=fits)
+        for plan, rows in self._by_plan(configs):
+            for name, values in self._figures(plan, self._batch(plan, configs, rows)).items():
+                columns.setdefault(name, np.empty(len(configs)))[rows] = values
+        return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
-    def room(self, configs: Sequence[RraConfig]) -> Room:
+    def room(self, configs: RraConfigs | Sequence[RraConfig]) -> Room:
         """What each takes of what there is: quick, no timeline."""
+        configs = configs if isinstance(configs, RraConfigs) else RraConfigs.of(configs)
         memory_bytes, present, stretch = (np.empty(len(configs)) for _ in range(3))
-        for row, config in enumerate(configs):
-            plan = self._plan(config.tp_degree, config.tp_gpus)
-            memory_bytes[row] = self._memory_bytes(plan, [config]).max()
-            present[row] = config.encode_batch * self._occupancy(config).mean_present
-            stretch[row] = self._stretch(plan, config)
+        for plan, rows in self._by_plan(configs):
+            batch = self._batch(plan, configs, rows)
+            memory_bytes[rows] = self._memory_bytes(plan, batch).max(axis=1)
+            present[rows] = batch.encode_batch * batch.queries.mean_present
+            stretch[rows] = self._stretch(plan, batch)
         return Room(memory_bytes, present, stretch)
 
     def estimate(self, config: RraConfig) -> Estimate:
         """One configuration as the artefact that is shown, and executed."""
-        plan, problem = self._plan(config.tp_degree, config.tp_gpus), self.problem
-        figures = {k: float(v[0]) for k, v in self._figures(plan, [config]).items()}
-        per_stage = self._memory_bytes(plan, [config])[0]
+        plan = self._plan(config.tp_degree, config.tp_gpus)
+        batch = self._batch(plan, RraConfigs.of([config]), np.array([0]))
+        figures = {k: float(v[0]) for k, v in self._figures(plan, batch).items()}
+        per_stage = self._memory_bytes(plan, batch)[0]
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
             plan.stages, per_stage, strict=True) for rank in stage.ranks}
         period, encode = figures["period_s"], figures["encode_s"]
         return Estimate(
             policy="rra", encode_batch=config.encode_batch, decode_batch=figures["decode_batch"],
             decode_iterations=config.decode_iterations,
-            decode_micro_batches=_groups(plan, config), tp_degree=config.tp_degree,
+            decode_micro_batches=int(batch.groups[0]), tp_degree=config.tp_degree,
             tp_gpus=config.tp_gpus, throughput_qps=figures["throughput_qps"],
-            output_tokens_per_s=figures["throughput_qps"] * problem.lengths.outputs.mean,
+            output_tokens_per_s=figures["throughput_qps"] * self._output_mean,
             latency_s=figures["latency_s"], encode_s=encode,
             decode_iteration_s=(max(period - encode, 0.0) / config.decode_iterations
                                 if np.isfinite(period) else np.inf),
@@ -162,221 +205,218 @@ class Rra:
                    *(f"extrapolated: {words}" for words in self.beyond(config))),
         )
 
-    def _sizes(self, plan: _Plan, config: RraConfig) -> list[tuple[str, float, float]]:
-        """The largest sizes the timing source is presented with: (in words, size, measured up
-        to)."""
-        groups, batch = _groups(plan, config), float(config.encode_batch)
-        queries, _, tokens = self._encode_sizes(
-            np.array([batch]), np.array([min(groups, batch)], float))
-        _, most, _ = _group_load(self._occupancy(config), batch / groups, groups)
-        lengths, is_encoder_decoder = self.problem.lengths, self.problem.model.is_encoder_decoder
-        decoding, inputs = float(most.max(initial=0.0)), float(lengths.inputs.max)
-        context = lengths.outputs.max + (0.0 if is_encoder_decoder else inputs)
-        encode = Operator.ENCODER_REST if is_encoder_decoder else Operator.LAYER_REST
-        found = []
-        for degree in plan.times.degrees:
-            reach = {op: self.timing.reach(op, degree) for op in (
-                encode, Operator.HEAD, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION)}
-            found += [
-                ("tokens encoded at once", float(tokens[0]), reach[encode].x),
-                ("queries encoded at once", float(queries[0]), reach[Operator.HEAD].x),
-                ("queries decoded at once", decoding, min(reach[Operator.HEAD].x,
-                                                          reach[Operator.DECODE_ATTENTION].x)),
-                ("tokens of context", context, reach[Operator.DECODE_ATTENTION].y),
-                ("tokens of one input", inputs, reach[Operator.ENCODE_ATTENTION].x)]
-        return found
-
-    def _stretch(self, plan: _Plan, config: RraConfig) -> float:
-        return max(size / measured for _, size, measured in self._sizes(plan, config))
-
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """In words, the sizes of this configuration beyond `times` what was measured."""
         plan = self._plan(config.tp_degree, config.tp_gpus)
-        found = {f"up to {size:.0f} {words}, measured up to {measured:.0f}"
-                 for words, size, measured in self._sizes(plan, config) if size > times * measured}
+        batch = self._batch(plan, RraConfigs.of([config]), np.array([0]))
+        found = {f"up to {size[0]:.0f} {words}, measured up to {measured:.0f}"
+                 for words, size, measured in self._sizes(plan, batch)
+                 if size[0] > times * measured}
         return sorted(found)
 
-    def _figures(self, plan: _Plan, configs: Sequence[RraConfig]) -> dict[str, FloatArray]:
-        batch = np.array([c.encode_batch for c in configs], float)
-        occupancies = [self._occupancy(c) for c in configs]
-        timeline, encode_s, is_timed = self._timeline(plan, configs, occupancies)
-        memory_bytes = self._memory_bytes(plan, configs).max(axis=1)
+    def _by_plan(self, configs: RraConfigs) -> list[tuple[_Plan, IntArray]]:
+        """Rows of one plan each, in falling order of their blocks, few enough for a cache."""
+        keys = configs.tp_degree * (self.problem.cluster.num_devices + 1) + configs.tp_gpus
+        columns = self._blocks.columns(configs.decode_iterations, configs.encode_batch)
+        blocks = self._blocks.stacked.blocks[columns]
+        order = np.lexsort((-blocks, keys))
+        begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
+        found = []
+        for rows in np.split(order, begins[1:]):
+            begin = 0
+            while begin < len(rows):
+                first = rows[begin]
+                plan = self._plan(int(configs.tp_degree[first]), int(configs.tp_gpus[first]))
+                at_once = max(MAX_TIMELINE_ELEMENTS // int(blocks[first] * len(plan.stages)),
+                              MIN_CHUNK)
+                found.append((plan, rows[begin:begin + at_once]))
+                begin += at_once
+        return found
+
+    def _batch(self, plan: _Plan, configs: RraConfigs, rows: IntArray) -> _Batch:
+        iterations = configs.decode_iterations[rows]
+        fixed = configs.decode_micro_batches[rows]
+        groups = np.where(fixed > 0, fixed, len(plan.stages)).astype(float)
+        encode_batch = configs.encode_batch[rows].astype(float)
+        columns = self._blocks.columns(iterations, configs.encode_batch[rows])
+        return _Batch(encode_batch=encode_batch, groups=groups,
+                      queries=self._blocks.stacked.take(columns, encode_batch / groups))
+
+    def _sizes(self, plan: _Plan, batch: _Batch,
+               loads: _Loads | None = None) -> list[tuple[str, FloatArray, float]]:
+        """The largest sizes the timing source is presented with: (in words, [configs] size,
+        measured up to)."""
+        queries, _, tokens = self._encode_sizes(batch)
+        decoding = (loads or _decode_loads(batch)).most.max(axis=0, initial=0.0)
+        lengths, is_encoder_decoder = self.problem.lengths, self.problem.model.is_encoder_decoder
+        longest = float(lengths.inputs.max)
+        inputs = np.full(len(queries), longest)
+        context = inputs * (not is_encoder_decoder) + lengths.outputs.max
+        found = []
+        for degree in plan.plan.times.degrees:
+            reach = self._reach(degree)
+            found += [
+                ("tokens encoded at once", tokens, reach.tokens),
+                ("queries encoded at once", queries, reach.head),
+                ("queries decoded at once", decoding, min(reach.head, reach.decoding)),
+                ("tokens of context", context, reach.context),
+                ("tokens of one input", inputs, reach.inputs)]
+        return found
+
+    def _reach(self, degree: int) -> _Reaches:
+        is_encoder_decoder = self.problem.model.is_encoder_decoder
+        encode = Operator.ENCODER_REST if is_encoder_decoder else Operator.LAYER_REST
+        attention = self.timing.reach(Operator.DECODE_ATTENTION, degree)
+        return _Reaches(
+            tokens=self.timing.reach(encode, degree).x,
+            head=self.timing.reach(Operator.HEAD, degree).x,
+            decoding=attention.x, context=attention.y,
+            inputs=self.timing.reach(Operator.ENCODE_ATTENTION, degree).x)
+
+    def _stretch(self, plan: _Plan, batch: _Batch, loads: _Loads | None = None) -> FloatArray:
+        most = np.zeros(len(batch.encode_batch))
+        if all(np.isinf(self._reach(degree)).all() for degree in plan.plan.times.degrees):
+            return most
+        for _, size, measured in self._sizes(plan, batch, loads):
+            np.maximum(most, size / measured, out=most)
+        return most
+
+    def _figures(self, plan: _Plan, batch: _Batch) -> dict[str, FloatArray]:
+        loads = _decode_loads(batch)
+        timeline, encode_s, is_timed = self._timeline(plan, batch, loads)
+        kv_tokens = self._kv_tokens(batch)
 
         def timed(seconds: FloatArray) -> FloatArray:
             return np.where(is_timed, seconds, np.inf)
 
         return {
             "throughput_qps": np.where(
-                is_timed, batch / np.where(is_timed, timeline.period_s, 1.0), 0.0),
-            "latency_s": timed(self._latency(timeline, configs)),
+                is_timed, batch.encode_batch / np.where(is_timed, timeline.period_s, 1.0), 0.0),
+            "latency_s": timed(self._latency(timeline, batch.queries)),
             "period_s": timed(timeline.period_s), "encode_s": timed(encode_s),
-            "stretch": np.array([self._stretch(plan, c) for c in configs]),
-            "decode_batch": batch * np.array([o.mean_phases for o in occupancies]),
-            "present": batch * np.array([o.mean_present for o in occupancies]),
-            "kv_tokens": self._kv_tokens(plan, configs), "memory_bytes": memory_bytes,
+            "stretch": self._stretch(plan, batch, loads),
+            "decode_batch": batch.encode_batch * batch.queries.mean_phases,
+            "present": batch.encode_batch * batch.queries.mean_present, "kv_tokens": kv_tokens,
+            "memory_bytes": self._memory_bytes(plan, batch, kv_tokens).max(axis=1),
         }
 
-    def _occupancy(self, config: RraConfig) -> Occupancy:
-        return self.flow.occupancy(config.decode_iterations, padded=self._padded)
-
-    def _timeline(self, plan: _Plan, configs: Sequence[RraConfig],
-                  occupancies: Sequence[Occupancy]) -> tuple[Timeline, FloatArray, BoolArray]:
+    def _timeline(self, plan: _Plan, batch: _Batch,
+                  loads: _Loads) -> tuple[Timeline, FloatArray, BoolArray]:
         """The phases' timeline, seconds from the first to the last stage's end of encoding, and
         whether the timing source answered for every step (else both mean nothing)."""
-        batch = np.array([c.encode_batch for c in configs], float)
-        groups = np.array([_groups(plan, c) for c in configs], float)
-        encode, encode_rest, encode_timed = self._encode_s(plan, batch, np.minimum(groups, batch))
-        decode, decode_rest, decode_timed = self._decode_s(plan, batch, groups, occupancies)
-        timeline = phase_timeline(
-            encode_s=encode, encode_rest_s=encode_rest, decode_s=decode, decode_rest_s=decode_rest,
-            iterations=np.array([c.decode_iterations for c in configs]))
-        encode_s = encode.sum(axis=1) + encode_rest.max(axis=1)
-        return timeline, encode_s, encode_timed & decode_timed.all(axis=1)
+        encode, encode_timed = self._encode_s(plan, batch)
+        decode, decode_timed = _decode_s(plan, batch, loads)
+        kinds = [Work(encode_s=e, encode_rest_s=er, decode_s=d, decode_rest_s=dr)
+                 for (e, er), (d, dr) in zip(encode, decode, strict=True)]
+        timeline = sorted_timeline([kinds[kind] for kind in plan.tables.kind_of],
+                                   batch.queries.blocks, batch.queries.widths)
+        counts = np.bincount(plan.tables.kind_of)
+        through = np.sum([e * c for (e, _), c in zip(encode, counts, strict=True)], axis=0)
+        return (timeline, through + np.max([rest for _, rest in encode], axis=0),
+                encode_timed & decode_timed)
 
-    def _encode_s(self, plan: _Plan, batch: FloatArray, groups: FloatArray) -> _Steps:
-        inputs = self.problem.lengths.inputs
-        queries, tokens, most = self._encode_sizes(batch, groups)
-        one = plan.times.mean_attention_s(inputs, queries)
+    def _encode_s(self, plan: _Plan, batch: _Batch) -> tuple[list[_Pair], BoolArray]:
+        queries, tokens, most = self._encode_sizes(batch)
+        one = plan.plan.times.mean_attention_s(self.problem.lengths.inputs, queries)
+        both = np.stack([most, tokens])
+        each = both / self._input_mean  # queries' worth of attention
+        seconds = plan.tables.encode_s(both, np.broadcast_to(queries, both.shape), {
+            degree: each * own for degree, own in one.items()})
+        return _slowest_and_rest(seconds, batch.encode_groups)
 
-        def seconds(tokens_each: FloatArray) -> FloatArray:
-            each = tokens_each / inputs.mean  # queries' worth of attention
-            attention = {degree: each * own for degree, own in one.items()}
-            return plan.times.encode_s(tokens_each, queries, attention)
-
-        return _slowest_and_rest(seconds(most), seconds(tokens), groups[:, None])
-
-    def _encode_sizes(self, batch: FloatArray,
-                      groups: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def _encode_sizes(self, batch: _Batch) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Queries and tokens of an encode micro-batch, and tokens of the largest of a phase."""
-        inputs = self.problem.lengths.inputs
-        queries = batch / groups
+        groups = batch.encode_groups
+        queries = batch.encode_batch / groups
         odd = queries - np.floor(queries)  # that share of the groups encodes one query more
-        tokens = queries * inputs.mean
-        spread = np.sqrt(queries * inputs.std**2 + odd * (1 - odd) * inputs.mean**2)
+        tokens = queries * self._input_mean
+        spread = np.sqrt(queries * self._input_std**2 + odd * (1 - odd) * self._input_mean**2)
         return queries, tokens, tokens + _expected_maximum_z(groups) * spread
 
-    def _decode_s(self, plan: _Plan, batch: FloatArray, groups: FloatArray,
-                  occupancies: Sequence[Occupancy]) -> _Steps:
-        """[configs, max N_D, stages] expected seconds of one group's step and of the others'."""
-        shape = (len(occupancies), max(o.decode_iterations for o in occupancies))
-        queries, most, context, most_context, steps = (np.zeros(shape) for _ in range(5))
-        for row, occupancy in enumerate(occupancies):
-            to = occupancy.decode_iterations
-            load = _group_load(occupancy, batch[row] / groups[row], groups[row])
-            queries[row, :to], most[row, :to], steps[row, :to] = load
-            for charged, size in ((context, queries), (most_context, most)):
-                charged[row, :to] = _charged_context(occupancy, size[row, :to])
-        slowest = plan.times.decode_s(most, most_context)
-        usual = plan.times.decode_s(queries, context)
-        return _slowest_and_rest(slowest, usual, steps[..., None])
-
-    def _latency(self, timeline: Timeline, configs: Sequence[RraConfig]) -> FloatArray:
-        longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
-        d = self.flow.iterations_of(longest)
-        if d == 0:
+    def _latency(self, timeline: Timeline, queries: PhaseBlocks) -> FloatArray:
+        if self._seen_iterations == 0:
             return timeline.encoded_s
-        n_d = np.array([c.decode_iterations for c in configs])
-        phases_before, last = np.divmod(d - 1, n_d)
-        return phases_before * timeline.period_s + timeline.finish_s[np.arange(len(n_d)), last]
+        finish = timeline.finish_s[np.arange(len(queries.seen)), queries.seen]
+        return np.asarray(queries.phases_before * timeline.period_s + finish)
 
-    def _kv_tokens(self, plan: _Plan, configs: Sequence[RraConfig]) -> FloatArray:
-        return np.array([float(memory.reserved_tokens(
-            self._occupancy(c), c.encode_batch / _groups(plan, c), _groups(plan, c),
-            self.flow.max_reserve_tokens, self.problem.num_queries)) for c in configs])
+    def _kv_tokens(self, batch: _Batch) -> FloatArray:
+        return memory.reserved_tokens(batch.queries, batch.group_batch, batch.groups,
+                                      self.flow.max_reserve_tokens, self.problem.num_queries)
 
-    def _memory_bytes(self, plan: _Plan, configs: Sequence[RraConfig]) -> FloatArray:
+    def _memory_bytes(self, plan: _Plan, batch: _Batch,
+                      kv_tokens: FloatArray | None = None) -> FloatArray:
         """[configs, stages] bytes on each rank of a stage."""
         problem = self.problem
-        groups = np.array([_groups(plan, c) for c in configs])
-        batch = np.array([c.encode_batch for c in configs], float)
-        phases = np.array([self._occupancy(c).mean_phases for c in configs])
-        return (plan.weight_bytes
-                + memory.kv_bytes(problem.model, plan.stages, problem.dtype,
-                                  self._kv_tokens(plan, configs))
+        tokens = self._kv_tokens(batch) if kv_tokens is None else kv_tokens
+        return (plan.plan.weight_bytes
+                + memory.kv_bytes(problem.model, plan.stages, problem.dtype, tokens)
                 + memory.activation_bytes(
                     problem.model, plan.stages, problem.dtype, inputs=problem.lengths.inputs,
-                    encode_batch=batch / np.minimum(groups, batch),
-                    decode_batch=batch * phases / groups,
+                    encode_batch=batch.encode_batch / batch.encode_groups,
+                    decode_batch=batch.group_batch * batch.queries.mean_phases,
                     is_cpu=problem.cluster.device.kind == "cpu"))
 
     def _plan(self, tp_degree: int, tp_gpus: int) -> _Plan:
         key = (tp_degree, tp_gpus)
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(tp_degree, tp_gpus)
-        return self._plans[key]
-
-    def _make_plan(self, tp_degree: int, tp_gpus: int) -> _Plan:
-        problem = self.problem
-        reason = refuse_plan(problem.model, problem.cluster, tp_degree, tp_gpus)
-        if reason is not None:
-            raise InputError([Mistake(file="schedule", line=None, key="tp_degree, tp_gpus",
-                                      value=(tp_degree, tp_gpus), allowed=reason)])
-        ranks = stage_ranks(problem.cluster.num_devices, tp_degree, tp_gpus)
-        stages = allocate(problem.model, ranks, self._reference_costs(ranks))
-        times = StageTimes(problem.model, problem.cluster, self.timing, problem.dtype, stages,
-                           mean_input=problem.lengths.inputs.mean)
-        return _Plan(stages=stages, times=times,
-                     weight_bytes=memory.weight_bytes(problem.model, stages, problem.dtype))
-
-    def _reference_costs(self, ranks: Sequence[tuple[int, ...]]) -> list[StageCost]:
-        """What each stage needs for the reference workload (see xsimulator.allocation)."""
-        problem, timing = self.problem, self.timing
-        layers = LayerTimes(problem.model, timing, problem.cluster.intra_link, problem.dtype)
-        iterations = self.flow.mean_iterations
-        rounds = iterations * REFERENCE_ENCODE_QUERIES / REFERENCE_DECODE_QUERIES
-        context = problem.lengths.inputs.mean + iterations / 2
-
-        def total(operator: Operator, encode: float, decode: float, degree: int) -> float:
-            once = timing.operator_s(operator, [encode, decode], tp_degree=degree)
-            return float(once[0] + rounds * once[1])
-
-        costs = []
-        for index, group in enumerate(ranks):
-            degree = len(group)
-            # no more than was measured: what is refused would take for ever on every stage alike
-            rows = timing.reach(Operator.LAYER_REST, degree).x
-            queries = min(REFERENCE_DECODE_QUERIES, rows,
-                          timing.reach(Operator.DECODE_ATTENTION, degree).x)
-            tokens = min(REFERENCE_ENCODE_QUERIES * problem.lengths.inputs.mean, rows)
-            one = layers.encode_attention_s(
-                min(problem.lengths.inputs.mean, timing.reach(Operator.ENCODE_ATTENTION, degree).x),
-                REFERENCE_ENCODE_QUERIES, degree)
-            encode = float(layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree))
-            decode = rounds * float(layers.decode_layer_s(
-                queries, min(context, timing.reach(Operator.DECODE_ATTENTION, degree).y), degree,
-                problem.lengths.inputs.mean))
-            fixed = total(Operator.EMBED, tokens, queries, degree) if index == 0 else 0.0
-            if index == len(ranks) - 1:
-                fixed += total(Operator.HEAD, REFERENCE_ENCODE_QUERIES, queries, degree)
-            if problem.model.is_encoder_decoder:
-                own = decode + float(layers.cross_kv_s(tokens, degree))
-                costs.append(StageCost(layer_s=own, fixed_s=fixed, encoder_layer_s=encode))
-            else:
-                costs.append(StageCost(layer_s=encode + decode, fixed_s=fixed))
-        return costs
+        if key not in self._known:
+            plan = self._plans.both(tp_degree, tp_gpus)
+            self._known[key] = _Plan(plan, StepTables(plan.times, self.timing))
+        return self._known[key]
 
 
-def _group_load(occupancy: Occupancy, group_batch: float,
-                groups: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """At each iteration: queries of a group that has any, of the largest group, and how many
-    groups have any. [N_D] each."""
-    mean = group_batch * occupancy.active
+_Pair = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, and all others'
+
+
+class _Reaches(NamedTuple):
+    """Sizes up to which one degree was measured."""
+
+    tokens: float
+    head: float
+    decoding: float
+    context: float
+    inputs: float
+
+
+class _Loads(NamedTuple):
+    """[blocks, configs] at each iteration of a block."""
+
+    most: FloatArray  # queries of the largest group
+    queries: FloatArray  # of a group that has any
+    steps: FloatArray  # groups that have any
+    chance: FloatArray  # that a group has any
+
+
+def _decode_loads(batch: _Batch) -> _Loads:
+    blocks, group_batch = batch.queries, batch.group_batch
+    mean = group_batch * blocks.active
     is_possible = mean > 0
     # NOTE: expm1 keeps a tiny chance of a step, which 1 - exp would round to none
-    chance = np.where(is_possible, -np.expm1(group_batch * occupancy.log_absent), 1.0)
+    chance = -np.expm1(group_batch * blocks.log_absent)
+    chance[~is_possible] = 1.0
     queries = mean / chance
-    square = (group_batch * occupancy.variance_active + mean**2) / chance
-    spread = np.sqrt(np.maximum(square - queries**2, 0.0))
-    steps = groups * np.where(is_possible, chance, 0.0)
-    return queries, queries + _expected_maximum_z(steps) * spread, steps
+    square = (group_batch * blocks.variance_active + mean * mean) / chance
+    spread = np.sqrt(np.maximum(square - queries * queries, 0.0))
+    steps = batch.groups * chance * is_possible
+    return _Loads(queries + _expected_maximum_z(steps) * spread, queries, steps, chance)
 
 
-def _charged_context(occupancy: Occupancy, queries: FloatArray) -> FloatArray:
-    """Tokens of context a query is charged in a step of `queries` [N_D]."""
-    mean = occupancy.context / np.where(occupancy.active > 0, occupancy.active, 1.0)
-    if occupancy.maximum_context is None:
-        return mean
-    return np.maximum(mean, expected_maximum(occupancy.maximum_context, queries))
+def _decode_s(plan: _Plan, batch: _Batch, loads: _Loads) -> tuple[list[_Pair], BoolArray]:
+    """[blocks, configs] expected seconds of one group's step and of the others', by kind."""
+    blocks, tables = batch.queries, plan.tables
+    queries = np.stack([loads.most, loads.queries])
+    context = np.broadcast_to(blocks.context, queries.shape)
+    if blocks.maximum_context is not None:
+        context = np.maximum(context, _expected_maximum(blocks.maximum_context, queries))
+    seconds = tables.decode_s(queries, context)
+    # a group whose queries end moves rows: that happens to some of the steps
+    group_batch = batch.group_batch
+    happens = -np.expm1(-group_batch * blocks.moved)
+    rows = group_batch * blocks.moved / np.where(happens > 0, happens, 1.0)
+    share = np.minimum(happens / loads.chance, 1.0)
+    for work, own in zip(seconds, tables.compaction_s(rows, context[1]), strict=True):
+        work += share * own
+    pairs, is_timed = _slowest_and_rest(seconds, loads.steps)
+    return pairs, np.asarray(is_timed.all(axis=0))
 
 
 def _expected_maximum_z(count: FloatArray) -> FloatArray:
@@ -385,17 +425,28 @@ def _expected_maximum_z(count: FloatArray) -> FloatArray:
     return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
 
 
-def _slowest_and_rest(slowest: FloatArray, usual: FloatArray, steps: FloatArray) -> _Steps:
-    """`steps` (expected number, fractional) steps of `usual` seconds in the mean, the slowest of
-    which takes `slowest`: that one, and the others together. [..., stages], the last result
-    without that axis."""
-    is_timed: BoolArray = np.isfinite(slowest) & np.isfinite(usual)
-    slowest, usual = np.where(is_timed, slowest, 0.0), np.where(is_timed, usual, 0.0)
-    return (slowest * np.minimum(steps, 1.0), np.maximum(steps * usual - slowest, 0.0),
-            np.asarray(is_timed.all(axis=-1)))
+def _slowest_and_rest(seconds: Sequence[FloatArray],
+                      steps: FloatArray) -> tuple[list[_Pair], BoolArray]:
+    """`steps` (expected number, fractional) steps, `seconds` [slowest and usual, ...] by kind of
+    stage: the slowest one, and the others together; and where the source answered for all."""
+    most = np.minimum(steps, 1.0)
+    total = np.sum([one.sum(axis=0) for one in seconds], axis=0)
+    is_timed: BoolArray = np.isfinite(total)
+    if not is_timed.all():
+        seconds = [np.where(is_timed, one, 0.0) for one in seconds]
+    pairs = [(slowest * most, np.maximum(steps * usual - slowest, 0.0))
+             for slowest, usual in seconds]
+    return pairs, is_timed
 
 
-def evaluate(problem: Problem, timing: TimingSource, configs: Sequence[RraConfig], *,
+def _expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
+    """occupancy.expected_maximum for [blocks, configs, doublings + 1]; queries [..., blocks,
+    configs]."""
+    flat = expected_maximum(table.reshape(-1, table.shape[-1]), queries.reshape(len(queries), -1))
+    return flat.reshape(queries.shape)
+
+
+def evaluate(problem: Problem, timing: TimingSource, configs: RraConfigs | Sequence[RraConfig], *,
              padded: bool = True) -> EstimateArrays:
     """Figures of many configurations of one problem."""
     return Rra(problem, timing, padded=padded).evaluate(configs)
@@ -405,7 +456,3 @@ def estimate(problem: Problem, timing: TimingSource, config: RraConfig, *,
              padded: bool = True) -> Estimate:
     """One configuration's Estimate."""
     return Rra(problem, timing, padded=padded).estimate(config)
-
-
-def _groups(plan: _Plan, config: RraConfig) -> int:
-    return config.decode_micro_batches or len(plan.stages)

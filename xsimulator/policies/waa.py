@@ -21,9 +21,11 @@ that the fullest device is as empty as can be (WAA-M).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +34,6 @@ from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xgpt.units import DTYPE_BYTES
-from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow, expected_maximum
@@ -63,17 +64,18 @@ class _Points:
 
     batch: FloatArray
     groups: FloatArray
-    rows: IntArray  # where each stands among those asked for
 
 
-class Waa:
-    """Evaluates configurations of one problem; keeps what they share."""
+class Waa(ABC):
+    """Evaluates configurations of one problem; keeps what they share. What divides the devices is
+    the subclasses' business."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, name: str = "waa-c",
-                 padded: bool = True, adjustment: float = ADJUSTMENT) -> None:
-        """`padded`: see xsimulator.policies.rra.Rra. `name`: "waa-c" or "waa-m"."""
-        assert name in ("waa-c", "waa-m"), f"{name = }"
-        self.problem, self.timing, self.name = problem, timing, name
+    name: ClassVar[str]
+
+    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
+                 adjustment: float = ADJUSTMENT) -> None:
+        """`padded`: see xsimulator.policies.rra.Rra."""
+        self.problem, self.timing = problem, timing
         self.adjustment = adjustment
         self._padded = padded
         self.flow = QueryFlow(
@@ -121,21 +123,22 @@ class Waa:
             adjustment=self.adjustment)
 
     def _evaluate(self, configs: Sequence[WaaConfig],
-                  ) -> tuple[dict[str, FloatArray], IntArray, list[FloatArray]]:
+                  ) -> tuple[dict[str, Any], IntArray, list[FloatArray]]:
         """(figures, encode devices, bytes on each stage's ranks)."""
         batch = np.array([c.encode_batch for c in configs], float)
         groups = np.array([c.decode_micro_batches for c in configs], float)
         degree = np.array([(c.tp_degree, c.tp_gpus) for c in configs]).reshape(-1, 2)
-        columns: dict[str, FloatArray] = {}
+        columns: dict[str, Any] = {}
         devices = np.zeros(len(configs), np.int64)
         per_stage: list[FloatArray] = [np.empty(0)] * len(configs)
         for key in np.unique(degree, axis=0):
             rows = np.flatnonzero((degree == key).all(axis=1))
             split = self._split(int(key[0]), int(key[1]))
-            devices[rows] = self._divide(split, batch[rows], groups[rows], int(key[0]))
+            devices[rows] = self.divide(
+                split, _Points(batch=batch[rows], groups=groups[rows]), int(key[0]))
             for count in np.unique(devices[rows]):
                 own = rows[devices[rows] == count]
-                points = _Points(batch=batch[own], groups=groups[own], rows=own)
+                points = _Points(batch=batch[own], groups=groups[own])
                 figures, held = self._figures(split.plan(int(count)), points)
                 for row, sizes in zip(own, held, strict=True):
                     per_stage[row] = sizes
@@ -157,36 +160,9 @@ class Waa:
             self._of_degree[key] = split
         return self._of_degree[key]
 
-    # --- which devices encode -----------------------------------------------------------------
-
-    def _divide(self, split: WaaPlans, batch: FloatArray, groups: FloatArray,
-                degree: int) -> IntArray:
+    @abstractmethod
+    def divide(self, split: WaaPlans, points: _Points, degree: int) -> IntArray:
         """[configs] devices that encode."""
-        if self.name == "waa-c":
-            encode_s, decode_s = self._query_s(batch, groups, degree)
-            with np.errstate(invalid="ignore"):
-                share = encode_s / (encode_s + decode_s)
-            return split.nearest(np.where(np.isfinite(share), share, 0.5))
-        fullest = []
-        for count in split.encode_devices:
-            plan = split.plan(int(count))
-            points = _Points(batch=batch, groups=groups, rows=np.arange(len(batch)))
-            in_system = self._rates(plan, points)["present"]
-            fullest.append(self._memory(plan, points, in_system).max(axis=1))
-        found: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
-        return found
-
-    def _query_s(self, batch: FloatArray, groups: FloatArray,
-                 degree: int) -> tuple[FloatArray, FloatArray]:
-        """C_E and C_D: one query's encoding and decoding through all layers of a single group."""
-        plan = self._plans.pool([tuple(range(degree))], "both")
-        inputs = self.problem.lengths.inputs
-        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
-            inputs, batch).items()}
-        encode = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0] / batch
-        rows = np.maximum(batch * self._mean_iterations / groups, 1.0)
-        decode = plan.times.decode_s(rows, self._context(rows))[..., 0] / rows
-        return encode, decode * self._mean_iterations
 
     # --- rates --------------------------------------------------------------------------------
 
@@ -293,7 +269,7 @@ class Waa:
 
     def _memory(self, plan: WaaPlan, points: _Points, in_system: FloatArray) -> FloatArray:
         """[configs, stages of both pools] bytes on each rank of a stage."""
-        problem, pool = self.problem, self._pool(plan)
+        problem = self.problem
         is_cpu = problem.cluster.device.kind == "cpu"
         batch = points.batch
         largest = batch * (1 + self.adjustment)
@@ -310,7 +286,6 @@ class Waa:
                       problem.model, plan.decode.stages, problem.dtype, is_cpu=is_cpu,
                       inputs=problem.lengths.inputs, encode_batch=np.zeros_like(batch),
                       decode_batch=np.ceil(in_system / points.groups)))
-        assert pool is not None
         return np.concatenate([encode, decode], axis=1)
 
     def _encode_kv(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
@@ -327,7 +302,8 @@ class Waa:
         handed over, each at its upper threshold."""
         inputs = self.problem.lengths.inputs
         largest = np.maximum(batch * inputs.mean * (1 + self.adjustment), inputs.max)
-        return np.ceil((stages + 2) * largest)
+        tokens: FloatArray = np.ceil((stages + 2) * largest)
+        return tokens
 
     def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
         """Reserved for the queries in the system, at a high quantile, one longest at least. Those
@@ -338,7 +314,8 @@ class Waa:
         biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
         mean = biased + most - lengths.inputs.max
         wanted = in_system * mean + memory.KV_QUANTILE_Z * lengths.inputs.std * np.sqrt(in_system)
-        return np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most))
+        reserved: FloatArray = np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most))
+        return reserved
 
     def _stretch(self, plan: WaaPlan, points: _Points, decoding: FloatArray) -> FloatArray:
         """Largest size presented to the timing source over the largest that it measured."""
@@ -357,8 +334,45 @@ class Waa:
             rows = np.maximum(decoding / points.groups, 1.0)
             most = np.maximum(most, np.maximum(rows / reach.x, context / reach.y))
             most = np.maximum(most, rows / self.timing.reach(Operator.HEAD, degree).x)
-        assert REFUSED_BEYOND > 1
         return most
+
+
+class WaaC(Waa):
+    """Devices in proportion to the time that each phase of a query takes."""
+
+    name = "waa-c"
+
+    def divide(self, split: WaaPlans, points: _Points, degree: int) -> IntArray:
+        encode_s, decode_s = self._query_s(points, degree)
+        with np.errstate(invalid="ignore"):
+            share = encode_s / (encode_s + decode_s)
+        return split.nearest(np.where(np.isfinite(share), share, 0.5))
+
+    def _query_s(self, points: _Points, degree: int) -> tuple[FloatArray, FloatArray]:
+        """C_E and C_D: one query's encoding and decoding through all layers of a single group."""
+        plan = self._plans.pool([tuple(range(degree))], "both")
+        inputs, batch = self.problem.lengths.inputs, points.batch
+        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
+            inputs, batch).items()}
+        encode = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0] / batch
+        rows = np.maximum(batch * self._mean_iterations / points.groups, 1.0)
+        decode = plan.times.decode_s(rows, self._context(rows))[..., 0] / rows
+        return encode, decode * self._mean_iterations
+
+
+class WaaM(Waa):
+    """Devices so that the fullest is as empty as can be."""
+
+    name = "waa-m"
+
+    def divide(self, split: WaaPlans, points: _Points, degree: int) -> IntArray:
+        fullest = []
+        for count in split.encode_devices:
+            plan = split.plan(int(count))
+            in_system = self._rates(plan, points)["present"]
+            fullest.append(self._memory(plan, points, in_system).max(axis=1))
+        found: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
+        return found
 
 
 class _DecodePool:
@@ -385,7 +399,7 @@ class _DecodePool:
 
     def _tabulate(self, top: float) -> None:
         count = int(np.ceil(np.log(2 * top) / np.log(_ROWS_RATIO))) + 1
-        self._sizes = _ROWS_RATIO ** np.arange(count)
+        self._sizes = np.asarray(_ROWS_RATIO ** np.arange(count), float)
         waa, times = self._waa, self._plan.decode.times
         done = self._sizes / max(waa.flow.mean_iterations, 1.0)  # leave, and join, each iteration
         seconds = times.decode_s(self._sizes, waa._context(self._sizes),

@@ -60,6 +60,12 @@ class Pool:
     ends: list[list[float]] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
 
+    def note_memory(self, now: float) -> None:
+        """What is held of the KV budget from `now` on."""
+        held = self.rule.reserved_tokens
+        if not self.memory or self.memory[-1][1] != held:
+            self.memory.append((now, held))
+
     def records(self) -> PoolRecords:
         sizes = np.array(self.sizes, float).reshape(-1, 4)
         shape = (len(self.steps), len(self.stages))
@@ -162,9 +168,7 @@ class Engine:
         step = pool.rule.decide()
         if step is not None:
             self._execute(pool, group, step, now)
-        held = pool.rule.reserved_tokens
-        if not pool.memory or pool.memory[-1][1] != held:
-            pool.memory.append((now, held))
+        pool.note_memory(now)
 
     def _collect(self, pool: Pool, group: GroupRows, now: float) -> None:
         """Take up the tokens of the group's steps."""
@@ -288,6 +292,7 @@ class Engine:
 
     def _end_early(self, pool: Pool, query: int, now: float) -> None:
         pool.rule.finish(query)
+        pool.note_memory(now)
         self._done(pool, query, now)
 
     def _arrive(self, queries: list[int], now: float) -> None:
@@ -296,5 +301,7 @@ class Engine:
             self._pools[0].rule.finish(query)  # it has left the encode pool
             is_taken = decode.rule.submit(query, self._reserve[query], self._inputs[query])
             assert is_taken, f"{query = } has no room in the decode pool"
+        for pool in self._pools:
+            pool.note_memory(now)
         self._wake(decode, now)
         self._wake(self._pools[0], now)

@@ -1,4 +1,4 @@
-"""What one finite job will measure: RRA's own rule on sampled lengths, fill and drain included.
+"""What one finite job will measure: its policy's own rule on sampled lengths, from fill to drain.
 
 The closed form describes a job without end; one of a few hundred queries is mostly ramp.
 """
@@ -14,11 +14,7 @@ from xgpt.lengths import IntArray, JointLengths
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.rra import rra_rule
-from xrunner.rules.steps import BatchingRule
-from xsimulator.replay.timeline import ReplayResult, step_seconds, timeline
-from xsimulator.replay.trace import trace
-from xsimulator.stage_times import StageTimes
+from xsimulator.replay.job import Replayer, planned_outputs
 
 MIN_NEIGHBOURS = 8  # observed pairs near a known input among which its output is drawn
 
@@ -34,15 +30,6 @@ class JobPrediction:
     wall_s: float
 
 
-def replay(rule: BatchingRule, times: StageTimes, *, inputs: IntArray, outputs: IntArray,
-           reserve_tokens: IntArray, is_encoder_decoder: bool, padded: bool) -> ReplayResult:
-    """Run a finite job of these lengths, in this order, by `rule`."""
-    iterations = outputs - (0 if is_encoder_decoder else 1)
-    assert (iterations >= 0).all() and len(inputs) == len(outputs), f"{outputs.min() = }"
-    steps = trace(rule, inputs, iterations, reserve_tokens)
-    return timeline(steps, step_seconds(times, steps, inputs, padded=padded))
-
-
 def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
                 rng: np.random.Generator, *, replays: int = 5, inputs: IntArray | None = None,
                 max_outputs: Sequence[int] | None = None, padded: bool = True) -> JobPrediction:
@@ -54,18 +41,13 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     """
     assert inputs is None or len(inputs) == num_queries, f"{num_queries = }"
     lengths = problem.lengths
-    times = StageTimes(problem.model, problem.cluster, timing, problem.dtype, estimate.stages,
-                       mean_input=lengths.inputs.mean)
-    planned = max(lengths.outputs.max, problem.default_max_tokens)
-    most = np.full(num_queries, planned) if max_outputs is None else np.asarray(
+    most = np.full(num_queries, planned_outputs(problem)) if max_outputs is None else np.asarray(
         max_outputs, np.int64)
-    figures = []
+    replayer, figures = Replayer(problem, timing, estimate, padded=padded), []
     for _ in range(replays):
-        own, outputs = _sample(lengths, num_queries, rng, inputs)
+        own, outputs = sample_job(lengths, num_queries, rng, inputs)
         outputs = np.minimum(outputs, most)
-        result = replay(rra_rule(estimate), times, inputs=own, outputs=outputs,
-                        reserve_tokens=own + most, padded=padded,
-                        is_encoder_decoder=problem.model.is_encoder_decoder)
+        result = replayer.run(own, outputs, max_outputs=most)
         p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
         wall_s = result.makespan_s
         figures.append((num_queries / wall_s, outputs.sum() / wall_s, p50, p99, wall_s))
@@ -75,8 +57,10 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
                          wall_s=float(mean[4]))
 
 
-def _sample(lengths: JointLengths, count: int, rng: np.random.Generator,
-            inputs: IntArray | None) -> tuple[IntArray, IntArray]:
+def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
+               inputs: IntArray | None) -> tuple[IntArray, IntArray]:
+    """(inputs, outputs) of a job of `count` queries; outputs go with the inputs where those are
+    known and the two are correlated."""
     if inputs is None:
         return lengths.sample(count, rng)
     known = np.asarray(inputs, np.int64)

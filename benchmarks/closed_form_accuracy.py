@@ -1,0 +1,189 @@
+"""The closed forms against the replay, over random problems of the paper's models and tasks.
+
+    python benchmarks/closed_form_accuracy.py [--problems 320] [--seed 0] [--out benchmarks/results]
+
+A problem is a model on its cluster, a task, a policy, a layout and control variables, all drawn at
+random (batch sizes log-uniform, among those that fit memory), a kind of latency bound, and whether
+attention is padded. The closed form's throughput and latency are compared with the steady state of
+one replay of random queries. Errors are |closed form / replay - 1|. Times come from the analytic
+roofline: what is compared here is arithmetic, not timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pool
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from xgpt import catalog
+from xgpt.errors import InputError
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate
+from xprofiler.roofline import Roofline
+from xsimulator.policies import POLICIES, make_config, policy_class
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.steady import steady_figures
+
+# The paper's models on its clusters (its Table 2).
+CLUSTERS = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",
+            "gpt3-175b": "a40-32", "gpt3-341b": "a40-48"}
+TASKS = ("S", "T", "G", "C1", "C2")
+QUANTILE = 0.95  # of the bound: enough queries beyond it for a steady figure
+MOST_QUERIES = 24_000
+ROUNDS = 14  # queries replayed over queries in the system
+DRAWS = 60  # of control variables, until one fits memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One problem's outcome."""
+
+    policy: str
+    words: str
+    throughput: float  # closed form / replay
+    latency: float
+    queries: int  # in the replay's steady state
+
+
+def problem_of(rng: np.random.Generator, model: str, task: str) -> Problem:
+    joint = catalog.task(task)
+    kind = ("sequence", "queries")[rng.integers(2)]
+    return Problem(
+        model=catalog.model(model), cluster=catalog.cluster(CLUSTERS[model]), lengths=joint,
+        dtype="float16", num_queries=None, fixed=FixedSchedule(),
+        constraint=Constraint(latency_s=math.inf, kind=kind, quantile=QUANTILE),  # type: ignore[arg-type]
+        default_max_tokens=joint.outputs.max)
+
+
+def controls_of(rng: np.random.Generator, problem: Problem) -> SimpleNamespace:
+    """Control variables of all policies, drawn at random."""
+    devices = problem.cluster.num_devices
+    degree = int(rng.choice([d for d in (1, 2, 4, 8) if d <= devices]))
+    groups = int(rng.choice([1, 2, 3, 4, 8, devices]))
+
+    def log_uniform(low: float, high: float) -> int:
+        return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    return SimpleNamespace(
+        encode_batch=log_uniform(1, 400), decode_iterations=log_uniform(1, 200),
+        decode_micro_batches=groups, encode_micro_batches=groups * int(rng.integers(1, 4)),
+        max_active=log_uniform(4, 2000), token_budget=log_uniform(1100, 8000), tp_degree=degree,
+        tp_gpus=0 if degree == 1 else degree * int(rng.integers(1, devices // degree + 1)))
+
+
+def draw(rng: np.random.Generator, policy: str, model: str,
+         task: str) -> tuple[Problem, bool, Estimate] | None:
+    """A problem with an estimate that fits; None where none of the draws does."""
+    problem, padded = problem_of(rng, model, task), bool(rng.integers(2))
+    made = policy_class(policy)(problem, roofline_of(problem), padded=padded)
+    for _ in range(DRAWS):
+        config, missing = make_config(policy, controls_of(rng, problem))
+        assert not missing, f"{policy}: {missing}"
+        try:
+            found: Estimate = made.estimate(config)
+        except InputError:
+            continue  # a layout that the model or the cluster refuses
+        if found.fits:
+            return problem, padded, found
+    return None
+
+
+def roofline_of(problem: Problem) -> Roofline:
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+def compare(task: tuple[int, str, str, str]) -> Row | None:
+    """One random problem of (seed, policy, model, task)."""
+    seed, policy, model, name = task
+    rng = np.random.default_rng([seed, *map(ord, policy + model + name)])
+    drawn = draw(rng, policy, model, name)
+    if drawn is None:
+        return None
+    problem, padded, found = drawn
+    present = max(found.decode_batch + found.encode_batch, found.max_in_system, found.max_active)
+    count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
+    inputs, outputs = problem.lengths.sample(count, rng)
+    result = replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs,
+                        padded=padded)
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    if steady is None:
+        return None
+    parallel = f" TP {found.tp_degree} on {found.tp_gpus}" if found.tp_degree > 1 else ""
+    words = (f"{model} {name}{parallel} B_E {found.encode_batch} N_D {found.decode_iterations} "
+             f"G {found.decode_micro_batches} max {found.max_active} budget {found.token_budget} "
+             f"B_D {found.decode_batch:.0f} {problem.constraint.kind} "
+             f"{'padded' if padded else 'own'} preempted {result.preemptions}")
+    return Row(policy=policy, words=words, queries=steady.queries,
+               throughput=found.throughput_qps / steady.throughput_qps,
+               latency=found.latency_s / steady.latency_s)
+
+
+def tasks_of(count: int, seed: int) -> list[tuple[int, str, str, str]]:
+    """At least `count` problems, the same number of each policy, models and tasks in turn."""
+    cases = [(model, task) for model in CLUSTERS for task in TASKS]
+    each = -(-count // len(POLICIES))
+    return [(seed + i, policy, *cases[(i * 7 + 3 * place) % len(cases)])
+            for place, policy in enumerate(POLICIES) for i in range(each)]
+
+
+def error_cells(errors: np.ndarray) -> str:
+    return (f"{np.median(errors):.1%} | {np.quantile(errors, 0.95):.1%} | {errors.max():.1%}"
+            if len(errors) else "- | - | -")
+
+
+def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
+    lines = [f"# Closed forms against the replay ({datetime.date.today()})", "",
+             f"{len(rows)} random problems ({skipped} more where nothing drawn fits memory), "
+             f"{seconds:.0f} s. Errors: |closed form / replay - 1|, median, 95th percentile, "
+             "worst.", "",
+             "| policy | problems | throughput median | p95 | worst | latency median | p95 | "
+             "worst |", "|---|---|---|---|---|---|---|---|"]
+    for policy in (*POLICIES, "all"):
+        own = [row for row in rows if policy in (row.policy, "all")]
+        throughput = np.abs(np.array([row.throughput for row in own]) - 1)
+        latency = np.abs(np.array([row.latency for row in own]) - 1)
+        latency = latency[np.isfinite(latency)]
+        lines.append(f"| {policy} | {len(own)} | {error_cells(throughput)} | "
+                     f"{error_cells(latency)} |")
+    lines += ["", "Beyond 8 % in throughput or 12 % in latency (closed form / replay):", "",
+              "| policy | throughput | latency | steady queries | problem |",
+              "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda r: -abs(r.throughput - 1)):
+        if abs(row.throughput - 1) > 0.08 or abs(row.latency - 1) > 0.12:
+            lines.append(f"| {row.policy} | {row.throughput:.3f} | {row.latency:.3f} | "
+                         f"{row.queries} | {row.words} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", type=int, default=320)
+    parser.add_argument("--policy", choices=list(POLICIES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    began = time.monotonic()
+    tasks = [task for task in tasks_of(options.problems, options.seed)
+             if options.policy in (None, task[1])]
+    with Pool(options.processes) as pool:
+        found = list(pool.imap_unordered(compare, tasks, chunksize=1))
+    rows = sorted((row for row in found if row is not None), key=lambda r: (r.policy, r.words))
+    text = report(rows, len(found) - len(rows), time.monotonic() - began)
+    print(text)
+    if options.out:
+        name = f"closed-form-{datetime.date.today()}.md"
+        (options.out / name).write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Problems and configurations that the tests of the simulator share."""
+
+from __future__ import annotations
+
+import math
+
+from xgpt import catalog
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import JointLengths
+from xgpt.problem import Problem
+from xprofiler.roofline import Roofline
+
+# The paper's models on its clusters (its Table 2).
+PAPER = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",
+         "gpt3-175b": "a40-32", "gpt3-341b": "a40-48"}
+TASKS = ("S", "T", "G", "C1", "C2")
+
+
+def problem_of(model="opt-13b", cluster=None, lengths: JointLengths | str = "S", *,
+               kind="sequence", quantile=0.99, latency_s=math.inf) -> Problem:
+    """A paper model on its cluster unless another is named; `lengths`: a task's name, or given."""
+    joint = catalog.task(lengths) if isinstance(lengths, str) else lengths
+    return Problem(
+        model=catalog.model(model), cluster=catalog.cluster(cluster or PAPER[model]),
+        lengths=joint, dtype="float16", num_queries=None,
+        constraint=Constraint(latency_s=latency_s, kind=kind, quantile=quantile),
+        fixed=FixedSchedule(), default_max_tokens=joint.outputs.max)
+
+
+def roofline_of(problem: Problem) -> Roofline:
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)

@@ -1,0 +1,124 @@
+"""The best configuration of a baseline, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from xgpt import catalog
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.problem import Problem
+from xprofiler.roofline import Roofline
+from xsimulator import baselines
+from xsimulator.policies.rra import EstimateArrays
+from xsimulator.policies.static import Dsi, Ft, StaticConfig
+
+PLANS = [(1, 0), (4, 4)]
+
+
+def problem_of(num_queries, kind="sequence"):
+    return Problem(
+        model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), dtype="float16",
+        lengths=catalog.task("S"), num_queries=num_queries, fixed=FixedSchedule(),
+        constraint=Constraint(latency_s=math.inf, kind=kind), default_max_tokens=1)
+
+
+def static_of(policy, num_queries, kind="sequence"):
+    problem = problem_of(num_queries, kind)
+    return policy(problem, Roofline(problem.model, problem.cluster.device, problem.dtype))
+
+
+def all_static(policy, num_queries):
+    parts = range(1, 9) if policy is Dsi else (None,)
+    return [StaticConfig(encode_batch=batch, decode_micro_batches=groups, encode_parts=part,
+                         tp_degree=degree, tp_gpus=gpus)
+            for batch, groups, part, (degree, gpus) in itertools.product(
+                range(1, num_queries + 1), range(1, 9), parts, PLANS)]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "queries"])
+@pytest.mark.parametrize("policy", [Ft, Dsi])
+def test_nothing_that_brute_force_finds_is_better(policy, kind):
+    ours = static_of(policy, 75, kind)
+    configs = all_static(policy, 75)
+    figures = ours.evaluate(configs)
+    bounds_s = [*np.quantile(figures.latency_s, [0.02, 0.1, 0.3, 0.7]), math.inf]
+    for bound_s in bounds_s:
+        found = baselines.best(ours, bound_s, plans=PLANS)
+        is_admissible = figures.fits & (figures.latency_s <= bound_s)
+        most = figures.throughput_qps[is_admissible].max()
+        assert found is not None and found.fits and found.latency_s <= bound_s
+        assert found.policy == ours.name and found.encode_batch <= 75
+        assert policy is Dsi or found.encode_micro_batches == found.decode_micro_batches
+        # climbing may end on another top: never more than half a percent below the highest
+        assert found.throughput_qps >= 0.995 * most, f"{bound_s = }"
+
+
+def test_none_where_no_configuration_is_quick_enough():
+    ours = static_of(Ft, 50)
+    assert baselines.best(ours, 0.01, plans=PLANS) is None
+
+
+def test_all_plans_are_considered_by_default():
+    ours = static_of(Ft, 75)
+    plans = baselines.tensor_plans(ours.problem.model, ours.problem.cluster, ours.timing)
+    assert plans == [(1, 0), (2, 2), (2, 4), (4, 4)]
+    found, of_few = baselines.best(ours, math.inf), baselines.best(ours, math.inf, plans=PLANS)
+    assert found is not None and of_few is not None
+    assert found.throughput_qps >= of_few.throughput_qps
+
+
+def test_a_wider_bound_is_never_worse_and_dsi_never_below_ft():
+    last = 0.0
+    for bound_s in (6.0, 9.0, 14.0, math.inf):
+        ft = baselines.best(static_of(Ft, 200), bound_s, plans=PLANS)
+        dsi = baselines.best(static_of(Dsi, 200), bound_s, plans=PLANS)
+        assert ft is not None and dsi is not None
+        assert ft.throughput_qps >= last and dsi.throughput_qps >= 0.999 * ft.throughput_qps
+        last = ft.throughput_qps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    size: int
+    parts: int
+    tp_degree: int = 1
+    tp_gpus: int = 0
+    unused: int = 0
+
+
+class Hill:
+    """A known top off the grid; `latency` is the size."""
+
+    def __init__(self):
+        self.problem = problem_of(None)
+        self.timing = None
+        self.seen = set()
+
+    def grid(self, max_queries, plans):
+        return [Point(size=size, parts=4, tp_degree=d, tp_gpus=g)
+                for size in (100, 110, 121) for d, g in plans]
+
+    def evaluate(self, configs):
+        self.seen |= set(configs)
+        size, parts, gpus = (np.array([getattr(c, key) for c in configs], float)
+                             for key in ("size", "parts", "tp_gpus"))
+        zeros = np.zeros(len(configs))
+        return EstimateArrays(**dict.fromkeys(EstimateArrays.__dataclass_fields__, zeros) | {
+            "throughput_qps": 1000 - abs(size - 137) - abs(parts - 9) + gpus, "latency_s": size,
+            "fits": parts < 9})
+
+    def estimate(self, config):
+        return config
+
+
+def test_climbs_to_the_top_that_the_constraints_leave():
+    hill = Hill()
+    assert baselines.best(hill, math.inf, plans=PLANS) == Point(
+        size=137, parts=8, tp_degree=4, tp_gpus=4)
+    assert baselines.best(hill, 117.5, plans=PLANS).size == 117
+    assert all(point.size >= 1 and point.parts >= 1 and point.unused == 0 for point in hill.seen)

@@ -1,0 +1,89 @@
+"""What a replay showed beside what the closed form said, for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from xgpt.job import Constraint
+from xgpt.report.figures import percent, plain
+from xgpt.report.table import controls, fact, table
+from xgpt.schedule import Estimate
+from xgpt.units import format_seconds
+
+_STAGES_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayFigures:
+    """A whole job with its start and end, and the steady state within it (None: too short a job
+    for one, or no query of the length that the bound is about)."""
+
+    queries: int
+    throughput_qps: float
+    output_tokens_per_s: float
+    latency_p50_s: float
+    latency_p99_s: float
+    wall_s: float
+    steady_throughput_qps: float | None
+    steady_latency_s: float | None
+    utilisation: tuple[float, ...]  # per stage, of the steady state where there is one
+    kv_peak_tokens: int
+    preemptions: int
+
+
+def replay_table(estimate: Estimate, found: ReplayFigures) -> str:
+    """The figures as lines of at most 80 columns."""
+    lines = [("replay", f"{found.queries} queries: {plain(found.throughput_qps)} queries/s, "
+              f"{plain(found.output_tokens_per_s)} tokens/s, start and end included; latency p50 "
+              f"{format_seconds(found.latency_p50_s)}, p99 {format_seconds(found.latency_p99_s)}; "
+              f"{format_seconds(found.wall_s)} in all")]
+    if found.steady_throughput_qps is None:
+        lines.append(("steady", "the job is too short to have a steady state"))
+    else:
+        text = (f"{plain(found.steady_throughput_qps)} queries/s "
+                f"({_against(estimate.throughput_qps, found.steady_throughput_qps)})")
+        if found.steady_latency_s is not None:
+            text += (f"; latency {format_seconds(found.steady_latency_s)} "
+                     f"({_against(estimate.latency_s, found.steady_latency_s)})")
+        lines.append(("steady", text))
+    lines.append(("busy", _busy(found.utilisation)))
+    share = found.kv_peak_tokens / max(estimate.kv_tokens, 1)
+    memory = f"at most {found.kv_peak_tokens} of {estimate.kv_tokens} tokens ({percent(share)})"
+    if found.preemptions:
+        memory += f"; {found.preemptions} preemptions"
+    lines.append(("KV held", memory))
+    return "\n".join(fact(label, value) for label, value in lines)
+
+
+def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Constraint) -> str:
+    """The best of each policy within the bound, one line each, against the first."""
+    rows = list(rows)
+    first = rows[0][1]
+    assert first is not None
+    body = []
+    for name, e in rows:
+        if e is None:
+            body.append((name.upper(), "-", "-", "-", "none fits and keeps the bound"))
+            continue
+        parallel = f", TP {e.tp_degree} on {e.tp_gpus}" if e.tp_degree > 1 else ""
+        body.append((name.upper(), plain(e.throughput_qps),
+                     f"{e.throughput_qps / first.throughput_qps:.2f}", format_seconds(e.latency_s),
+                     controls(e).partition(": ")[2] + parallel))
+    bound = "no bound" if math.isinf(constraint.latency_s) else format_seconds(
+        constraint.latency_s)
+    return table(("policy", "queries/s", "share", "latency", f"configuration ({bound})"), body,
+                 right=(1, 2, 3))
+
+
+def _against(closed: float, replayed: float) -> str:
+    return f"the closed form says {closed / replayed - 1:+.1%}"
+
+
+def _busy(shares: tuple[float, ...]) -> str:
+    if len(shares) > _STAGES_LISTED:
+        return (f"stages work {percent(min(shares))} to {percent(max(shares))} of the time, "
+                f"{percent(sum(shares) / len(shares))} in the mean")
+    listed = ", ".join(f"stage {i} {percent(share)}" for i, share in enumerate(shares))
+    return f"{listed} of the time; the rest are bubbles"

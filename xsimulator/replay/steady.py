@@ -1,0 +1,74 @@
+"""The steady state within a replay of a finite job: without its ramp and without its drain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.job import Constraint
+from xgpt.lengths import FloatArray, Lengths
+from xsimulator.replay.records import PoolRecords, ReplayResult
+
+NEAR = 0.03  # outputs within this share of a length (or 2 tokens) count as of that length
+_LEAST_NEAR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SteadyFigures:
+    """`latency_s` is for the bound's kind and quantile; nan where no query counts for it. The mean
+    latency, the throughput and `in_system` are those of one window."""
+
+    throughput_qps: float
+    latency_s: float
+    mean_latency_s: float
+    in_system: float  # queries between the start of their encoding and their last token, mean
+    utilisation: FloatArray  # [stages of all pools] share of the window at work
+    window_s: tuple[float, float]
+    queries: int  # done within the window
+
+
+def steady_figures(result: ReplayResult, constraint: Constraint,
+                   outputs: Lengths) -> SteadyFigures | None:
+    """None where the job is too short to have a steady state.
+
+    The window begins when queries have been coming out for as long as a slow one takes, and ends
+    with the last token before the last encoding starts; both ends are times at which queries come
+    out, so static batches are counted whole.
+    """
+    done_s = np.sort(result.encode_start_s + result.latency_s)
+    if len(done_s) < 4:
+        return None
+    slow_s = float(np.quantile(result.latency_s, 0.99))
+    begin = np.searchsorted(done_s, max(done_s[0] + slow_s, done_s[len(done_s) // 10]))
+    end = np.searchsorted(done_s, result.encode_start_s.max(), side="right") - 1
+    if begin >= len(done_s) or end <= begin or done_s[end] <= done_s[begin]:
+        return None
+    begin_s, end_s = float(done_s[begin]), float(done_s[end])
+    counted = int(np.searchsorted(done_s, end_s, side="right")
+                  - np.searchsorted(done_s, begin_s, side="right"))
+    start_s = result.encode_start_s
+    own_end_s = start_s + result.latency_s
+    present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
+    within = (own_end_s > begin_s) & (own_end_s <= end_s)
+    counts = (start_s >= begin_s - slow_s) & (start_s <= end_s)
+    latency_s = result.latency_s[counts]
+    if constraint.kind == "sequence":
+        length = outputs.quantile(constraint.quantile)
+        near = np.abs(result.output_tokens[counts] - length) <= max(_LEAST_NEAR, NEAR * length)
+        bound_s = float(latency_s[near].mean()) if near.any() else float("nan")
+    else:
+        bound_s = float(np.quantile(latency_s, constraint.quantile))
+    return SteadyFigures(
+        throughput_qps=counted / (end_s - begin_s), latency_s=bound_s,
+        mean_latency_s=float(result.latency_s[within].mean()),
+        in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
+        window_s=(begin_s, end_s),
+        utilisation=np.concatenate([_busy(pool, begin_s, end_s) for pool in result.pools]))
+
+
+def _busy(pool: PoolRecords, begin_s: float, end_s: float) -> FloatArray:
+    """[stages] share of the window at work."""
+    inside = np.minimum(pool.end_s, end_s) - np.maximum(pool.start_s, begin_s)
+    share: FloatArray = np.clip(inside, 0.0, None).sum(axis=0) / (end_s - begin_s)
+    return share
