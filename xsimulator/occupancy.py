@@ -98,13 +98,28 @@ class QueryFlow:
         return Occupancy(
             decode_iterations=n_d, active=active, context=context.sum(axis=0),
             removed=np.maximum(np.roll(active, 1) - staying, 0.0),
-            variance_active=(survival * (1 - survival)).sum(axis=0), log_absent=_log_absent(survival),
+            variance_active=(survival * (1 - survival)).sum(axis=0),
+            log_absent=_log_absent(survival),
             mean_phases=float(entering.sum()),
             mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
             variance_reserved=float((reserve_squared - reserve**2).sum()),
             max_present=len(entering),
             maximum_context=self.maximum_context(n_d, np.arange(n_d)) if padded else None,
         )
+
+    def own_absent(self, decode_iterations: int, phases_before: int) -> tuple[FloatArray,
+                                                                               FloatArray]:
+        """As log_absent, but the chances themselves and for the group of a query that is in its
+        phase number `phases_before`: [N_D, octaves] (in the mean of the phases before, in that
+        one)."""
+        survival = self._by_phase(self._survival, decode_iterations)
+        before, last = [], []
+        for octave in GROUP_OCTAVES:
+            by_offset = _absent_by_offset(survival, int(octave))
+            last.append(by_offset[phases_before % len(by_offset)])
+            path = np.arange(phases_before) % len(by_offset)
+            before.append(by_offset[path].mean(axis=0) if phases_before else by_offset[0])
+        return np.stack(before, axis=1), np.stack(last, axis=1)
 
     @staticmethod
     def _by_phase(row: FloatArray, n_d: int) -> FloatArray:
@@ -192,21 +207,24 @@ class QueryFlow:
 
 def _log_absent(survival: FloatArray) -> FloatArray:
     """Occupancy.log_absent; survival: [phases, N_D]."""
+    with np.errstate(divide="ignore"):
+        columns = [np.log(_absent_by_offset(survival, int(octave)).mean(axis=0))
+                   for octave in GROUP_OCTAVES]
+    return np.stack(columns, axis=1)
+
+
+def _absent_by_offset(survival: FloatArray, octave: int) -> FloatArray:
+    """[offsets, N_D] chance that none of a group's queries is active; an offset is how many phases
+    ago a group last encoded that encodes one query every so many phases."""
     phases, n_d = survival.shape
     with np.errstate(divide="ignore"):
         logs = np.log1p(-np.minimum(survival, 1.0))
-        columns = []
-        for octave in GROUP_OCTAVES:
-            if octave >= 0:
-                columns.append(logs.sum(axis=0) * 2.0**octave)
-                continue
-            stride = 2 ** int(-octave)
-            rounds = -(-phases // stride)
-            padded = np.zeros((rounds * stride, n_d))
-            padded[:phases] = logs
-            by_offset = padded.reshape(rounds, stride, n_d).sum(axis=0)
-            columns.append(np.log(np.exp(by_offset).mean(axis=0)))
-    return np.stack(columns, axis=1)
+    if octave >= 0:
+        return np.asarray(np.exp(logs.sum(axis=0, keepdims=True) * 2.0**octave))
+    stride = 2**-octave
+    padded = np.zeros((-(-phases // stride) * stride, n_d))
+    padded[:phases] = logs
+    return np.asarray(np.exp(padded.reshape(-1, stride, n_d).sum(axis=0)))
 
 
 def expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:

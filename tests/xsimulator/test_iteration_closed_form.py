@@ -50,10 +50,8 @@ CASES = [
     ("orca", "opt-13b", "a40-4", "T", IterationConfig(max_active=64, tp_degree=4, tp_gpus=4), True),
     ("orca", "t5-11b", "a40-8", "C1", IterationConfig(max_active=30), False),
     ("vllm", "opt-13b", "a40-4", "T", IterationConfig(max_active=200), False),
-    pytest.param("vllm", "opt-13b", "a40-4", "G", IterationConfig(
-        max_active=1500, tp_degree=4, tp_gpus=4), False, marks=pytest.mark.xfail(
-            raises=KeyError, reason="GroupRows.take_done names a query twice that was evicted and "
-                                    "encoded again so that it ends at the same iteration")),
+    ("vllm", "opt-13b", "a40-4", "G", IterationConfig(
+        max_active=1500, tp_degree=4, tp_gpus=4), False),
     ("vllm", "opt-13b", "a40-4", "S", IterationConfig(
         max_active=120, tp_degree=2, tp_gpus=4), True),
     ("sarathi", "opt-13b", "a40-4", "S", IterationConfig(

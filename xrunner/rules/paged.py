@@ -190,6 +190,10 @@ class VllmRule:
     def keeps_finished(self) -> bool:
         return False
 
+    @property
+    def compacts(self) -> bool:
+        return False
+
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         return self._queue.submit(query, reserve_tokens, input_tokens)
 
@@ -263,6 +267,10 @@ class SarathiRule:
 
     @property
     def keeps_finished(self) -> bool:
+        return False
+
+    @property
+    def compacts(self) -> bool:
         return False
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:

@@ -55,6 +55,10 @@ class RraRule:
     def keeps_finished(self) -> bool:
         return False
 
+    @property
+    def compacts(self) -> bool:
+        return True
+
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:
             return False

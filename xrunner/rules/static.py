@@ -103,6 +103,10 @@ class StaticRule:
     def keeps_finished(self) -> bool:
         return True
 
+    @property
+    def compacts(self) -> bool:
+        return False
+
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         assert reserve_tokens >= input_tokens >= 0, f"{reserve_tokens = } {input_tokens = }"
         if reserve_tokens > self.group_kv_tokens:

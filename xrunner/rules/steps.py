@@ -74,6 +74,12 @@ class BatchingRule(Protocol):
         ...
 
     @property
+    def compacts(self) -> bool:
+        """Whether the rows of queries that are done are filled by moving others. Not where memory
+        is paged, or where the next query takes a free row as it is."""
+        ...
+
+    @property
     def reserved_tokens(self) -> int:
         """KV entries (tokens) held, over all groups."""
         ...

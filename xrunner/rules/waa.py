@@ -34,7 +34,8 @@ class WaaEncodeRule:
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
         self._held = self._reserved = 0
         self._steps = 0
-        self._next: tuple[int, int, int] | None = None  # of the next batch: (queries, reserved, input tokens)
+        # of the next batch: (queries, KV tokens reserved, input tokens)
+        self._next: tuple[int, int, int] | None = None
 
     @property
     def group_max_active(self) -> int:
@@ -47,6 +48,10 @@ class WaaEncodeRule:
     @property
     def keeps_finished(self) -> bool:
         return False
+
+    @property
+    def compacts(self) -> bool:
+        return True
 
     @property
     def reserved_tokens(self) -> int:
@@ -135,6 +140,10 @@ class WaaDecodeRule:
     @property
     def keeps_finished(self) -> bool:
         return False
+
+    @property
+    def compacts(self) -> bool:
+        return True
 
     @property
     def reserved_tokens(self) -> int:

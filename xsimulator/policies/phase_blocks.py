@@ -24,6 +24,7 @@ EXACT_ITERATIONS = 10  # up to as many, each is a block
 # Of the logarithm of the number of active queries, within a block: of small batches, whose groups
 # are often empty, and of others.
 SMALL_BATCH, FINE_RESOLUTION, RESOLUTION = 16, 0.25, 0.5
+_BY_GROUP = ("log_absent", "own_before", "own_last")  # have a last axis of GROUP_OCTAVES
 SINGLE_BLOCKS = 2  # iterations after the encoding that are blocks of their own
 FADED = 1e-3  # a number of active queries below this share of the first's counts as unchanging
 EVENLY = 3.0  # what the rest of a phase counts as where nothing changes, for its cache grows
@@ -42,6 +43,9 @@ class PhaseBlocks:
     context: FloatArray  # [blocks, configs] tokens of each active query
     variance_active: FloatArray
     log_absent: FloatArray  # such that the mean chance of a step within a block is right
+    nobody: FloatArray  # log P(none of one query a phase is active)
+    own_before: FloatArray  # QueryFlow.own_absent of the latency bound's query
+    own_last: FloatArray
     removed: FloatArray
     moved: FloatArray  # rows of the cache that compaction moves
     maximum_context: FloatArray | None  # [blocks, configs, doublings + 1]
@@ -61,7 +65,7 @@ class PhaseBlocks:
             value = getattr(self, name)
             if value is not None and value.ndim > 1:
                 value = value[:most]
-            if name == "log_absent":
+            if name in _BY_GROUP:
                 flat = value.reshape(len(value), -1)
                 chosen[name] = flat.take(columns * value.shape[-1] + variant, axis=1)
             elif value is not None:
@@ -118,12 +122,16 @@ class BlockTable:
             return np.asarray(sums / (widths if values.ndim == 1 else widths[:, None]))
 
         mean_active, groups = mean(active), 2.0**GROUP_OCTAVES
+        own_before, own_last = self._flow.own_absent(n_d, int(phases_before))
+        absent = _log(mean(np.exp(occupancy.log_absent)))
         row = {
             "blocks": np.array(len(ends)), "seen": np.searchsorted(ends, last + 1),
             "phases_before": np.array(phases_before), "widths": widths, "active": mean_active,
             "context": mean(occupancy.context) / np.where(mean_active > 0, mean_active, 1.0),
             "variance_active": mean(occupancy.variance_active),
-            "log_absent": _log(mean(np.exp(occupancy.log_absent))) / groups,
+            "log_absent": absent / groups,
+            "nobody": absent[:, GROUP_OCTAVES == 0][:, 0],
+            "own_before": mean(own_before), "own_last": mean(own_last),
             "removed": mean(occupancy.removed),
             "moved": mean(active * removed_of)}
         if self._padded:

@@ -37,6 +37,7 @@ from xsimulator.policies.phase_blocks import EXACT_ITERATIONS, BlockTable, Phase
 from xsimulator.policies.step_tables import StepTables
 
 BoolArray = NDArray[np.bool_]
+NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing
 MAX_TIMELINE_ELEMENTS = 48_000  # configurations x blocks x stages at once: what a cache holds
 MIN_CHUNK = 256
 
@@ -283,7 +284,7 @@ class Rra:
 
     def _figures(self, plan: _Plan, batch: _Batch) -> dict[str, FloatArray]:
         loads = _decode_loads(batch)
-        timeline, encode_s, is_timed = self._timeline(plan, batch, loads)
+        timeline, encode_s, alone_s, is_timed = self._timeline(plan, batch, loads)
         kv_tokens = self._kv_tokens(batch)
 
         def timed(seconds: FloatArray) -> FloatArray:
@@ -292,7 +293,7 @@ class Rra:
         return {
             "throughput_qps": np.where(
                 is_timed, batch.encode_batch / np.where(is_timed, timeline.period_s, 1.0), 0.0),
-            "latency_s": timed(self._latency(timeline, batch.queries)),
+            "latency_s": timed(self._latency(timeline, batch.queries, alone_s)),
             "period_s": timed(timeline.period_s), "encode_s": timed(encode_s),
             "stretch": self._stretch(plan, batch, loads),
             "decode_batch": batch.encode_batch * batch.queries.mean_phases,
@@ -301,18 +302,19 @@ class Rra:
         }
 
     def _timeline(self, plan: _Plan, batch: _Batch,
-                  loads: _Loads) -> tuple[Timeline, FloatArray, BoolArray]:
-        """The phases' timeline, seconds from the first to the last stage's end of encoding, and
-        whether the timing source answered for every step (else both mean nothing)."""
+                  loads: _Loads) -> tuple[Timeline, FloatArray, FloatArray, BoolArray]:
+        """The phases' timeline, seconds from the first to the last stage's end of encoding, what
+        _own_steps_s says, and whether the timing source answered for every step (else all of it
+        means nothing)."""
         encode, encode_timed = self._encode_s(plan, batch)
-        decode, decode_timed = _decode_s(plan, batch, loads)
+        decode, alone_s, decode_timed = _decode_s(plan, batch, loads)
         kinds = [Work(encode_s=e, encode_rest_s=er, decode_s=d, decode_rest_s=dr)
                  for (e, er), (d, dr) in zip(encode, decode, strict=True)]
         timeline = sorted_timeline([kinds[kind] for kind in plan.tables.kind_of],
                                    batch.queries.blocks, batch.queries.widths)
         counts = np.bincount(plan.tables.kind_of)
         through = np.sum([e * c for (e, _), c in zip(encode, counts, strict=True)], axis=0)
-        return (timeline, through + np.max([rest for _, rest in encode], axis=0),
+        return (timeline, through + np.max([rest for _, rest in encode], axis=0), alone_s,
                 encode_timed & decode_timed)
 
     def _encode_s(self, plan: _Plan, batch: _Batch) -> tuple[list[_Pair], BoolArray]:
@@ -333,11 +335,14 @@ class Rra:
         spread = np.sqrt(queries * self._input_std**2 + odd * (1 - odd) * self._input_mean**2)
         return queries, tokens, tokens + _expected_maximum_z(groups) * spread
 
-    def _latency(self, timeline: Timeline, queries: PhaseBlocks) -> FloatArray:
+    def _latency(self, timeline: Timeline, queries: PhaseBlocks,
+                 alone_s: FloatArray) -> FloatArray:
         if self._seen_iterations == 0:
             return timeline.encoded_s
-        finish = timeline.finish_s[np.arange(len(queries.seen)), queries.seen]
-        return np.asarray(queries.phases_before * timeline.period_s + finish)
+        rows = np.arange(len(queries.seen))
+        before, last = np.cumsum(alone_s * queries.widths, axis=1)
+        finish = timeline.finish_s[rows, queries.seen] + last[queries.seen, rows]
+        return np.asarray(queries.phases_before * (timeline.period_s + before[-1]) + finish)
 
     def _kv_tokens(self, batch: _Batch) -> FloatArray:
         return memory.reserved_tokens(batch.queries, batch.group_batch, batch.groups,
@@ -400,8 +405,10 @@ def _decode_loads(batch: _Batch) -> _Loads:
     return _Loads(queries + _expected_maximum_z(steps) * spread, queries, steps, chance)
 
 
-def _decode_s(plan: _Plan, batch: _Batch, loads: _Loads) -> tuple[list[_Pair], BoolArray]:
-    """[blocks, configs] expected seconds of one group's step and of the others', by kind."""
+def _decode_s(plan: _Plan, batch: _Batch,
+              loads: _Loads) -> tuple[list[_Pair], FloatArray, BoolArray]:
+    """[blocks, configs] expected seconds of one group's step and of the others', by kind; and what
+    _own_steps_s says."""
     blocks, tables = batch.queries, plan.tables
     queries = np.stack([loads.most, loads.queries])
     context = np.broadcast_to(blocks.context, queries.shape)
@@ -416,7 +423,27 @@ def _decode_s(plan: _Plan, batch: _Batch, loads: _Loads) -> tuple[list[_Pair], B
     for work, own in zip(seconds, tables.compaction_s(rows, context[1]), strict=True):
         work += share * own
     pairs, is_timed = _slowest_and_rest(seconds, loads.steps)
-    return pairs, np.asarray(is_timed.all(axis=0))
+    alone_s = _own_steps_s(plan, batch, loads, [own[1] for own in seconds])
+    return pairs, alone_s, np.asarray(is_timed.all(axis=0))
+
+
+def _own_steps_s(plan: _Plan, batch: _Batch, loads: _Loads,
+                 usual: Sequence[FloatArray]) -> FloatArray:
+    """[phases before the last, the last; blocks, configs] seconds by which an iteration takes
+    longer in the eyes of the latency bound's query, which is there for certain, than in the mean.
+    If nobody else is, that is all of the iteration; if nobody else of its group, one step more for
+    the slowest stage, as far as the stages are full."""
+    blocks = batch.queries
+    absent = np.stack([blocks.own_before, blocks.own_last])
+    if absent.max(initial=0.0) < NEGLIGIBLE:
+        return np.zeros_like(absent)
+    with np.errstate(invalid="ignore"):
+        nobody = np.minimum(np.exp(batch.encode_batch * blocks.nobody), absent)
+    counts = np.bincount(plan.tables.kind_of)
+    through = np.sum([own * count for own, count in zip(usual, counts, strict=True)], axis=0)
+    crowd = np.minimum(loads.steps / counts.sum(), 1.0)
+    longer: FloatArray = nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0)
+    return np.where(np.isfinite(longer), longer, 0.0)
 
 
 def _expected_maximum_z(count: FloatArray) -> FloatArray:

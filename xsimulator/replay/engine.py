@@ -211,6 +211,7 @@ class Engine:
             handed = self._join_handed(pool, group, step.joined)
         if step.kind is not StepKind.ENCODE:
             rows, mean, top, moved = group.decode()
+            moved *= pool.rule.compacts
             done = group.take_done()
         spans: list[tuple[int, int]] = []
         if step.kind is not StepKind.DECODE:

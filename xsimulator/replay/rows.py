@@ -53,7 +53,8 @@ class GroupRows:
     def take_done(self) -> list[int]:
         """Queries whose last iteration is the latest; their rows stay until `leave`."""
         at = self.iterations
-        return [query for query in self._ends.pop(at, ())
+        # one that left and came again may be there twice
+        return [query for query in dict.fromkeys(self._ends.pop(at, ()))
                 if self._members.get(query, (0, -1))[1] == at]
 
     def leave(self, query: int) -> int:
