@@ -24,6 +24,7 @@ from xgpt.units import DTYPE_BYTES
 USABLE_SHARE = 0.9
 # A phase in a thousand may want more than is reserved; admission then waits, nothing breaks.
 KV_QUANTILE_Z = 3.09  # 0.999 of the normal distribution
+ACTIVATION_QUANTILE_Z = 5.0  # nothing waits when an encode batch is longer: it would not fit
 LOGIT_BYTES = 4  # logits are float32 whatever the model's dtype
 LIVE_HIDDEN_COPIES = 4  # residual, norm, attention output, message buffer
 LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
@@ -92,17 +93,25 @@ def kv_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,
 def activation_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str, *,
                      inputs: Lengths, encode_batch: ArrayLike, decode_batch: ArrayLike,
                      is_cpu: bool) -> FloatArray:
-    """[..., stages] bytes of the largest micro-batch at work: its rows through a layer, its logits
-    on the last stage, and where attention is not fused (CPU) the scores of the longest input."""
-    encode, decode = np.asarray(encode_batch, float), np.asarray(decode_batch, float)
-    tokens = encode * inputs.mean + KV_QUANTILE_Z * inputs.std * np.sqrt(encode)
-    rows = np.maximum(np.minimum(tokens, np.ceil(encode) * inputs.max), decode)
+    """[..., stages] bytes of the largest micro-batch at work, encoded or decoded, sized so that a
+    longer one is next to impossible."""
+    encode, decode = np.ceil(np.asarray(encode_batch, float)), np.asarray(decode_batch, float)
+    tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
+    rows = np.maximum(np.minimum(tokens, encode * inputs.max), decode)
+    return step_bytes(model, stages, dtype, rows=rows, heads=np.maximum(encode, decode),
+                      longest_input=inputs.max, is_cpu=is_cpu)
+
+
+def step_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str, *,
+               rows: ArrayLike, heads: ArrayLike, longest_input: int, is_cpu: bool) -> FloatArray:
+    """[..., stages] bytes of one step: its rows through a layer, the logits of `heads` of them on
+    the last stage, and where attention is not fused (CPU) the scores of the longest input."""
     degrees = np.array([stage.tp_degree for stage in stages], float)
     width = (LIVE_HIDDEN_COPIES * model.hidden_size
              + (LIVE_MLP_COPIES * model.intermediate_size * (2 if model.is_gated_mlp else 1)
                 + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
-    scores = model.num_heads / degrees * inputs.max**2 * 4 if is_cpu else np.zeros(len(stages))
-    held: FloatArray = rows[..., None] * (width * DTYPE_BYTES[dtype]) + scores
-    held[..., -1] += (np.maximum(encode, decode) * model.vocab_size
+    scores = model.num_heads / degrees * longest_input**2 * 4 if is_cpu else np.zeros(len(stages))
+    held: FloatArray = np.asarray(rows, float)[..., None] * (width * DTYPE_BYTES[dtype]) + scores
+    held[..., -1] += (np.asarray(heads, float) * model.vocab_size
                       / stages[-1].tp_degree * LOGIT_BYTES)
     return held

@@ -1,0 +1,144 @@
+"""How fast the replay is: queries and query-iterations a second of one core.
+
+    python benchmarks/replay_speed.py [--queries 50000] [--runs 5] [--out benchmarks/results]
+
+OPT-13B on four A40, task S, one schedule of each policy near its best; the tables of step times are
+built before (their cost, of a first run of few queries, is shown apart). A query-iteration is one
+query's turn in one step: a decode step of 100 queries counts as 100. The floor beside it is RRA's
+batching rule alone: the same queries, without clock, stages or records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from xgpt.job_file import load_job
+from xgpt.problem import Problem, resolve
+from xgpt.schedule import Estimate
+from xprofiler.roofline import Roofline
+from xrunner.rules.registry import rules_for
+from xrunner.rules.steps import StepKind
+from xsimulator.policies import make_config, make_policy
+from xsimulator.replay.job import Replayer
+
+JOB = Path(__file__).resolve().parent.parent / "jobs" / "opt-13b-summarise.yaml"
+FEW = 2000
+WANTED_QPS, WANTED_ITERATIONS = 25_000, 1_000_000
+SCHEDULES: dict[str, dict[str, int]] = {
+    "rra": {"encode_batch": 236, "decode_iterations": 30, "tp_gpus": 0},
+    "rra, short phases": {"encode_batch": 49, "decode_iterations": 7, "tp_gpus": 0},
+    "waa-c": {"encode_batch": 10, "decode_micro_batches": 2, "tp_gpus": 0},
+    "ft": {"encode_batch": 400, "decode_micro_batches": 4, "tp_gpus": 0},
+    "dsi": {"encode_batch": 400, "decode_micro_batches": 4, "encode_micro_batches": 16,
+            "tp_gpus": 0},
+    "orca": {"max_active": 400, "tp_gpus": 0},
+    "vllm": {"max_active": 600, "token_budget": 2048, "tp_gpus": 0},
+    "sarathi": {"max_active": 600, "token_budget": 1024, "tp_gpus": 0},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One schedule's medians."""
+
+    name: str
+    queries_per_s: float
+    iterations_per_s: float
+    steps_per_s: float
+    rows: float  # of a step, mean
+    tables_s: float
+    rule_qps: float | None
+
+
+def bare_rule_s(estimate: Estimate, mean_input: float, inputs: np.ndarray, outputs: np.ndarray,
+                reserve: np.ndarray) -> float | None:
+    """Seconds of RRA's rule alone over the same queries; None for other policies."""
+    if estimate.policy != "rra":
+        return None
+    (rule,) = rules_for(estimate, mean_input)
+    began = time.perf_counter()
+    for query, tokens in enumerate(reserve.tolist()):
+        rule.submit(query, tokens)
+    ends: dict[tuple[int, int], list[int]] = {}
+    done: dict[int, int] = {}
+    left = outputs.tolist()
+    while (group := rule.next_group()) is not None:
+        for query in ends.pop((group, done.get(group, 0)), ()):
+            rule.finish(query)
+        step = rule.decide()
+        if step is None:
+            continue
+        if step.kind is StepKind.ENCODE:
+            for query in step.joined:
+                at = (group, done.get(group, 0) + left[query] - 1)
+                ends.setdefault(at, []).append(query)
+        else:
+            done[group] = done.get(group, 0) + 1
+    return time.perf_counter() - began
+
+
+def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    policy = name.partition(",")[0]
+    values = dict.fromkeys(("decode_micro_batches", "encode_micro_batches", "token_budget"))
+    config, missing = make_config(policy, SimpleNamespace(**{**values, **SCHEDULES[name]}))
+    assert not missing, f"{name}: {missing}"
+    found = make_policy(policy, problem, timing).estimate(config)
+    inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
+    replayer = Replayer(problem, timing, found, padded=False)
+    few, warm = slice(0, FEW), []
+    for _ in range(2):
+        began = time.perf_counter()
+        replayer.run(inputs[few], outputs[few])
+        warm.append(time.perf_counter() - began)
+    replayer.run(inputs, outputs)
+    seconds = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        result = replayer.run(inputs, outputs)
+        seconds.append(time.perf_counter() - began)
+    took = statistics.median(seconds)
+    iterations = sum(int(pool.decoded.sum() + pool.encoded.sum()) for pool in result.pools)
+    steps = sum(len(pool.steps) for pool in result.pools)
+    rule_s = bare_rule_s(found, problem.lengths.inputs.mean, inputs, outputs,
+                         inputs + problem.lengths.outputs.max)
+    return Row(name=name, queries_per_s=count / took, iterations_per_s=iterations / took,
+               steps_per_s=steps / took, rows=iterations / steps, tables_s=warm[0] - warm[1],
+               rule_qps=count / rule_s if rule_s else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--queries", type=int, default=50_000)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    problem = resolve(load_job(JOB))
+    lines = [f"# Speed of the replay ({datetime.date.today()})", "",
+             f"OPT-13B, a40-4, task S, {options.queries} queries, one core, medians of "
+             f"{options.runs} runs. Wanted: {WANTED_QPS} queries/s, {WANTED_ITERATIONS} "
+             "query-iterations/s.", "",
+             "| schedule | queries/s | query-iterations/s | steps/s | rows a step | "
+             "tables, once | the rule alone, queries/s |", "|---|---|---|---|---|---|---|"]
+    for name in SCHEDULES:
+        row = measure(name, problem, options.queries, options.runs)
+        rule = "" if row.rule_qps is None else f"{row.rule_qps:,.0f}"
+        lines.append(f"| {row.name} | {row.queries_per_s:,.0f} | {row.iterations_per_s:,.0f} | "
+                     f"{row.steps_per_s:,.0f} | {row.rows:.0f} | {row.tables_s * 1e3:.0f} ms | "
+                     f"{rule} |")
+    print("\n".join(lines))
+    if options.out:
+        path = options.out / f"replay-speed-{datetime.date.today()}.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

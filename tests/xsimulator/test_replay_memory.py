@@ -1,0 +1,133 @@
+"""Memory: what an estimate says fits never exceeds a device, however the lengths fall; and what
+cannot fit is refused (paper sections 7.3 and 7.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.errors import InputError
+from xgpt.units import DTYPE_BYTES
+from xsimulator import memory
+from xsimulator.baselines import tensor_plans
+from xsimulator.plans import Plans
+from xsimulator.policies import POLICIES, make_config, make_policy
+from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.waa import WaaC, WaaConfig
+from xsimulator.replay.job import Replayer
+
+CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
+LARGEST = {"encode_batch": 4096, "max_active": 20_000}
+
+
+class Controls:
+    """Control variables by name, as a job gives them."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+def fullest(policy, problem, rng):
+    """The estimate of a random configuration with the largest batch that fits."""
+    made = make_policy(policy, problem, roofline_of(problem))
+    degree = int(rng.choice([1, 2, 4]))
+    values = {"decode_iterations": int(rng.integers(1, 40)), "tp_degree": degree,
+              "tp_gpus": 0 if degree == 1 else degree * int(rng.integers(1, 4 // degree + 1)),
+              "decode_micro_batches": int(rng.integers(1, 5)),
+              "token_budget": int(rng.integers(600, 4000)), "encode_batch": 1, "max_active": 8}
+    values["encode_micro_batches"] = values["decode_micro_batches"] * int(rng.integers(1, 3))
+
+    def estimate(size):
+        size_of = {name: size if name == "encode_batch" else 4 + size for name in LARGEST}
+        config, missing = make_config(policy, Controls(**{**values, **size_of}))
+        assert not missing
+        return made.estimate(config)
+
+    try:
+        low, high = 1, 8192
+        if not estimate(low).fits:
+            return None
+    except InputError:
+        return None
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if estimate(middle).fits else (low, middle)
+    return estimate(low)
+
+
+def bytes_held(problem, found, result):
+    """[stages] most bytes on each rank of a stage at any time: weights, KV entries held, and the
+    largest step's activations."""
+    model, held = problem.model, []
+    plans = Plans(problem, roofline_of(problem))
+    for pool in result.pools:
+        stages = tuple(found.stages[index] for index in pool.stages)
+        weights = plans.pool([stage.ranks for stage in stages], stages[0].role,
+                             stages[0].index).weight_bytes
+        tokens = pool.memory_tokens.max(initial=0)
+        if model.is_encoder_decoder and pool.name == "encode":
+            kv = np.zeros(len(stages))
+            kv[-1] = tokens * model.hidden_size * DTYPE_BYTES[problem.dtype]
+        else:
+            kv = memory.kv_bytes(model, stages, problem.dtype, tokens)
+        steps = memory.step_bytes(
+            model, stages, problem.dtype, rows=pool.tokens + pool.decoded,
+            heads=pool.encoded + pool.decoded, longest_input=problem.lengths.inputs.max,
+            is_cpu=False)
+        held += list(weights + kv + steps.max(axis=0, initial=0.0))
+    return np.array(held)
+
+
+def check(policy, case, seeds, queries, enough=10**9):
+    """Replays checked: eight of each seed whose layout the cluster can hold."""
+    problem, checked = problem_of(*case), 0
+    for seed in seeds:
+        if checked >= enough:
+            break
+        rng = np.random.default_rng([seed, *map(ord, policy)])
+        found = fullest(policy, problem, rng)
+        if found is None:
+            continue
+        replayer = Replayer(problem, roofline_of(problem), found)
+        for _ in range(8):
+            result = replayer.run(*problem.lengths.sample(queries, rng))
+            held = bytes_held(problem, found, result)
+            assert held.max() <= found.memory_capacity_bytes, f"{policy} {seed = } {found}"
+            per_stage = [found.memory_bytes[stage.ranks[0]] for stage in found.stages]
+            assert (held <= np.array(per_stage) + 1).all(), "no stage holds more than was said"
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_fits_never_exceeds_a_device(policy):
+    assert check(policy, CASES[0], range(9), 400, enough=8) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
+    """125 and more of each policy, 1,000 in all, full of queries."""
+    checked = sum(check(policy, case, range(20), 1200, enough=48) for case in CASES)
+    assert checked >= 125
+
+
+@pytest.mark.parametrize(("model", "cluster"), [
+    ("gpt3-175b", "a40-32"), ("gpt3-175b", "a100-16"), ("gpt3-341b", "a40-48")])
+@pytest.mark.parametrize("task", ["G", "C2"])
+def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
+    """The paper's section 7.4: not even with one query encoded at a time; RRA can."""
+    problem = problem_of(model, cluster, task)
+    waa, rra = WaaC(problem, roofline_of(problem)), Rra(problem, roofline_of(problem))
+    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
+    tried = 0
+    for degree, gpus in tensor_plans(problem.model, problem.cluster, roofline_of(problem)):
+        try:
+            found = waa.evaluate([WaaConfig(encode_batch=1, decode_micro_batches=groups,
+                                            tp_degree=degree, tp_gpus=gpus) for groups in (1, 8)])
+        except InputError:
+            continue
+        tried += 2
+        assert not found.fits.any(), f"{degree = } {gpus = }"
+    assert tried >= 8

@@ -1,0 +1,43 @@
+"""The closed form's occupancy against RRA's own rule in the replay, for the five tasks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from problems import TASKS
+
+from xgpt import catalog
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import StepKind
+from xsimulator.occupancy import QueryFlow
+from xsimulator.replay.engine import Engine, Pool
+
+BATCH, PHASES = 120, 120
+SEED = 11
+
+
+class Instant:
+    """Steps whose length does not matter here."""
+
+    def seconds(self, sizes):
+        return [1.0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("iterations", [4, 7, 13, 16, 32, 64])
+def test_decode_batch_over_encode_batch(task, iterations):
+    lengths = catalog.task(task)
+    stay = -(-lengths.outputs.max // iterations)  # phases until the pool is as full as it gets
+    inputs, outputs = lengths.sample(BATCH * (stay + PHASES), np.random.default_rng([SEED, iterations]))
+    rule = RraRule(encode_batch=BATCH, decode_iterations=iterations, num_groups=2,
+                   max_active=10**9, kv_tokens=10**9)
+    pool = Pool(name="both", rule=rule, clock=Instant(), stages=(0,), kv_tokens=10**9, padded=True)
+    result = Engine([pool], inputs=inputs, outputs=outputs, reserve_tokens=inputs + outputs,
+                    encode_gives_token=True).run()
+    phase = np.array([step.phase for step in result.pools[0].steps])
+    first = np.array([step.kind is StepKind.DECODE and step.iteration == 1
+                      for step in result.pools[0].steps])
+    steady = (phase >= stay) & (phase < stay + PHASES)
+    decode_batch = result.pools[0].decoded[first & steady].sum() / PHASES
+    found = QueryFlow(lengths, is_encoder_decoder=False).occupancy(iterations, padded=False)
+    assert decode_batch / BATCH == pytest.approx(found.mean_phases, rel=0.01)
