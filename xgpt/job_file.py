@@ -34,7 +34,18 @@ from xgpt.yaml_tree import Field, apply_override, read_tree
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICIES = ("rra", "waa-c", "waa-m", "ft", "dsi", "orca", "vllm", "sarathi")
+# Control variables of each policy, besides tp_degree and tp_gpus.
+CONTROLS = {
+    "rra": ("encode_batch", "decode_iterations", "decode_micro_batches"),
+    "waa-c": ("encode_batch", "decode_micro_batches"),
+    "waa-m": ("encode_batch", "decode_micro_batches"),
+    "ft": ("encode_batch", "decode_micro_batches"),
+    "dsi": ("encode_batch", "decode_micro_batches", "encode_micro_batches"),
+    "orca": ("max_active",),
+    "vllm": ("max_active", "token_budget"),
+    "sarathi": ("max_active", "token_budget"),
+}
+POLICIES = tuple(CONTROLS)
 MAX_COUNT = 10**8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -270,8 +281,23 @@ def _read_schedule(top: Section) -> FixedSchedule:
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
         section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
+    _check_controls(section, schedule)
     section.finish()
     return schedule
+
+
+def _check_controls(section: Section, schedule: FixedSchedule) -> None:
+    """Every variable given is one of the policy's (of RRA's where the policy is left open)."""
+    own = CONTROLS[schedule.policy or "rra"]
+    for name in sorted({name for names in CONTROLS.values() for name in names}):
+        if getattr(schedule, name) is not None and name not in own:
+            others = [policy for policy, names in CONTROLS.items() if name in names]
+            section.reject(name, f"a variable of {', '.join(others)}; {schedule.policy or 'rra'} "
+                                 f"has {', '.join(own)}")
+    parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
+    if schedule.policy == "dsi" and parts and groups and parts % groups:
+        section.reject("encode_micro_batches", f"must be a multiple of decode_micro_batches = "
+                                               f"{groups}")
 
 
 def _read_run(top: Section) -> RunSpec:

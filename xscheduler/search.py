@@ -200,5 +200,7 @@ def _row(admission: Admission, candidate: Candidate, label: str, reason: str) ->
 
 def _refuse_other_policies(problem: Problem) -> None:
     if problem.fixed.policy not in (None, "rra"):
-        raise InputError([Mistake(file="schedule", line=None, key="schedule.policy",
-                                  value=problem.fixed.policy, allowed="known policies: rra")])
+        raise InputError([Mistake(
+            file="schedule", line=None, key="schedule.policy", value=problem.fixed.policy,
+            allowed="rra (or left out): the search knows no other policy in this version; "
+                    "`xgpt simulate` estimates them all")])

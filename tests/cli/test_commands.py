@@ -138,6 +138,7 @@ def test_the_options_are_frozen() -> None:
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
         "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},
-        "simulate": shared | {"--schedule"}, "sweep": shared | {"--bounds"},
+        "simulate": shared | {"--schedule", "--timeline", "--baselines"},
+        "sweep": shared | {"--bounds"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "models": {"--json"},
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from xgpt.errors import EXIT_BAD_INPUT, InputError
 from xgpt.job import Constraint, FixedSchedule, Job, LengthSpec, RunSpec
-from xgpt.job_file import load_job
+from xgpt.job_file import POLICIES, load_job
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 FULL = """\
@@ -200,9 +200,23 @@ def test_one_wrong_value_is_one_mistake(folder: Path, override: str, key: str) -
     assert mistake.startswith(f"None {key}:")
 
 
-@pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
-def test_a_policy_of_a_later_version_is_known_by_name(folder: Path, policy: str) -> None:
-    assert "not in this version" in _mistakes(folder, MINIMAL, f"schedule.policy={policy}")[0]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_known_by_name(folder: Path, policy: str) -> None:
+    path = folder / "job.yaml"
+    path.write_text(MINIMAL)
+    assert load_job(path, [f"schedule.policy={policy}"]).schedule.policy == policy
+
+
+@pytest.mark.parametrize(("schedule", "key", "words"), [
+    ("{token_budget: 512}", "schedule.token_budget", "vllm, sarathi"),
+    ("{policy: waa-c, decode_iterations: 4}", "schedule.decode_iterations", "waa-c has"),
+    ("{policy: orca, encode_batch: 4}", "schedule.encode_batch", "orca has max_active"),
+    ("{policy: dsi, decode_micro_batches: 4, encode_micro_batches: 6}",
+     "schedule.encode_micro_batches", "multiple of decode_micro_batches = 4")])
+def test_a_variable_of_another_policy_is_a_mistake(folder: Path, schedule: str, key: str,
+                                                   words: str) -> None:
+    (mistake,) = _mistakes(folder, MINIMAL, f"schedule={schedule}")
+    assert key in mistake and words in mistake
 
 
 def test_tp_gpus_must_be_whole_groups(folder: Path) -> None:

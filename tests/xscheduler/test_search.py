@@ -177,7 +177,7 @@ def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
 
 
 @pytest.mark.parametrize(("fixed", "what"), [
-    (FixedSchedule(policy="waa"), "known policies: rra"),
+    (FixedSchedule(policy="waa"), "left out"),
     (FixedSchedule(tp_degree=3), "attention heads"),
     (FixedSchedule(tp_degree=2, tp_gpus=3), "multiple"),
     (FixedSchedule(tp_gpus=3), "multiple")])
@@ -224,6 +224,6 @@ def test_opt_13b_summarising_on_four_a40_trades_as_in_the_papers_case_study():
     assert batches == sorted(batches) and batches[0] < batches[2]
     iterations = [s.estimate.decode_iterations for s in schedules]
     assert iterations[3] <= iterations[2] / 2
-    assert all(s.estimate.latency_s <= s.latency_bound_s and s.gap <= 0.006 for s in schedules)
+    assert all(s.estimate.latency_s <= s.latency_bound_s and s.gap <= 0.007 for s in schedules)
     # summed over four searches: a machine-independent stand-in for "well under two seconds"
     assert sum(s.nodes for s in schedules) < 4000

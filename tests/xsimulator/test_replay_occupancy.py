@@ -28,7 +28,8 @@ class Instant:
 def test_decode_batch_over_encode_batch(task, iterations):
     lengths = catalog.task(task)
     stay = -(-lengths.outputs.max // iterations)  # phases until the pool is as full as it gets
-    inputs, outputs = lengths.sample(BATCH * (stay + PHASES), np.random.default_rng([SEED, iterations]))
+    rng = np.random.default_rng([SEED, iterations])
+    inputs, outputs = lengths.sample(BATCH * (stay + PHASES), rng)
     rule = RraRule(encode_batch=BATCH, decode_iterations=iterations, num_groups=2,
                    max_active=10**9, kv_tokens=10**9)
     pool = Pool(name="both", rule=rule, clock=Instant(), stages=(0,), kv_tokens=10**9, padded=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from xgpt.job import Constraint
 from xgpt.report.figures import percent, plain
-from xgpt.report.table import controls, fact, table
+from xgpt.report.table import fact, table
 from xgpt.schedule import Estimate
 from xgpt.units import format_seconds
 
@@ -67,14 +67,31 @@ def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Cons
         if e is None:
             body.append((name.upper(), "-", "-", "-", "none fits and keeps the bound"))
             continue
-        parallel = f", TP {e.tp_degree} on {e.tp_gpus}" if e.tp_degree > 1 else ""
         body.append((name.upper(), plain(e.throughput_qps),
                      f"{e.throughput_qps / first.throughput_qps:.2f}", format_seconds(e.latency_s),
-                     controls(e).partition(": ")[2] + parallel))
-    bound = "no bound" if math.isinf(constraint.latency_s) else format_seconds(
+                     _controls(e)))
+    bound = "any latency" if math.isinf(constraint.latency_s) else format_seconds(
         constraint.latency_s)
-    return table(("policy", "queries/s", "share", "latency", f"configuration ({bound})"), body,
+    return table(("policy", "queries/s", "share", "latency", f"best within {bound}"), body,
                  right=(1, 2, 3))
+
+
+def _controls(e: Estimate) -> str:
+    """Control variables, short enough for a column."""
+    if e.max_active:
+        words = [f"{e.max_active} at a time"]
+        if e.token_budget:
+            words.append(f"{e.token_budget} tokens")
+    else:
+        parts = e.encode_micro_batches > e.decode_micro_batches
+        words = [f"{e.encode_batch} encoded" + (f" in {e.encode_micro_batches}" if parts else "")]
+        if e.policy == "rra":
+            words.append(f"{e.decode_iterations} iterations")
+    if e.decode_micro_batches > 1:
+        words.append(f"{e.decode_micro_batches} groups")
+    if e.tp_degree > 1:
+        words.append(f"TP {e.tp_degree} on {e.tp_gpus}")
+    return ", ".join(words)
 
 
 def _against(closed: float, replayed: float) -> str:

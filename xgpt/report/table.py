@@ -98,7 +98,7 @@ def _step_times(e: Estimate) -> str:
             f"{format_seconds(e.decode_iteration_s)}, period {format_seconds(e.period_s)}")
 
 
-def controls(e: Estimate) -> str:
+def _controls(e: Estimate) -> str:
     """Policy and control variables in a few words."""
     name = e.policy.upper()
     groups = f", in {e.decode_micro_batches} micro-batches" if e.decode_micro_batches > 1 else ""
@@ -114,7 +114,7 @@ def controls(e: Estimate) -> str:
 
 
 def _chosen(e: Estimate) -> str:
-    return f"{controls(e)}; {e.decode_batch:.1f} queries decode at once"
+    return f"{_controls(e)}; {e.decode_batch:.1f} queries decode at once"
 
 
 def _parallel(e: Estimate) -> str:

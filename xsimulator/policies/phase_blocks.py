@@ -42,7 +42,9 @@ class PhaseBlocks:
     active: FloatArray
     context: FloatArray  # [blocks, configs] tokens of each active query
     variance_active: FloatArray
-    log_absent: FloatArray  # such that the mean chance of a step within a block is right
+    # logarithms for each query that a group encodes a phase, such that the mean chance within a
+    # block is right
+    log_absent: FloatArray
     nobody: FloatArray  # log P(none of one query a phase is active)
     own_before: FloatArray  # QueryFlow.own_absent of the latency bound's query
     own_last: FloatArray
@@ -57,8 +59,9 @@ class PhaseBlocks:
 
     def take(self, columns: IntArray, group_batch: FloatArray) -> PhaseBlocks:
         """Those of the given configurations, of that many queries encoded in each group."""
-        size = np.round(np.log2(group_batch)).astype(np.int64)
-        variant = np.clip(size - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
+        place = np.clip(np.log2(group_batch) - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
+        lower = np.minimum(place.astype(np.int64), len(GROUP_OCTAVES) - 2)
+        share = place - lower
         chosen: dict[str, Any] = {}
         most = int(self.blocks[columns].max(initial=1))
         for name in self.__slots__:
@@ -66,8 +69,13 @@ class PhaseBlocks:
             if value is not None and value.ndim > 1:
                 value = value[:most]
             if name in _BY_GROUP:
-                flat = value.reshape(len(value), -1)
-                chosen[name] = flat.take(columns * value.shape[-1] + variant, axis=1)
+                flat, first = value.reshape(len(value), -1), columns * value.shape[-1] + lower
+                left, right = flat.take(first, axis=1), flat.take(first + 1, axis=1)
+                with np.errstate(invalid="ignore"):
+                    between = left + share * (right - left)
+                # one is there for certain (-inf): so it is between, too
+                chosen[name] = np.where(np.isfinite(left) & np.isfinite(right), between,
+                                        np.where(share > 0, np.minimum(left, right), left))
             elif value is not None:
                 chosen[name] = value.take(columns, axis=0 if value.ndim == 1 else 1)
         return PhaseBlocks(**{"maximum_context": None, **chosen})
@@ -131,7 +139,8 @@ class BlockTable:
             "variance_active": mean(occupancy.variance_active),
             "log_absent": absent / groups,
             "nobody": absent[:, GROUP_OCTAVES == 0][:, 0],
-            "own_before": mean(own_before), "own_last": mean(own_last),
+            "own_before": _log(mean(own_before)) / groups,
+            "own_last": _log(mean(own_last)) / groups,
             "removed": mean(occupancy.removed),
             "moved": mean(active * removed_of)}
         if self._padded:

@@ -434,9 +434,10 @@ def _own_steps_s(plan: _Plan, batch: _Batch, loads: _Loads,
     If nobody else is, that is all of the iteration; if nobody else of its group, one step more for
     the slowest stage, as far as the stages are full."""
     blocks = batch.queries
-    absent = np.stack([blocks.own_before, blocks.own_last])
-    if absent.max(initial=0.0) < NEGLIGIBLE:
-        return np.zeros_like(absent)
+    absent = np.exp(batch.group_batch * np.stack([blocks.own_before, blocks.own_last]))
+    absent = np.maximum(absent - NEGLIGIBLE, 0.0)
+    if not absent.any():
+        return absent
     with np.errstate(invalid="ignore"):
         nobody = np.minimum(np.exp(batch.encode_batch * blocks.nobody), absent)
     counts = np.bincount(plan.tables.kind_of)

@@ -70,5 +70,5 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
 def _busy(pool: PoolRecords, begin_s: float, end_s: float) -> FloatArray:
     """[stages] share of the window at work."""
     inside = np.minimum(pool.end_s, end_s) - np.maximum(pool.start_s, begin_s)
-    share: FloatArray = np.clip(inside, 0.0, None).sum(axis=0) / (end_s - begin_s)
-    return share
+    share = np.clip(inside, 0.0, None).sum(axis=0) / (end_s - begin_s)
+    return np.asarray(np.minimum(share, 1.0))  # a sum of many boxes may exceed it by rounding

@@ -1,0 +1,98 @@
+"""`xgpt simulate`: every policy, the replay beside the closed form, pictures, baselines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from xgpt.cli.simulate import simulate
+from xgpt.errors import InputError
+
+OPT_13B = """
+model: opt-13b
+cluster: a40-4
+workload: {requests: {count: 1500}, task: S}
+constraint: {latency_s: 11.5}
+"""
+CONTROLS = {
+    "rra": {"encode_batch": 30, "decode_iterations": 9},
+    "waa-c": {"encode_batch": 6, "decode_micro_batches": 3},
+    "waa-m": {"encode_batch": 6},
+    "ft": {"encode_batch": 90, "decode_micro_batches": 4},
+    "dsi": {"encode_batch": 90, "decode_micro_batches": 4, "encode_micro_batches": 12},
+    "orca": {"max_active": 90},
+    "vllm": {"max_active": 90},
+    "sarathi": {"max_active": 90, "token_budget": 700},
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(OPT_13B)
+    return path
+
+
+def run(job: Path, *arguments: str, **controls: object):
+    sets = [f"--set=schedule.{key}={value}" for key, value in controls.items()]
+    return CliRunner().invoke(simulate, [str(job), *sets, *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("policy", CONTROLS)
+def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, policy) -> None:
+    done = run(job, policy=policy, **CONTROLS[policy])
+    assert done.exit_code == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert f"{policy.upper()}: " in done.stdout and "queries/s" in done.stdout
+    found = json.loads(run(job, "--json", policy=policy, **CONTROLS[policy]).stdout)
+    assert found["policy"] == policy
+    replayed = found["replay"]
+    assert found["throughput_qps"] == pytest.approx(replayed["steady_throughput_qps"], rel=0.1)
+    assert found["latency_s"] == pytest.approx(replayed["steady_latency_s"], rel=0.1)
+    assert replayed["kv_peak_tokens"] > 0 and all(0 < s <= 1 for s in replayed["utilisation"])
+    assert len(replayed["utilisation"]) == len(found["stages"])
+
+
+def test_the_timeline_is_drawn_and_traced(job, tmp_path) -> None:
+    done = run(job, "--timeline", str(tmp_path / "pictures" / "t.svg"), policy="waa-c",
+               **CONTROLS["waa-c"])
+    assert done.exit_code == 0
+    picture = ElementTree.fromstring((tmp_path / "pictures" / "t.svg").read_text("utf-8"))
+    assert picture.tag.endswith("svg")
+    words = "".join(picture.itertext())
+    assert "encode" in words and "decode" in words and "GPU 0" in words
+    with gzip.open(tmp_path / "pictures" / "t.trace.json.gz", "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    kinds = {event["ph"] for event in events}
+    assert {"X", "M", "C"} <= kinds
+    threads = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert len(threads) == 4, "one for each stage"
+
+
+def test_a_baseline_without_variables_is_the_best_within_the_bound(job) -> None:
+    best = json.loads(run(job, "--json", policy="ft").stdout)
+    assert best["latency_s"] <= 11.5 and best["fits"]
+    for batch in (40, 120, 200, 400):
+        other = json.loads(run(job, "--json", policy="ft", encode_batch=batch,
+                               decode_micro_batches=4).stdout)
+        assert other["throughput_qps"] <= best["throughput_qps"] or other["latency_s"] > 11.5
+
+
+def test_variables_that_are_missing_are_named(job) -> None:
+    with pytest.raises(InputError) as caught:
+        run(job, policy="waa-c")
+    assert "schedule.encode_batch" in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        run(job, policy="rra", tp_degree=2)
+    words = str(caught.value)
+    assert all(name in words for name in ("encode_batch", "decode_iterations", "tp_gpus"))
+
+
+def test_a_layout_that_cannot_be_is_refused_in_words(job) -> None:
+    with pytest.raises(InputError, match="groups within one node"):
+        run(job, policy="waa-c", encode_batch=4, tp_degree=4, tp_gpus=4)
