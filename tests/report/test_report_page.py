@@ -14,6 +14,7 @@ from fake_run import HOSTILE_TEXTS, write_fake_run
 
 from xgpt.errors import MissingExtraError
 from xgpt.report import plots
+from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import expected_output_lengths, write_report
 from xgpt.report.words import clean, code_and_prose
 
@@ -183,7 +184,7 @@ def test_without_matplotlib_the_page_says_how_to_get_plots(
     directory = write_fake_run(tmp_path / "out", num_queries=4)
     monkeypatch.setattr(plots, "can_plot", lambda: False)
     page = Page(write_report(directory).read_text(encoding="utf-8"))
-    assert "svg" not in page.tags
+    assert page.tags.count("svg") == 1, "the timeline alone is drawn without matplotlib"
     assert "pip install -c constraints.txt -e '.[report]'" in page.text
     assert "Answers" in page.text
 
@@ -250,3 +251,13 @@ def test_the_pages_policy_stops_requests_and_scripts_that_escaping_let_through(
     dom, console = load_in_browser(leaky, tmp_path / "profile")
     assert "<title>quickstart - xgpt report</title>" in dom
     assert len(console) == 2 and all("Content Security Policy" in line for line in console)
+
+
+@pytest.mark.parametrize(("picture", "is_shown"), [
+    ('<svg class="plot"><title>expected lanes</title></svg>', True),
+    ('<svg class="plot"><script>expected lanes</script></svg>', False), ("expected lanes", False)])
+def test_the_expected_timeline_is_shown_if_it_is_a_picture(
+        tmp_path: Path, picture: str, is_shown: bool) -> None:
+    directory = write_fake_run(tmp_path / "out", num_queries=4)
+    (directory / EXPECTED_TIMELINE).write_text(picture)
+    assert ("expected lanes" in write_report(directory).read_text(encoding="utf-8")) == is_shown

@@ -14,10 +14,12 @@ import numpy as np
 from xgpt.cli.bars import RunBar
 from xgpt.cli.local_profile import threads_per_rank
 from xgpt.cli.options import plain, say
+from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.session import Session, predict
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.launch.local import run_ranks
+from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
 from xgpt.report.table import summary_table
 from xgpt.schedule import Schedule, save_schedule
@@ -49,6 +51,9 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
         save_profile(timing.profile, output / "profile.json")
     write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
     prediction = predict(session, timing, schedule)
+    replayed, _ = replay_steady(session, timing, schedule.estimate)
+    write_atomically(output / EXPECTED_TIMELINE,
+                     steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
     run_file = plan.save()
     contention = Contention()
     _start(session, schedule, run_file, lock)

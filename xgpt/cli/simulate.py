@@ -11,24 +11,18 @@ import click
 import numpy as np
 
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
+from xgpt.cli.replays import names_of, replay_steady, steady_timeline
 from xgpt.cli.session import Session, open_session, timing_of
 from xgpt.errors import InputError, Mistake
-from xgpt.report import timeline
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xsimulator.policies import BASELINES, make_config, make_policy
-from xsimulator.replay.job import replay_job
 from xsimulator.replay.perfetto import write_trace
-from xsimulator.replay.predict import sample_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures, steady_figures
-
-_REPLAYED_QUERIES = 4000  # of a job without a number of its own, at least
-_ROUNDS = 12  # and that many times what is in the system at once: enough for a steady state
-_MOST_REPLAYED = 50_000
+from xsimulator.replay.steady import SteadyFigures
 
 
 @click.command()
@@ -47,7 +41,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
     found = _estimate(session, timing, schedule_file)
-    result, steady = _replay(session, timing, found)
+    result, steady = replay_steady(session, timing, found,
+                                   session.problem.num_queries)
     figures = _figures(result, steady)
     others = _baselines(session, timing) if baselines else {}
     files = _draw(session, found, result, timeline_file) if timeline_file is not None else []
@@ -99,20 +94,6 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
     return estimate
 
 
-def _replay(session: Session, timing: TimingSource,
-            estimate: Estimate) -> tuple[ReplayResult, SteadyFigures | None]:
-    """Of the job's own number of queries, or of enough for a steady state."""
-    problem = session.problem
-    rng = np.random.default_rng(session.job.run.seed)
-    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
-    count = problem.num_queries or min(
-        max(_REPLAYED_QUERIES, math.ceil(_ROUNDS * present)), _MOST_REPLAYED)
-    inputs, outputs = sample_job(problem.lengths, count, rng, session.input_lengths)
-    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
-                        padded=timing.is_padded)
-    return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
-
-
 def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigures:
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
     count, wall_s = len(result.latency_s), result.makespan_s
@@ -140,9 +121,7 @@ def _best(session: Session, policy: Any) -> Estimate | None:
 
 def _draw(session: Session, estimate: Estimate, result: ReplayResult, path: Path) -> list[Path]:
     """The steady state as SVG, the whole replay as a trace."""
-    kind: Any = "GPU" if session.problem.cluster.device.kind == "gpu" else "worker"
-    names = timeline.stage_names(estimate.stages, kind)
     picture, trace = path.with_suffix(".svg"), path.with_suffix(".trace.json.gz")
-    timeline.draw(result, *timeline.steady_window(result), names).write(picture)
-    write_trace(result, trace, names)
+    steady_timeline(session, estimate, result).write(picture)
+    write_trace(result, trace, names_of(session, estimate))
     return [picture, trace]

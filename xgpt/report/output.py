@@ -17,6 +17,8 @@ from typing import Any
 from xgpt.errors import InputError, Mistake
 from xgpt.schedule import Schedule, load_schedule
 
+EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFigures:
@@ -68,6 +70,7 @@ class Output:
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[StepRecord, ...] = ()
+    expected_timeline: str | None = None  # an inline SVG
     remarks: tuple[str, ...] = ()
 
 
@@ -93,8 +96,19 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
                       for i, text, figures in answers),
         errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
         steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
+        expected_timeline=_read_svg(directory / EXPECTED_TIMELINE),
         remarks=tuple(remarks),
     )
+
+
+def _read_svg(path: Path) -> str | None:
+    """A picture that xgpt drew; None where there is none, or it is something else."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    is_picture = text.startswith("<svg") and text.endswith("</svg>") and "<script" not in text
+    return text if is_picture else None
 
 
 def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:

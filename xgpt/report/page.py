@@ -89,6 +89,7 @@ def _context(output: Output) -> dict[str, Any]:
         "plots": _plots(output, metrics),
         "can_plot": plots.can_plot(),
         "timeline": _timeline(output),
+        "expected_timeline": output.expected_timeline,
         "run_facts": _run_facts(output, metrics),
         "profile_facts": _profile_facts(output.profile or {}),
         "answers": output.answers,
@@ -172,7 +173,7 @@ def _timeline(output: Output) -> dict[str, Any] | None:
     """The middle of the run, a few periods long, stage by stage."""
     period_s = output.schedule.estimate.period_s if output.schedule else None
     window = middle_window(output.steps, 3 * period_s if period_s else None)
-    if window is None or not plots.can_plot():
+    if window is None:
         return None
     start_s, end_s = window
     origin_s = min(step.start_s for step in output.steps)
