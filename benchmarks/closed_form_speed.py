@@ -1,10 +1,11 @@
-"""Configurations a second that RRA's closed form evaluates, on one core.
+"""Configurations a second that the closed forms evaluate, on one core.
 
-    python benchmarks/closed_form_speed.py [--runs 5] [--out benchmarks/results]
+    python benchmarks/closed_form_speed.py [--runs 5] [--policy rra] [--out benchmarks/results]
 
-Every tensor plan of a cluster x decode iterations x encode batches, timed by the roofline and by a
-profile of its times at sizes and degrees as one measures them. "Cold": nothing is known yet of the
-lengths or the plans, as at the beginning of a search; "warm": both are.
+Every tensor plan of a cluster x batches x the policy's other control variables, timed by the
+roofline and by a profile of its times at sizes and degrees as one measures them. "Cold": nothing is
+known yet of the lengths or the plans, as at the beginning of a search; "warm": both are. Seconds
+are the processor's, and of the quickest run, so that other work on the machine counts for little.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
 
 import argparse
-import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,13 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import ENCODER_DECODER_ONLY, Operator, TimingSource
-from xscheduler.space import tensor_plans
-from xsimulator.policies.rra import Rra, RraConfigs
+from xscheduler.space import TensorPlan, tensor_plans
+from xsimulator.policies import POLICIES, make_policy
+from xsimulator.policies.iteration import IterationConfig
+from xsimulator.policies.rra import RraConfigs
+from xsimulator.policies.static import StaticConfig
+from xsimulator.policies.waa import WaaConfig
+from xsimulator.waa_plans import pool_ranks
 
 QUERIES = tuple(2**k for k in range(10))
 TOKENS = tuple(2**k for k in range(15))
@@ -50,31 +56,48 @@ AXES = {Operator.LAYER_REST: (TOKENS, (0,)), Operator.EMBED: (TOKENS, (0,)),
 
 
 class Case(NamedTuple):
+    """`batches`: encode batches, or most active queries."""
+
+    policy: str
     model: str
     cluster: str
     task: str
     degrees: tuple[int, ...]
-    batches: tuple[int, ...]
+    batches: Sequence[int]
+    every: int = 1  # of RRA's decode iterations
 
 
-CASES = (Case("opt-13b", "a40-4", "S", (1, 2, 4), tuple(range(1, 129))),
-         Case("gpt3-341b", "a40-48", "G", (1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64, 128)))
+GROUPS = range(1, 9)  # decode micro-batches
+_SMALL = ("opt-13b", "a40-4", "S", (1, 2, 4))
+CASES = (
+    Case("rra", *_SMALL, range(1, 129)),
+    Case("rra", "gpt3-341b", "a40-48", "G", (1, 2, 4, 8), (1, 4, 16, 64), every=8),
+    Case("waa-c", *_SMALL, range(1, 501)),
+    Case("waa-m", *_SMALL, range(1, 501)),
+    Case("ft", *_SMALL, range(1, 501)),
+    Case("dsi", *_SMALL, range(1, 501, 2)),
+    Case("orca", *_SMALL, range(2, 513)),
+    Case("vllm", *_SMALL, range(2, 513, 16)),
+    Case("sarathi", *_SMALL, range(2, 513, 16)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--policy", choices=list(POLICIES))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    lines = ["| model, cluster, task | stages | source | configurations | cold /s | warm /s |",
+    lines = ["| policy | model, cluster, task | source | configurations | cold /s | warm /s |",
              "|---|---|---|---|---|---|"]
     for case in CASES:
+        if arguments.policy not in (None, case.policy):
+            continue
         problem = problem_of(case)
         roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
         sources = {"roofline": roofline, "profile": profiled(problem, roofline, case.degrees)}
         for name, timing in sources.items():
             lines.append(row(case, problem, name, timing, arguments.runs))
-    text = "\n".join([*lines, "", f"Median of {arguments.runs} runs, one core of {cpu()}."])
+    text = "\n".join([*lines, "", f"Quickest of {arguments.runs} runs each, one core of {cpu()}."])
     print(text)
     if arguments.out is not None:
         path = arguments.out / f"closed-form-speed-{time.strftime('%Y-%m-%d')}.md"
@@ -82,17 +105,17 @@ def main() -> None:
 
 
 def row(case: Case, problem: Problem, name: str, timing: TimingSource, runs: int) -> str:
-    configs = grid(case, problem)
+    configs = configs_of(case, problem)
     rates: dict[str, list[float]] = {"cold": [], "warm": []}
     for _ in range(runs):
-        rra = Rra(problem, timing, padded=timing.is_padded)
+        policy = make_policy(case.policy, problem, timing)
         for kind in rates:
-            began = time.perf_counter()
-            rra.evaluate(configs)
-            rates[kind].append(len(configs) / (time.perf_counter() - began))
-    cold, warm = (f"{round(statistics.median(values), -3):,.0f}" for values in rates.values())
-    return (f"| {case.model}, {case.cluster}, {case.task} | up to {problem.cluster.num_devices} "
-            f"| {name} | {len(configs):,} | {cold} | {warm} |")
+            began = time.process_time()
+            policy.evaluate(configs)
+            rates[kind].append(len(configs) / (time.process_time() - began))
+    cold, warm = (f"{float(f'{max(values):.2g}'):,.0f}" for values in rates.values())
+    return (f"| {case.policy} | {case.model}, {case.cluster}, {case.task} | {name} "
+            f"| {len(configs):,} | {cold} | {warm} |")
 
 
 def problem_of(case: Case) -> Problem:
@@ -102,11 +125,28 @@ def problem_of(case: Case) -> Problem:
         constraint=Constraint(latency_s=float("inf")), fixed=FixedSchedule(), default_max_tokens=1)
 
 
-def grid(case: Case, problem: Problem) -> RraConfigs:
-    """Every plan x every N_D x the batches."""
-    plans = tensor_plans(problem.model, problem.cluster, problem.fixed)
-    plans = [plan for plan in plans if plan.tp_degree in case.degrees]
-    iterations = np.arange(1, problem.lengths.outputs.max)
+def configs_of(case: Case, problem: Problem) -> Any:
+    """Every plan x every batch x the policy's own variables."""
+    plans = [plan for plan in tensor_plans(problem.model, problem.cluster, problem.fixed)
+             if plan.tp_degree in case.degrees]
+    if case.policy == "rra":
+        return rra_configs(case, problem, plans)
+    axes = [(batch, plan.tp_degree, plan.tp_gpus) for plan in plans for batch in case.batches]
+    if case.policy in ("orca", "vllm", "sarathi"):
+        return [IterationConfig(max_active=b, tp_degree=d, tp_gpus=n) for b, d, n in axes]
+    if case.policy in ("ft", "dsi"):
+        parts = (1, 2, 3) if case.policy == "dsi" else (None,)
+        return [StaticConfig(encode_batch=b, decode_micro_batches=g, encode_parts=p, tp_degree=d,
+                             tp_gpus=n) for b, d, n in axes for g in GROUPS for p in parts]
+    divided = [plan for plan in plans if any(
+        pool_ranks(problem.cluster, count, plan.tp_degree, plan.tp_gpus)
+        for count in range(1, problem.cluster.num_devices))]
+    return [WaaConfig(encode_batch=b, decode_micro_batches=g, tp_degree=p.tp_degree,
+                      tp_gpus=p.tp_gpus) for p in divided for b in case.batches for g in GROUPS]
+
+
+def rra_configs(case: Case, problem: Problem, plans: Sequence[TensorPlan]) -> RraConfigs:
+    iterations = np.arange(1, problem.lengths.outputs.max, case.every)
     plan, n_d, batch = (axis.ravel() for axis in np.meshgrid(
         np.arange(len(plans)), iterations, np.array(case.batches), indexing="ij"))
     degree, gpus = (np.array([getattr(p, name) for p in plans])[plan]

@@ -58,12 +58,11 @@ class Row:
     rule_qps: float | None
 
 
-def bare_rule_s(estimate: Estimate, mean_input: float, inputs: np.ndarray, outputs: np.ndarray,
-                reserve: np.ndarray) -> float | None:
+def bare_rule_s(estimate: Estimate, outputs: np.ndarray, reserve: np.ndarray) -> float | None:
     """Seconds of RRA's rule alone over the same queries; None for other policies."""
     if estimate.policy != "rra":
         return None
-    (rule,) = rules_for(estimate, mean_input)
+    (rule,) = rules_for(estimate)
     began = time.perf_counter()
     for query, tokens in enumerate(reserve.tolist()):
         rule.submit(query, tokens)
@@ -108,8 +107,7 @@ def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     took = statistics.median(seconds)
     iterations = sum(int(pool.decoded.sum() + pool.encoded.sum()) for pool in result.pools)
     steps = sum(len(pool.steps) for pool in result.pools)
-    rule_s = bare_rule_s(found, problem.lengths.inputs.mean, inputs, outputs,
-                         inputs + problem.lengths.outputs.max)
+    rule_s = bare_rule_s(found, outputs, inputs + problem.lengths.outputs.max)
     return Row(name=name, queries_per_s=count / took, iterations_per_s=iterations / took,
                steps_per_s=steps / took, rows=iterations / steps, tables_s=warm[0] - warm[1],
                rule_qps=count / rule_s if rule_s else None)

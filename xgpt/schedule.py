@@ -76,7 +76,8 @@ class Estimate:
     max_active: int = 0  # ORCA, vLLM, Sarathi: most queries at a time over all groups
     max_in_system: int = 0  # WAA: queries between the start of encoding and the last token
     encode_kv_tokens: int = 0  # WAA: KV entries in the encode pool at most
-    adjustment: float = 0.0  # share by which a batch's input tokens may leave their mean
+    adjustment: float = 0.0  # share by which an encode batch's tokens may leave their mean
+    mean_input_tokens: float = 0.0  # what that mean is reckoned by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,11 @@ from xprofiler.completion import LEAST_S, BoolArray, continued, fill, growing, w
 
 FloatArray = NDArray[np.float64]
 
+IndexArray = NDArray[np.intp]
+
+MANTISSA_BITS = 52  # of a float64
+FINEST_BITS = 10  # leading bits of the mantissa that tell points apart, at most
+FEW_VALUES = 256  # below it a search is as quick
 REFUSED_BEYOND = 4.0  # times the largest measured size: nothing is said about more than that
 
 
@@ -78,44 +83,137 @@ class Grid:
         table[-1:] = growing(table[-1:], along_x=shape.grows_with_x, along_y=False)
         if shape.through_zero and xs[0] > 0 and not shape.is_power:
             self._xs, table = np.append(0.0, self._xs), np.pad(table, ((0, 0), (1, 0)))
-        self._table = table
-        self._at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
+        at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
+        self._columns, self._rows = _Axis(at), _Axis(self._ys) if len(ys) > 1 else None
+        self._cells = (_PowerCells if shape.is_power else _LineCells)(table, at, self._ys)
 
     def __call__(self, x: ArrayLike, y: ArrayLike = 0.0) -> FloatArray:
         """Seconds at (x, y), broadcast."""
         x, y = np.asarray(x, float), np.asarray(y, float)
+        shape = x.shape if x.shape == y.shape else np.broadcast_shapes(x.shape, y.shape)
+        x, y = _once(x), _once(y)
         at = np.log(np.maximum(x, self.xs[0])) if self._shape.is_power else x
         if not self._shape.through_zero:
             at = np.maximum(at, self._xs[0])  # a message smaller than the smallest costs as much
-        column, share_x = _locate(at, self._at)
-        if len(self.ys) == 1:
-            seconds = self._between(0, column, share_x)
+        cell, along_x = self._columns.locate(at)
+        if self._rows is None:
+            seconds = self._cells.in_row(cell, along_x)
         else:
             # below the first y as there; shares stay beyond the last as they are there
-            row, share_y = _locate(np.clip(y, self._ys[0], self._ys[-1]), self._ys)
-            low = self._between(row, column, share_x)
-            seconds = low + share_y * (self._between(row + 1, column, share_x) - low)
+            row, along_y = self._rows.locate(np.clip(y, self._ys[0], self._ys[-1]))
+            cell = cell + row * self._cells.columns
+            seconds = self._cells.between_rows(cell, along_x, along_y)
         if self._shape.is_power:
             seconds = seconds * np.minimum(x / self.xs[0], 1.0)
-        if self._shape.through_zero:
+        if self._shape.through_zero and not self._is_within(x, y):
             seconds = np.where(self._is_refused(x, y), np.inf, seconds)
-        shape = np.broadcast_shapes(x.shape, y.shape)
-        result: FloatArray = (seconds if seconds.shape == shape
-                              else np.broadcast_to(seconds, shape))
-        return result
+        result: FloatArray = np.asarray(seconds)
+        return result if result.shape == shape else np.broadcast_to(result, shape)
+
+    def _is_within(self, x: FloatArray, y: FloatArray) -> bool:
+        """Nothing is refused: what holds nearly always, and is seen quickly."""
+        return bool(x.max(initial=0.0) <= REFUSED_BEYOND * self.xs[-1] and (
+            self._rows is None or y.max(initial=0.0) <= REFUSED_BEYOND * self.ys[-1]))
 
     def _is_refused(self, x: FloatArray, y: FloatArray) -> BoolArray:
         refused = x > REFUSED_BEYOND * self.xs[-1]
-        if self._shape.grows_with_y and len(self.ys) > 1:
+        if self._shape.grows_with_y and self._rows is not None:
             refused = refused | ((y > REFUSED_BEYOND * self.ys[-1]) & (x > 0))
         return np.asarray(refused)
 
-    def _between(self, row: NDArray[np.intp] | int, column: NDArray[np.intp],
-                 share: FloatArray) -> FloatArray:
-        first, second = self._table[row, column], self._table[row, column + 1]
-        if self._shape.is_power:
-            return np.asarray(first * (second / np.maximum(first, LEAST_S)) ** share)
-        return np.asarray(first + share * (second - first))
+
+class _Axis:
+    """Where along ascending points a value lies: for many values by the leading bits of their
+    floats, as a table over these says how many points come before; a comparison settles the rest
+    unless all points lie on such bits' borders."""
+
+    def __init__(self, points: FloatArray) -> None:
+        self._starts, self._inner = points[:-1], points[1:-1]
+        self._following = np.append(self._inner, np.nan)  # no value is past the last
+        self._before: IndexArray | None = None
+        if len(self._inner) and self._inner[0] > 0:
+            self._tabulate()
+
+    def _tabulate(self) -> None:
+        bits = self._inner.view(np.int64)
+        for shift in range(MANTISSA_BITS, MANTISSA_BITS - FINEST_BITS, -1):
+            keys = bits >> shift
+            is_aligned = bool((keys << shift == bits).all())
+            if is_aligned or len(np.unique(keys)) == len(keys):
+                self._shift, self._base, self._is_aligned = shift, keys[0] - 1, is_aligned
+                borders = np.arange(keys[0] - 1, keys[-1] + 1) << shift
+                self._before = bits.searchsorted(borders, side="right")
+            if is_aligned:
+                break
+
+    def locate(self, at: FloatArray) -> tuple[IndexArray, FloatArray]:
+        """(index of the point at or before, distance from there); the first and the last but one
+        where there is none."""
+        if self._before is None or at.size < FEW_VALUES:
+            index = self._inner.searchsorted(at, side="right")
+        else:
+            key = at.view(np.int64) >> self._shift
+            key -= self._base
+            index = self._before.take(key, mode="clip")
+            if not self._is_aligned:
+                index += at >= self._following.take(index)
+        return index, at - self._starts.take(index)
+
+
+class _LineCells:
+    """Between the corners of a cell: bilinear, as a value and its rises along x, y and both."""
+
+    def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray) -> None:
+        """`table` [y, x]; `at` what x is linear in."""
+        self.columns = len(at) - 1
+        widths = np.diff(at)  # none where the only point is at 0
+        along_x = np.diff(table, axis=1) / np.where(widths > 0, widths, 1.0)
+        self._start, self._along_x = table[:, :-1].ravel(), along_x.ravel()
+        if len(ys) > 1:
+            heights = np.diff(ys)[:, None]
+            self._along_y = (np.diff(table[:, :-1], axis=0) / heights).ravel()
+            self._along_both = (np.diff(along_x, axis=0) / heights).ravel()
+
+    def in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
+        """`along_x`: from the point before."""
+        seconds = self._along_x.take(cell)
+        seconds *= along_x
+        seconds += self._start.take(cell)
+        return seconds
+
+    def between_rows(self, cell: IndexArray, along_x: FloatArray,
+                     along_y: FloatArray) -> FloatArray:
+        """`along_y`: from the row before."""
+        seconds = self._along_both.take(cell)
+        seconds *= along_x
+        seconds += self._along_y.take(cell)
+        seconds *= along_y
+        seconds += self.in_row(cell, along_x)
+        return seconds
+
+
+class _PowerCells:
+    """Between the points of a row a power of x, a line between two rows."""
+
+    def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray) -> None:
+        """As _LineCells; `at` the logarithms of x."""
+        self.columns = len(at) - 1
+        first, second = table[:, :-1], table[:, 1:]
+        self._start = first.ravel()
+        self._ratio = (second / np.maximum(first, LEAST_S)).ravel()
+        self._widths = np.tile(np.diff(at), len(table))
+        self._heights = np.repeat(np.diff(ys), self.columns) if len(ys) > 1 else np.ones(1)
+
+    def in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
+        """As _LineCells.in_row."""
+        share = along_x / self._widths.take(cell)
+        return np.asarray(self._start.take(cell) * self._ratio.take(cell) ** share)
+
+    def between_rows(self, cell: IndexArray, along_x: FloatArray,
+                     along_y: FloatArray) -> FloatArray:
+        """As _LineCells.between_rows."""
+        low, high = self.in_row(cell, along_x), self.in_row(cell + self.columns, along_x)
+        return np.asarray(low + along_y / self._heights.take(cell) * (high - low))
 
 
 def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,
@@ -133,8 +231,8 @@ def interpolation_errors(x: Sequence[float], seconds: Sequence[float], *,
     return errors
 
 
-def _locate(at: FloatArray, grid: FloatArray) -> tuple[NDArray[np.intp], FloatArray]:
-    """(index of the grid point at or before, share of the way to the next; beyond 1 after it)."""
-    index = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
-    start = grid[index]
-    return index, (at - start) / (grid[index + 1] - start)
+def _once(values: FloatArray) -> FloatArray:
+    """`values` without its repetitions along axes it was broadcast along."""
+    if 0 not in values.strides:
+        return values
+    return values[tuple(slice(0, 1) if step == 0 else slice(None) for step in values.strides)]

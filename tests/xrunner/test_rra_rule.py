@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import Step, StepKind
 
@@ -92,3 +95,25 @@ def test_reserved_tokens_never_exceed_a_groups_share() -> None:
     rule.finish = watch  # type: ignore[method-assign]
     drive(rule, dict.fromkeys(range(12), 5))
     assert max(drive_limits) == 80  # two queries of 20 in each group's 50
+
+
+def test_encode_steps_are_even_and_the_mean_stays_as_planned():
+    """The workload adjustment: steps of 12 queries each, inputs from 1 to 500 tokens."""
+    inputs = np.random.default_rng(4).integers(1, 501, 24_000).tolist()
+    mean, counts, tokens = sum(inputs) / len(inputs), [], []
+    rule = RraRule(encode_batch=24, decode_iterations=1, num_groups=2, max_active=1000,
+                   kv_tokens=10**9, sizer=BatchSizer(mean_input=mean, adjustment=0.1))
+    for query, length in enumerate(inputs):
+        assert rule.submit(query, length, length)
+    while rule.next_group() is not None:
+        step = rule.decide()
+        if step is None or step.kind is StepKind.DECODE:
+            continue
+        counts.append(len(step.joined))
+        tokens.append(sum(inputs[query] for query in step.joined))
+        for query in step.joined:
+            rule.finish(query)
+    away = np.abs(np.array(tokens[:-1]) / (12 * mean) - 1)
+    assert np.quantile(away, 0.95) <= 0.1 and away.max() <= 250 / (12 * mean)
+    assert np.mean(counts[:-1]) == pytest.approx(12, rel=0.01)
+    assert max(counts) <= 24

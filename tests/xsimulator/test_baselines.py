@@ -14,6 +14,7 @@ from xgpt.job import Constraint, FixedSchedule
 from xgpt.problem import Problem
 from xprofiler.roofline import Roofline
 from xsimulator import baselines
+from xsimulator.policies.iteration import IterationConfig, Orca, Sarathi, Vllm
 from xsimulator.policies.rra import EstimateArrays
 from xsimulator.policies.static import Dsi, Ft, StaticConfig
 
@@ -56,6 +57,31 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
         assert policy is Dsi or found.encode_micro_batches == found.decode_micro_batches
         # climbing may end on another top: never more than half a percent below the highest
         assert found.throughput_qps >= 0.995 * most, f"{bound_s = }"
+
+
+@pytest.mark.parametrize("policy", [Orca, Vllm, Sarathi])
+def test_nothing_that_a_finer_grid_finds_is_better(policy):
+    ours = static_of(policy, 90)
+    budgets = [0] if policy is Orca else [64, 96, 128, 160, 200, 256, 320, 400, 512, 640, 800, 1024,
+                                          1280, 1600, 2048, 3000, 4096, 8192]
+    configs = [IterationConfig(max_active=most, tp_degree=degree, tp_gpus=gpus, token_budget=budget)
+               for most, budget, (degree, gpus) in itertools.product(range(1, 91), budgets, PLANS)]
+    figures = ours.evaluate(configs)
+    for bound_s in (*np.quantile(figures.latency_s, [0.05, 0.3, 0.7]), math.inf):
+        found = baselines.best(ours, bound_s, plans=PLANS)
+        is_admissible = (figures.fits & (figures.latency_s <= bound_s)
+                         & (figures.present <= 90 + 1e-9))
+        assert found is not None and found.fits and found.latency_s <= bound_s
+        assert found.throughput_qps >= 0.99 * figures.throughput_qps[is_admissible].max()
+
+
+def test_what_is_ruled_out_by_limits_is_not_evaluated():
+    hill = LimitedHill()
+    assert baselines.best(hill, math.inf, plans=PLANS) == Point(
+        size=137, parts=8, tp_degree=4, tp_gpus=4)
+    all_seen = Hill()
+    baselines.best(all_seen, math.inf, plans=PLANS)
+    assert len(hill.seen) < 0.7 * len(all_seen.seen)
 
 
 def test_none_where_no_configuration_is_quick_enough():
@@ -114,6 +140,14 @@ class Hill:
 
     def estimate(self, config):
         return config
+
+
+class LimitedHill(Hill):
+    """Says beforehand what no point exceeds."""
+
+    def limits(self, configs):
+        figures = Hill().evaluate(configs)
+        return figures.throughput_qps + 2, figures.latency_s - 1
 
 
 def test_climbs_to_the_top_that_the_constraints_leave():

@@ -13,23 +13,27 @@ from xgpt.job import Constraint, FixedSchedule
 from xgpt.lengths import JointLengths, empirical
 from xgpt.problem import Problem
 from xprofiler.roofline import Roofline
+from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
 from xsimulator.policies import continuous
-from xsimulator.policies.in_flight import intervals
+from xsimulator.policies.in_flight import intervals, least_intervals
 from xsimulator.policies.iteration import IterationConfig, Orca, Sarathi, Vllm, geometric
-from xsimulator.policies.paged_walk import equally_likely
+from xsimulator.policies.paged_walk import WalkTable, equally_likely, walk
 from xsimulator.replay.job import replay_job
+from xsimulator.replay.steady import steady_figures
 
 POLICIES = {"orca": (Orca, orca_rule), "vllm": (Vllm, vllm_rule),
             "sarathi": (Sarathi, sarathi_rule)}
 
 
-def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None):
+def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind="sequence",
+               quantile=0.99):
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster), dtype="float16",
         lengths=lengths or catalog.task(task), num_queries=None, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=math.inf, kind="sequence"), default_max_tokens=1)
+        constraint=Constraint(latency_s=math.inf, kind=kind, quantile=quantile),
+        default_max_tokens=1)
 
 
 def policy_of(name, problem, **options):
@@ -75,6 +79,23 @@ def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config
     assert found.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.08)
 
 
+QUERIES_CASES = [
+    ("orca", 60, 0), ("vllm", 90, 2048), ("sarathi", 90, 512),
+]
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.95])
+@pytest.mark.parametrize(("name", "max_active", "token_budget"), QUERIES_CASES)
+def test_latency_of_all_queries_agrees_with_the_replay(name, max_active, token_budget, quantile):
+    problem = problem_of(kind="queries", quantile=quantile)
+    found = policy_of(name, problem).estimate(IterationConfig(
+        max_active=max_active, tp_degree=4, tp_gpus=4, token_budget=token_budget))
+    result, _ = replayed(name, problem, found, 3000, padded=True)
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert steady is not None
+    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_fits_never_holds_more_than_its_budget(name):
     problem = problem_of()
@@ -104,6 +125,34 @@ def test_arrays_equal_one_configuration_at_a_time(name):
         assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
         assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
         assert together.fits[row] == alone.fits
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_betters_its_limits(name):
+    policy = policy_of(name, problem_of())
+    configs = [IterationConfig(max_active=m, tp_degree=t, tp_gpus=g, token_budget=b)
+               for m in (1, 3, 9, 40, 200, 900) for t, g in ((1, 0), (2, 2), (4, 4))
+               for b in (300, 2000)]
+    figures, (qps, latency_s) = policy.evaluate(configs), policy.limits(configs)
+    assert (figures.throughput_qps[figures.fits] <= 1.001 * qps[figures.fits]).all()
+    assert (figures.latency_s[figures.fits] >= 0.999 * latency_s[figures.fits]).all()
+    assert np.median(figures.throughput_qps / qps) > 0.8, "limits that rule something out"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_sizes_beyond_those_measured_are_said_and_beyond_four_times_refused(name):
+    policy = policy_of(name, problem_of())
+    config = IterationConfig(max_active=64, tp_degree=4, tp_gpus=4)
+    plain = policy.estimate(config)
+    for most, is_refused in ((40.0, False), (10.0, True)):
+        policy.timing.reach = lambda operator, tp_degree, most=most: Reach(
+            x=most if operator.value == "decode_attention" else math.inf, y=math.inf)
+        found, arrays = policy.estimate(config), policy.evaluate([config])
+        assert arrays.stretch[0] == pytest.approx(64 / most, rel=0.1)
+        assert any("extrapolated" in note for note in found.notes)
+        assert found.throughput_qps == (0 if is_refused else plain.throughput_qps)
+        assert found.latency_s == (math.inf if is_refused else plain.latency_s)
+    assert not any("extrapolated" in note for note in plain.notes)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -164,6 +213,19 @@ def test_unequal_steps_in_flight_hold_each_other_up():
     assert 1.1 * mean < found.any_s[0] < 20, "in flight: more, but less than if all were long"
 
 
+def test_no_order_of_steps_is_quicker_than_the_least():
+    rng = np.random.default_rng(0)
+    plain, encode = rng.uniform(1, 2, (40, 3)), rng.uniform(1, 9, (40, 24, 3))
+    share, groups = rng.uniform(0, 1, 40), rng.integers(1, 7, 40)
+    args = (plain, encode, share, groups, [0, 1, 1, 1, 1, 2])
+    found, least = intervals(*args), least_intervals(*args)
+    assert (found.any_s >= 0.99 * least.any_s).all()
+    alone = groups == 1
+    assert found.any_s[alone] == pytest.approx(least.any_s[alone])
+    own = intervals(plain[:, args[4]], encode[:, :, args[4]], share, groups)
+    assert found.any_s == pytest.approx(own.any_s), "kinds are stages that cost the same"
+
+
 def test_places_are_as_many_as_fit_in_the_mean():
     rng = np.random.default_rng(0)
     sizes = np.cumsum(rng.normal(100, 30, (4000, 60)), axis=1)
@@ -204,3 +266,25 @@ def test_steps_become_equally_likely_sizes_with_the_same_mean():
     assert share == pytest.approx((tokens > 0).mean(axis=1))
     assert share * sizes.mean(axis=1) == pytest.approx(tokens.mean(axis=1))
     assert (np.diff(sizes, axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_walks_between_points_of_the_table_are_as_if_walked(is_chunked):
+    flow = continuous.Flow(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
+    held = float(continuous.blocks_tokens(flow.present.context - 1))
+
+    def walked(slots, room, budget):
+        return walk(slots=slots, room=room, budget=budget, is_chunked=is_chunked, held=held,
+                    iterations=flow.present.iterations, input_sizes=flow.input_sizes,
+                    last_sizes=flow.last_sizes, sizes=continuous.SIZES)
+
+    rng = np.random.default_rng(0)
+    holds = np.exp(rng.uniform(np.log(5), np.log(300), 50))
+    sizes = (np.rint(holds * rng.uniform(0.8, 3, 50)), holds * held, rng.uniform(200, 3000, 50))
+    table = WalkTable(walked, held=held, is_chunked=is_chunked, sizes=continuous.SIZES)
+    direct, found = walked(*sizes), table(*sizes)
+    error = np.abs(found.running / direct.running - 1)
+    assert np.median(error) < 0.01 and error.max() < 0.06
+    encoded = [w.share * w.tokens.mean(axis=1) for w in (direct, found)]
+    assert np.median(np.abs(encoded[1] / encoded[0] - 1)) < 0.03
+    assert (found.running <= 1.01 * sizes[1] / held + 4).all()

@@ -13,20 +13,20 @@ from xrunner.rules.static import static_rule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import waa_rules
 
-_RULES: dict[str, Callable[[Estimate, float], tuple[BatchingRule, ...]]] = {
-    "rra": lambda estimate, _: (rra_rule(estimate),),
+_RULES: dict[str, Callable[[Estimate], tuple[BatchingRule, ...]]] = {
+    "rra": lambda estimate: (rra_rule(estimate),),
     "waa-c": waa_rules,
     "waa-m": waa_rules,
-    "ft": lambda estimate, _: (static_rule(estimate),),
-    "dsi": lambda estimate, _: (static_rule(estimate),),
-    "orca": lambda estimate, _: (orca_rule(estimate),),
-    "vllm": lambda estimate, _: (vllm_rule(estimate),),
-    "sarathi": lambda estimate, _: (sarathi_rule(estimate),),
+    "ft": lambda estimate: (static_rule(estimate),),
+    "dsi": lambda estimate: (static_rule(estimate),),
+    "orca": lambda estimate: (orca_rule(estimate),),
+    "vllm": lambda estimate: (vllm_rule(estimate),),
+    "sarathi": lambda estimate: (sarathi_rule(estimate),),
 }
 
 
-def rules_for(estimate: Estimate, mean_input: float) -> tuple[BatchingRule, ...]:
-    """One per pool, in the order of their stages. `mean_input`: tokens of an input in the mean."""
+def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:
+    """One per pool, in the order of their stages."""
     if estimate.policy not in _RULES:
         raise UnknownNameError("policy", estimate.policy, _RULES)
-    return _RULES[estimate.policy](estimate, mean_input)
+    return _RULES[estimate.policy](estimate)

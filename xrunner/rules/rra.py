@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import islice
 
 from xgpt.schedule import Estimate
+from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -19,15 +21,17 @@ class RraRule:
     """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each."""
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
-                 max_active: int, kv_tokens: int) -> None:
-        """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share."""
+                 max_active: int, kv_tokens: int, sizer: BatchSizer | None = None) -> None:
+        """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
+        `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries)."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.encode_batch = encode_batch
         self.decode_iterations = decode_iterations
         self.num_groups = num_groups
         self.group_max_active = max(math.ceil(max_active / num_groups), 1)
         self.group_kv_tokens = kv_tokens // num_groups
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._sizer = sizer or BatchSizer(mean_input=0.0)
+        self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
         self._reserved = [0] * num_groups
         self._group_of: dict[int, int] = {}
@@ -62,7 +66,7 @@ class RraRule:
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:
             return False
-        self._waiting.append((query, reserve_tokens))
+        self._waiting.append((query, reserve_tokens, input_tokens))
         return True
 
     def next_group(self) -> int | None:
@@ -96,10 +100,13 @@ class RraRule:
         return StepKind.ENCODE if self._iteration == 0 else StepKind.DECODE
 
     def _admit(self, group: int) -> tuple[int, ...]:
-        room = self.group_max_active - len(self._active[group])
+        room, quota = self.group_max_active - len(self._active[group]), self.quota(
+            group, self._phase)
+        first = islice(self._waiting, self._sizer.most(quota))
+        wanted = self._sizer.count([tokens for _, _, tokens in first], quota) if quota else 0
         joined = []
-        for _ in range(min(self.quota(group, self._phase), room, len(self._waiting))):
-            query, reserve = self._waiting[0]
+        for _ in range(min(wanted, room)):
+            query, reserve, _ = self._waiting[0]
             if self._reserved[group] + reserve > self.group_kv_tokens:
                 break  # keep the input's order: a smaller query behind does not overtake
             self._waiting.popleft()
@@ -129,9 +136,11 @@ def rra_rule(estimate: Estimate) -> RraRule:
     group can always take one phase's new queries.
     """
     groups = estimate.decode_micro_batches
-    mean, new = estimate.decode_batch / groups, math.ceil(estimate.encode_batch / groups)
+    sizer = BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
+    mean = estimate.decode_batch / groups
+    new = sizer.most(math.ceil(estimate.encode_batch / groups))
     return RraRule(
         encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
         num_groups=groups, max_active=groups * (math.ceil(mean + 3 * math.sqrt(mean)) + new),
-        kv_tokens=estimate.kv_tokens,
+        kv_tokens=estimate.kv_tokens, sizer=sizer,
     )

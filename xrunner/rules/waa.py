@@ -179,12 +179,11 @@ class WaaDecodeRule:
         self._reserved -= self._active[self._group_of.pop(query)].pop(query)
 
 
-def waa_rules(estimate: Estimate, mean_input: float) -> tuple[WaaEncodeRule, WaaDecodeRule]:
-    """The rules that execute `estimate`. `mean_input`: tokens of an input in the mean, which
-    encode batches are kept near."""
+def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
+    """The rules that execute `estimate`."""
     stages = sum(stage.role == "encode" for stage in estimate.stages)
     groups = estimate.decode_micro_batches
-    sizer = BatchSizer(mean_input=mean_input, adjustment=estimate.adjustment)
+    sizer = BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
     return (
         WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 1, sizer=sizer,
                       max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens,

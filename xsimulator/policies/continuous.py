@@ -1,4 +1,5 @@
-"""How many queries a group of a continuously batching engine holds, and what its steps encode.
+"""How many queries a group of a continuously batching engine holds, what its steps encode, and how
+long they take.
 
 The queue never runs empty. Symbols: D = decode iterations of a query, L = its input tokens, n =
 queries present in a group, a = queries encoded per decode step. Little's law: every query is
@@ -8,15 +9,22 @@ binomial, each of the n being at its last iteration with chance 1 / E[D].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
-from xgpt.lengths import FloatArray, JointLengths, Lengths
+from xgpt.lengths import FloatArray, IntArray, JointLengths, Lengths
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
-from xsimulator.policies.paged_walk import Walk, equally_likely
+from xsimulator.occupancy import Occupancy, expected_maximum
+from xsimulator.plans import Plan
+from xsimulator.policies.paged_walk import Walk
+from xsimulator.policies.step_tables import StepTables
+from xsimulator.stage_times import PerDegree
 
 SIZES = 24  # equally likely sizes that stand for a distribution of steps
 _COLUMNS = 12  # batches of more queries take their tokens from a normal distribution
@@ -52,6 +60,97 @@ class Load:
     encode_steps: FloatArray  # steps until a query is encoded
     waits: FloatArray  # steps that evictions cost a query
     between: FloatArray  # steps of others that encode, between two of its tokens
+
+    def take(self, rows: IntArray) -> Load:
+        """Of these configurations."""
+        return Load(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Steps:
+    """Step times of one plan; 1 s where not timed."""
+
+    encode_s: FloatArray  # [configs, SIZES, kinds]
+    plain_s: FloatArray  # [configs, kinds]
+    is_timed: NDArray[np.bool_]
+    stretch: FloatArray  # largest size presented over the largest measured; refused beyond 4
+    kind_of: list[int]  # each stage's kind
+
+
+class LoadTimes:
+    """How long the steps of loads take on one plan."""
+
+    def __init__(self, plan: Plan, timing: TimingSource, lengths: JointLengths,
+                 occupancy: Occupancy) -> None:
+        """`occupancy`: of the queries present, of which their context is taken."""
+        self._times, self._timing, self._inputs = plan.times, timing, lengths.inputs
+        self._occupancy = occupancy
+
+    @cached_property
+    def _tables(self) -> StepTables:
+        return StepTables(self._times, self._timing)
+
+    def __call__(self, load: Load) -> Steps:
+        beside, alone = (self._context(n) for n in (load.beside, load.alone))
+        encode_s = self._encode_s(load, beside)
+        plain_s = np.stack(self._tables.decode_s(load.alone, alone), axis=-1)
+        stretch = self._stretch(load, np.maximum(beside, alone))
+        is_timed = (np.isfinite(encode_s).all(axis=(1, 2)) & np.isfinite(plain_s).all(axis=1)
+                    & (stretch <= REFUSED_BEYOND))
+        encode_s[~is_timed], plain_s[~is_timed] = 1.0, 1.0
+        return Steps(encode_s=encode_s, plain_s=plain_s, is_timed=is_timed, stretch=stretch,
+                     kind_of=self._tables.kind_of)
+
+    def _encode_s(self, load: Load, context: FloatArray) -> FloatArray:
+        """[configs, SIZES, kinds] of steps that encode, beside decoding where that has `context`
+        tokens a query."""
+        times, tables, kind_of = self._times, self._tables, self._tables.kind_of
+        attention, queries = self._attention_s(load), load.beside[:, None]
+        if times.is_encoder_decoder:  # one after the other
+            encode = tables.encode_s(load.tokens, load.encoded, attention)
+            decode = tables.decode_s(queries, context[:, None])
+            return np.stack([a + np.where(queries > 0, b - times.overhead_s, 0.0)
+                             for a, b in zip(encode, decode, strict=True)], axis=-1)
+        # all rows together, attention apart
+        encode = tables.encode_s(load.tokens + queries, load.encoded + queries, attention)
+        own = times.decode_attention_s(queries, context[:, None])
+        stages = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
+        return np.stack([
+            seconds + own[times.stages[stage].tp_degree] * times.decoder_layers[stage]
+            for seconds, stage in zip(encode, stages, strict=True)], axis=-1)
+
+    def _attention_s(self, load: Load) -> PerDegree:
+        """Of what one step encodes, in one layer."""
+        single = self._times.attention_s(load.tokens, 1.0)
+        several = self._times.mean_attention_s(self._inputs, load.encoded)
+        is_single, mean = load.encoded < 1.5, self._inputs.mean
+        return {degree: np.where(is_single, single[degree], load.tokens / mean * several[degree])
+                for degree in single}
+
+    def _context(self, queries: FloatArray) -> FloatArray:
+        """Tokens of context that each of so many decoding queries is charged."""
+        occupancy = self._occupancy
+        mean = np.full_like(queries, occupancy.context[0] / max(occupancy.active[0], 1e-12))
+        if occupancy.maximum_context is None:
+            return mean
+        return np.maximum(mean, expected_maximum(
+            occupancy.maximum_context, queries[:, None])[:, 0])
+
+    def _stretch(self, load: Load, context: FloatArray) -> FloatArray:
+        is_apart = self._times.is_encoder_decoder
+        encode = Operator.ENCODER_REST if is_apart else Operator.LAYER_REST
+        beside = np.zeros_like(load.beside) if is_apart else load.beside
+        decoding = np.maximum(load.beside, load.alone)
+        heads = np.maximum(load.alone, beside + load.encoded.max(axis=1))
+        tokens = load.tokens.max(axis=1) + beside
+        found = np.zeros(len(context))
+        for degree in self._times.degrees:
+            rest, head, decode, attend = (self._timing.reach(op, degree) for op in (
+                encode, Operator.HEAD, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION))
+            for size, measured in ((tokens, rest.x), (heads, head.x), (decoding, decode.x),
+                                   (context, decode.y), (self._inputs.max, attend.x)):
+                found = np.maximum(found, np.asarray(size, float) / measured)
+        return found
 
 
 class Flow:
@@ -224,9 +323,8 @@ def scaled(found: Walk, rate: FloatArray,
             mean_input: float) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(share of steps that encode, tokens, queries) of a walk, in the mean exactly what `rate`
     queries a step need: a walk's own draws are too few for that."""
-    share, tokens, joined = equally_likely(found.tokens, found.joined, SIZES)
     wanted = rate * mean_input * (1 + found.again)
-    ratio = wanted / np.maximum(share * tokens.mean(axis=1), 1e-12)
-    more_often = np.clip(ratio, share, 1 / np.maximum(share, 1e-12))
-    share = np.minimum(share * more_often, 1.0)
-    return share, tokens * (ratio / more_often)[:, None], joined
+    ratio = wanted / np.maximum(found.share * found.tokens.mean(axis=1), 1e-12)
+    more_often = np.clip(ratio, found.share, 1 / np.maximum(found.share, 1e-12))
+    share = np.minimum(found.share * more_often, 1.0)
+    return share, found.tokens * (ratio / more_often)[:, None], found.joined

@@ -19,8 +19,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
@@ -29,16 +31,17 @@ from xgpt.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
-from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.occupancy import Occupancy, QueryFlow
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies import continuous
-from xsimulator.policies.continuous import Load
-from xsimulator.policies.in_flight import Intervals, intervals
-from xsimulator.policies.paged_walk import Walk, walk
+from xsimulator.policies.continuous import Load, LoadTimes, Steps
+from xsimulator.policies.in_flight import Intervals, intervals, least_intervals
+from xsimulator.policies.paged_walk import Walk, WalkTable, walk
 from xsimulator.policies.rra import EstimateArrays
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
 GRID_RATIO = 1.1
+LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone
 MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides who is present
 
 
@@ -53,15 +56,27 @@ class IterationConfig:
     token_budget: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """[configs] what configurations hold; `load` of one of their groups."""
+
+    groups: IntArray
+    kv_tokens: FloatArray
+    fits: NDArray[np.bool_]
+    load: Load
+
+
 class _IterationLevel(ABC):
     """Evaluates configurations of one problem."""
 
     name: str
+    alternates = False  # a step that encodes is followed by one that decodes, in each group
 
     def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True) -> None:
         """`padded`: see xsimulator.policies.rra.Rra."""
         self.problem, self.timing, self._padded = problem, timing, padded
         self.plans = Plans(problem, timing)
+        self._times: dict[tuple[int, int], LoadTimes] = {}
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_output_tokens=problem.default_max_tokens)
@@ -104,24 +119,38 @@ class _IterationLevel(ABC):
 
     def evaluate(self, configs: Sequence[IterationConfig]) -> EstimateArrays:
         """Figures of every configuration; vectorised over those of one plan."""
-        columns: dict[str, FloatArray] = {}
-        for key, rows in _by_plan(configs).items():
-            part = [configs[row] for row in rows]
-            figures = self._figures(self.plans.both(*key), part)
-            for name, values in figures.items():
-                columns.setdefault(name, np.empty(len(configs)))[rows] = values
+        columns = self._figures(configs)
         fits = columns.pop("fits") > 0
         return EstimateArrays(fits=fits, **{name: columns[name] for name in (
             "throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch", "present",
             "kv_tokens", "memory_bytes", "stretch")})
 
+    def limits(self, configs: Sequence[IterationConfig]) -> tuple[FloatArray, FloatArray]:
+        """(throughput_qps, latency_s) that `evaluate` does not better: steps never wait for each
+        other. Much quicker where pipelines are long."""
+        qps, latency_s = np.zeros(len(configs)), np.full(len(configs), np.inf)
+        held = self._held(configs)
+        for key, rows in _by_plan(configs).items():
+            load, groups = held.load.take(rows), held.groups[rows]
+            steps = self._steps(key, load)
+            least = least_intervals(steps.plain_s, steps.encode_s, load.share, groups,
+                                    steps.kind_of)
+            is_timed = steps.is_timed & held.fits[rows]
+            qps[rows] = np.where(is_timed, groups * load.per_step / least.any_s, 0.0)
+            latency_s[rows] = np.where(is_timed, LEAST_LATENCY * self._latency(load, least),
+                                       np.inf)
+        return qps, latency_s
+
     def estimate(self, config: IterationConfig) -> Estimate:
         """One configuration as the artefact that is shown, and executed."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
-        found = {name: float(values[0]) for name, values in self._figures(plan, [config]).items()}
+        found = {name: float(values[0]) for name, values in self._figures([config]).items()}
         per_stage = self._memory_bytes(plan, [config], np.array([found["kv_tokens"]]))[0]
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
             plan.stages, per_stage, strict=True) for rank in stage.ranks}
+        notes = [f"times: {self.timing.provenance()}"]
+        if found["stretch"] > 1:
+            notes.append(f"extrapolated: sizes up to {found['stretch']:.2g} times those measured")
         return Estimate(
             policy=self.name, encode_batch=max(round(found["encode_batch"]), 1),
             decode_batch=found["decode_batch"], decode_iterations=1,
@@ -132,8 +161,8 @@ class _IterationLevel(ABC):
             decode_iteration_s=found["decode_s"], period_s=found["period_s"],
             memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(found["kv_tokens"]),
-            fits=bool(found["fits"]), stages=plan.stages,
-            notes=(f"times: {self.timing.provenance()}",), max_active=config.max_active,
+            fits=bool(found["fits"]), stages=plan.stages, notes=tuple(notes),
+            max_active=config.max_active,
             token_budget=self.budget_of(config.token_budget) if self._has_budget else 0)
 
     def _useful(self, configs: list[IterationConfig]) -> list[IterationConfig]:
@@ -151,30 +180,47 @@ class _IterationLevel(ABC):
                     found.append(config)
         return found
 
-    def _figures(self, plan: Plan, configs: Sequence[IterationConfig]) -> dict[str, FloatArray]:
-        groups = _groups(plan, configs)
-        kv_tokens, fits = self._kv_tokens(plan, configs)
-        slots = _slots(configs, groups)
+    def _held(self, configs: Sequence[IterationConfig]) -> _Held:
+        """One call for all plans: a walk costs the same for many configurations as for one."""
+        groups, fits = np.ones(len(configs), np.int64), np.zeros(len(configs), bool)
+        kv_tokens = np.zeros(len(configs))
+        for key, rows in _by_plan(configs).items():
+            plan, part = self.plans.both(*key), [configs[row] for row in rows]
+            groups[rows] = _groups(plan, part)
+            kv_tokens[rows], fits[rows] = self._kv_tokens(plan, part)
         budget = np.array([self.budget_of(c.token_budget) for c in configs], float)
-        load = self.load(slots, np.floor(kv_tokens / groups), budget)
-        encode_s, plain_s = self._step_s(plan, load)
-        is_timed = np.isfinite(encode_s).all(axis=(1, 2)) & np.isfinite(plain_s).all(axis=1)
-        encode_s[~is_timed], plain_s[~is_timed] = 1.0, 1.0
-        between = intervals(plain_s, encode_s, load.share, groups)
+        load = self.load(_slots(configs, groups), np.floor(kv_tokens / groups), budget)
+        return _Held(groups=groups, kv_tokens=kv_tokens, fits=fits, load=load)
+
+    def _figures(self, configs: Sequence[IterationConfig]) -> dict[str, FloatArray]:
+        held = self._held(configs)
+        columns: dict[str, FloatArray] = {}
+        for key, rows in _by_plan(configs).items():
+            part = [configs[row] for row in rows]
+            figures = self._part_figures(key, part, held.groups[rows], held.load.take(rows))
+            figures["memory_bytes"] = self._memory_bytes(
+                self.plans.both(*key), part, held.kv_tokens[rows]).max(axis=1)
+            for name, values in figures.items():
+                columns.setdefault(name, np.empty(len(configs)))[rows] = values
+        return columns | {"kv_tokens": held.kv_tokens, "fits": held.fits.astype(float)}
+
+    def _part_figures(self, key: tuple[int, int], configs: Sequence[IterationConfig],
+                      groups: IntArray, load: Load) -> dict[str, FloatArray]:
+        """Of configurations of one plan."""
+        steps = self._steps(key, load)
+        between = intervals(steps.plain_s, steps.encode_s, load.share, groups, steps.kind_of,
+                            alternates=self.alternates)
         qps = groups * load.per_step / between.any_s
-        latency = self._latency(load, between)
         figures = {
-            "throughput_qps": np.where(is_timed, qps, 0.0),
-            "latency_s": latency, "period_s": between.any_s, "decode_s": between.plain_s,
-            "encode_s": encode_s.sum(axis=2).mean(axis=1),
-        }
-        figures = {name: values if name == "throughput_qps" else np.where(is_timed, values, np.inf)
+            "latency_s": self._latency(load, between), "period_s": between.any_s,
+            "decode_s": between.plain_s,
+            "encode_s": steps.encode_s[:, :, steps.kind_of].sum(axis=2).mean(axis=1)}
+        figures = {name: np.where(steps.is_timed, values, np.inf)
                    for name, values in figures.items()}
         return figures | {
-            "decode_batch": groups * load.decoding,
-            "present": groups * load.present, "encode_batch": load.encoded.mean(axis=1),
-            "kv_tokens": kv_tokens, "fits": fits.astype(float), "stretch": np.ones(len(configs)),
-            "memory_bytes": self._memory_bytes(plan, configs, kv_tokens).max(axis=1)}
+            "throughput_qps": np.where(steps.is_timed, qps, 0.0), "stretch": steps.stretch,
+            "decode_batch": groups * load.decoding, "present": groups * load.present,
+            "encode_batch": load.encoded.mean(axis=1)}
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
@@ -190,33 +236,15 @@ class _IterationLevel(ABC):
         return (d + load.waits) * np.where(
             beside + alone > 0, seen / np.maximum(beside + alone, 1e-12), between.any_s)
 
-    def _step_s(self, plan: Plan, load: Load) -> tuple[FloatArray, FloatArray]:
-        """Seconds of the steps that encode [configs, SIZES, stages], and of the others."""
-        times = plan.times
-        attention = self._attention_s(plan, load)
-        beside, alone = (self._context(n) for n in (load.beside, load.alone))
-        encode_s = times.mixed_s(
-            load.tokens, load.encoded, attention, load.beside[:, None], beside[:, None])
-        plain_s = times.decode_s(load.alone, alone)
-        return encode_s, plain_s
+    def _steps(self, key: tuple[int, int], load: Load) -> Steps:
+        if key not in self._times:
+            self._times[key] = LoadTimes(self.plans.both(*key), self.timing,
+                                         self.problem.lengths, self._occupancy)
+        return self._times[key](load)
 
-    def _attention_s(self, plan: Plan, load: Load) -> dict[int, FloatArray]:
-        """Of what one step encodes, in one layer, per degree."""
-        mean = self.problem.lengths.inputs.mean
-        single = plan.times.attention_s(load.tokens, 1.0)
-        several = plan.times.mean_attention_s(self.problem.lengths.inputs, load.encoded)
-        is_single = load.encoded < 1.5
-        return {degree: np.where(is_single, single[degree],
-                                 load.tokens / mean * several[degree]) for degree in single}
-
-    def _context(self, queries: FloatArray) -> FloatArray:
-        """Tokens of context that each of so many decoding queries is charged."""
-        occupancy = self.flow.occupancy(1, padded=self._padded)
-        mean = np.full_like(queries, occupancy.context[0] / max(occupancy.active[0], 1e-12))
-        if occupancy.maximum_context is None:
-            return mean
-        return np.maximum(mean, expected_maximum(
-            occupancy.maximum_context, queries[:, None])[:, 0])
+    @cached_property
+    def _occupancy(self) -> Occupancy:
+        return self.flow.occupancy(1, padded=self._padded)
 
     def _kv_tokens(self, plan: Plan,
                    configs: Sequence[IterationConfig]) -> tuple[FloatArray, FloatArray]:
@@ -289,47 +317,70 @@ class Orca(_IterationLevel):
 class _Paged(_IterationLevel):
     """KV in blocks, none reserved for the output."""
 
+    is_chunked: bool  # inputs are encoded in parts, beside decoding
+
     def _most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         """Queries that slots and blocks hold, if blocks did not scatter."""
         flow, inputs = self._load_flow, self.problem.lengths.inputs
         waiting = (inputs.std**2 + inputs.mean**2) / inputs.mean  # the one that finds no room
         room = kv_tokens * (1 - WATERMARK) - waiting / 2
-        held = self._held
+        held = self._tokens_held
         return continuous.most_that_fit(slots, np.maximum(room, held), held,
                                         flow.present.context_std)
 
     @property
-    def _held(self) -> float:
+    def _tokens_held(self) -> float:
         """Tokens in blocks of a query present, before a step adds one."""
         return float(continuous.blocks_tokens(self._load_flow.present.context - 1))
 
-    def _walk(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray, *,
-              is_chunked: bool) -> Walk:
-        flow = self._load_flow
-        return walk(
-            slots=slots, room=kv_tokens, budget=budget, is_chunked=is_chunked, held=self._held,
-            iterations=max(flow.present.iterations, 1e-9), input_sizes=flow.input_sizes,
-            last_sizes=flow.last_sizes)
+    @cached_property
+    def _walks(self) -> WalkTable:
+        flow, iterations = self._load_flow, self._iterations
+
+        def walked(slots: FloatArray, room: FloatArray, budget: FloatArray) -> Walk:
+            return walk(slots=slots, room=room, budget=budget, is_chunked=self.is_chunked,
+                        held=self._tokens_held, iterations=iterations,
+                        input_sizes=flow.input_sizes, last_sizes=flow.last_sizes,
+                        sizes=continuous.SIZES)
+
+        return WalkTable(walked, held=self._tokens_held, is_chunked=self.is_chunked,
+                         sizes=continuous.SIZES)
+
+    @property
+    def _iterations(self) -> float:
+        return max(self._load_flow.present.iterations, 1e-9)
+
+    def _rate(self, found: Walk) -> FloatArray:
+        """Queries that end per step; encoding one again yields a token too."""
+        return found.running / np.maximum(self._iterations - found.evictions,
+                                          self._iterations / 2)
 
 
 class Vllm(_Paged):
     """Encodes whatever has room before it decodes on."""
 
     name = "vllm"
+    is_chunked = False
+    alternates = True
+
+    def budgets(self) -> list[int]:
+        longest = self.problem.lengths.inputs.max
+        return sorted({max(budget, longest) for budget in (512, 1024, 2048, 4096, 8192, 16384)})
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
         flow, inputs = self._load_flow, self.problem.lengths.inputs
-        iterations = max(flow.present.iterations, 1e-9)
+        iterations = self._iterations
         present = self._most_present(slots, kv_tokens)
         chance, counts = continuous.ends_per_step(present, np.full(len(slots), 1 / iterations))
         tokens, waits = flow.batch_tokens(counts), np.zeros(len(slots))
+        rate = present / iterations
         rows = np.flatnonzero(present < MEMORY_BINDS * slots)
         if rows.size:
-            found = self._walk(slots[rows], kv_tokens[rows], budget[rows], is_chunked=False)
-            present[rows] = found.running
+            found = self._walks(slots[rows], kv_tokens[rows], budget[rows])
+            present[rows], rate[rows] = found.running, self._rate(found)
             chance[rows], tokens[rows], counts[rows] = continuous.scaled(
-                found, found.running / iterations, inputs.mean)
-            waits[rows] = found.evicted * iterations / found.running
+                found, rate[rows], inputs.mean)
+            waits[rows] = found.evicted / rate[rows] - found.evictions
         # the input that a step has no room left for is length-biased, and finds half of it free
         filled = np.maximum(budget - (inputs.mean + inputs.std**2 / inputs.mean) / 2, inputs.mean)
         pieces = np.where(tokens > budget[:, None], np.ceil(tokens / filled[:, None]), 1.0)
@@ -338,9 +389,9 @@ class Vllm(_Paged):
         encodes = chance * scale  # per decode step
         share = encodes / (1 + encodes)
         return Load(
-            per_step=present / iterations * (1 - share), share=share, tokens=tokens,
+            per_step=rate * (1 - share), share=share, tokens=tokens,
             encoded=counts, beside=np.zeros(len(slots)), alone=present, waits=waits,
-            ended=present / iterations, decoding=present, present=present,
+            ended=rate, decoding=present, present=present,
             encode_steps=np.ones(len(slots)), between=encodes)
 
     def _decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
@@ -359,16 +410,17 @@ class Sarathi(_Paged):
     """Fills every step to its token budget with chunks of waiting inputs."""
 
     name = "sarathi"
+    is_chunked = True
 
     def budgets(self) -> list[int]:
-        return [256, 512, 1024, 2048, 4096, 8192]
+        return [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
     def budget_of(self, token_budget: int) -> int:
         return token_budget or DEFAULT_TOKEN_BUDGET
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
         flow, mean = self._load_flow, self.problem.lengths.inputs.mean
-        iterations = max(flow.present.iterations, 1e-9)
+        iterations, slots = self._iterations, np.minimum(slots, budget)
         present = self._most_present(slots, kv_tokens)
         rate = present / (iterations + 1)
         chance, counts = continuous.ends_per_step(present, rate / present)
@@ -379,11 +431,11 @@ class Sarathi(_Paged):
         is_full = tokens.max(axis=1) > budget - rate * iterations
         rows = np.flatnonzero((present < MEMORY_BINDS * slots) | is_full)
         if rows.size:
-            found = self._walk(slots[rows], kv_tokens[rows], budget[rows], is_chunked=True)
-            rate[rows] = found.running / iterations
+            found = self._walks(slots[rows], kv_tokens[rows], budget[rows])
+            rate[rows] = self._rate(found)
             chance[rows], tokens[rows], counts[rows] = continuous.scaled(found, rate[rows], mean)
             tokens[rows] = np.minimum(tokens[rows], (budget[rows] - found.running)[:, None])
-            waits[rows] = found.evicted / rate[rows]
+            waits[rows] = found.evicted / rate[rows] - found.evictions
             steps[rows] = found.chunks
             decoding[rows] = alone[rows] = beside[rows] = found.running
         return Load(

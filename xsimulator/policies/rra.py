@@ -29,6 +29,7 @@ from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate, StageAssignment
 from xprofiler.timing import Operator, TimingSource
+from xrunner.rules.batch_sizer import ADJUSTMENT, LEAST_ADJUSTED
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.pipeline import Timeline, Work, sorted_timeline
@@ -134,11 +135,13 @@ class Rra:
     """Evaluates configurations of one problem; keeps what they share."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
-                 exact_iterations: int = EXACT_ITERATIONS) -> None:
+                 adjustment: float = ADJUSTMENT, exact_iterations: int = EXACT_ITERATIONS) -> None:
         """`padded`: decode attention works every query of a micro-batch at the longest context
         among them (our runner); False where a source's engine reads each query's own.
-        `exact_iterations`: phases of up to as many are worked iteration by iteration."""
-        self.problem, self.timing = problem, timing
+        `adjustment`: share by which an encode step's tokens may leave their mean (section 5.2 of
+        the paper; xrunner.rules.batch_sizer). `exact_iterations`: phases of up to as many are
+        worked iteration by iteration."""
+        self.problem, self.timing, self.adjustment = problem, timing, adjustment
         outputs = problem.lengths.outputs
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
@@ -202,6 +205,7 @@ class Rra:
             period_s=period, memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
             fits=max(by_rank.values()) <= self.capacity_bytes, stages=plan.stages,
+            adjustment=self.adjustment, mean_input_tokens=self._input_mean,
             notes=(f"times: {self.timing.provenance()}",
                    *(f"extrapolated: {words}" for words in self.beyond(config))),
         )
@@ -333,6 +337,13 @@ class Rra:
         odd = queries - np.floor(queries)  # that share of the groups encodes one query more
         tokens = queries * self._input_mean
         spread = np.sqrt(queries * self._input_std**2 + odd * (1 - odd) * self._input_mean**2)
+        if self.adjustment > 0:
+            # within the band wherever (uniform), or as near to the mean as whole inputs allow: half
+            # of one, that a cut falls into with a chance in proportion to its length
+            band = self.adjustment * tokens / np.sqrt(3)
+            cut = (self._input_mean + self._input_std**2 / self._input_mean) / np.sqrt(12)
+            share = np.clip(queries - (LEAST_ADJUSTED - 1), 0.0, 1.0)  # of the groups, is adjusted
+            spread += share * (np.minimum(spread, np.maximum(band, cut)) - spread)
         return queries, tokens, tokens + _expected_maximum_z(groups) * spread
 
     def _latency(self, timeline: Timeline, queries: PhaseBlocks,
@@ -441,10 +452,11 @@ def _own_steps_s(plan: _Plan, batch: _Batch, loads: _Loads,
     with np.errstate(invalid="ignore"):
         nobody = np.minimum(np.exp(batch.encode_batch * blocks.nobody), absent)
     counts = np.bincount(plan.tables.kind_of)
+    usual = [np.where(np.isfinite(own), own, 0.0) for own in usual]  # refused: said elsewhere
     through = np.sum([own * count for own, count in zip(usual, counts, strict=True)], axis=0)
     crowd = np.minimum(loads.steps / counts.sum(), 1.0)
     longer: FloatArray = nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0)
-    return np.where(np.isfinite(longer), longer, 0.0)
+    return longer
 
 
 def _expected_maximum_z(count: FloatArray) -> FloatArray:

@@ -13,48 +13,49 @@ from xgpt.lengths import FloatArray
 from xprofiler.timing import Operator, TimingSource
 from xsimulator.stage_times import PerDegree, StageTimes
 
-NODES_PER_OCTAVE = 32  # a straight line's times come out 6e-5 too high at most
+SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
 LEAST = 2.0**-10  # sizes below it count as this
+_SHIFT = 52 - SPLITS  # of a float's bits: what is left says octave and part of it
+_FIRST = int(np.array(LEAST).view(np.int64)) >> _SHIFT
 
 
 class SizeTable:
-    """Seconds [sizes..., columns] of one size, as a table over its logarithm that grows as larger
-    sizes are asked for. Where a node is infinite (refused) the function itself answers."""
+    """Seconds [sizes..., columns] of one size, as a table over nodes that divide each octave
+    evenly, so that a line stays one; it grows as larger sizes are asked for. Where a node is
+    infinite (refused) the function itself answers."""
 
     def __init__(self, function: Callable[[FloatArray], FloatArray]) -> None:
         self._function = function
-        self._octaves = 0
         self._nodes = self._rises = np.empty((0, 0))  # [columns, nodes]
         self._is_finite = True
 
     def __call__(self, sizes: FloatArray) -> FloatArray:
         """[columns, *sizes.shape]."""
-        position = np.log2(np.maximum(sizes, LEAST))
-        position -= np.log2(LEAST)
-        top = float(position.max(initial=0.0))
-        if top >= self._octaves:
-            self._extend(int(top) + 3)
-        position *= NODES_PER_OCTAVE
-        index = position.astype(np.int32)
-        position -= index
+        sizes = np.maximum(sizes, LEAST)
+        index = sizes.view(np.int64) >> _SHIFT
+        beyond = np.left_shift(index, _SHIFT).view(np.float64)  # the node before
+        np.subtract(sizes, beyond, out=beyond)
+        index -= _FIRST
+        top = int(index.max(initial=0))
+        if top >= self._nodes.shape[1]:
+            self._extend(top + (2 << SPLITS))
         found = np.empty((len(self._nodes), *sizes.shape))
         with np.errstate(invalid="ignore"):
             for seconds, nodes, rises in zip(found, self._nodes, self._rises, strict=True):
                 rises.take(index, out=seconds, mode="clip")
-                seconds *= position
-                seconds += nodes.take(index, mode="clip")
+                seconds *= beyond
+                seconds += nodes.take(index)
         if not self._is_finite:
             unsure = ~np.isfinite(found).all(axis=0)
             found[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
         return found
 
-    def _extend(self, octaves: int) -> None:
-        self._octaves = octaves
-        sizes = LEAST * 2.0 ** (np.arange(octaves * NODES_PER_OCTAVE + 1) / NODES_PER_OCTAVE)
+    def _extend(self, count: int) -> None:
+        sizes = (np.arange(_FIRST, _FIRST + count + 1) << _SHIFT).view(np.float64)
         nodes = np.moveaxis(self._function(sizes), -1, 0)
         self._is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
-            rises = np.diff(nodes, axis=1)
+            rises = np.diff(nodes, axis=1) / np.diff(sizes)
         self._nodes, self._rises = np.ascontiguousarray(nodes[:, :-1]), rises
 
 
@@ -69,7 +70,7 @@ class StepTables:
         self._degrees = [times.stages[stage].tp_degree for stage in of_kind]
         self._last = self.kind_of[-1]  # no other stage is of the last one's kind: it has the head
         self._encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of])
-        self._decode_rows = SizeTable(lambda n: times.decode_rows_s(n)[..., self._stage_of])
+        self._decode_rows = SizeTable(self._decode_rows_s)
         self._head = SizeTable(lambda n: times.first_tokens_s(n)[..., None])
         self._compacts = {d: _has_table(timing, Operator.KV_COMPACTION, d) for d in times.degrees}
 
@@ -87,7 +88,11 @@ class StepTables:
         work = list(self._decode_rows(queries))
         self._add_per_layer(work, self._times.decode_attention_s(queries, context),
                             self._times.decoder_layers)
-        work[self._last] += self._head(queries)[0]
+        return work
+
+    def _decode_rows_s(self, queries: FloatArray) -> FloatArray:
+        work: FloatArray = self._times.decode_rows_s(queries)[..., self._stage_of]
+        work[..., self._last] += self._times.first_tokens_s(queries)
         return work
 
     def compaction_s(self, rows: FloatArray, context: FloatArray) -> list[FloatArray | float]:

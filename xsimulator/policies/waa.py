@@ -22,7 +22,7 @@ that the fullest device is as empty as can be (WAA-M).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xgpt.units import DTYPE_BYTES
 from xprofiler.timing import Operator, TimingSource
+from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.plans import Plans
@@ -42,9 +43,10 @@ from xsimulator.policies.rra import EstimateArrays
 from xsimulator.replay.job import HandoverCost
 from xsimulator.waa_plans import WaaPlan, WaaPlans
 
-ADJUSTMENT = 0.15  # by which an encode batch's tokens may leave their mean (paper section 5.2)
 _ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
-_HALVINGS = 40  # of the interval that holds the decode batch
+_ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
+_ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
+_ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
 _DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
 
 
@@ -120,7 +122,7 @@ class Waa(ABC):
             max_in_system=max(int(round(figures["present"])), 1),
             encode_kv_tokens=int(self._encode_kv_tokens(
                 np.array([float(config.encode_batch)]), len(plan.encode.stages))[0]),
-            adjustment=self.adjustment)
+            adjustment=self.adjustment, mean_input_tokens=problem.lengths.inputs.mean)
 
     def _evaluate(self, configs: Sequence[WaaConfig],
                   ) -> tuple[dict[str, Any], IntArray, list[FloatArray]]:
@@ -199,13 +201,9 @@ class Waa(ABC):
             return batch / between * self._mean_iterations * np.where(
                 is_timed, pool.iteration_s(decoding, groups), 1.0)
 
-        is_throttled = wanted(most) >= most
-        low, high = np.zeros_like(most), most.copy()
-        for _ in range(_HALVINGS):
-            middle = 0.5 * (low + high)
-            is_below = wanted(middle) > middle
-            low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
-        decoding = np.where(is_throttled, most, high)
+        of_most = wanted(most) - most
+        is_throttled = of_most >= 0
+        decoding = _root(lambda size: wanted(size) - size, most, np.minimum(of_most, 0.0))
         iteration = pool.iteration_s(decoding, groups)
         rate = np.where(is_throttled, decoding / (self._mean_iterations * np.where(
             is_timed, iteration, 1.0)), batch / between)
@@ -241,9 +239,9 @@ class Waa(ABC):
                  points: _Points) -> tuple[dict[str, FloatArray], FloatArray]:
         found = self._rates(plan, points)
         handover = found.pop("handover_s")
-        buffer = (self._encode_steps(plan, points.batch, 1 + self.adjustment)
-                  - self._encode_steps(plan, points.batch)).sum(axis=1)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # refused sizes are infinite
+            buffer = (self._encode_steps(plan, points.batch, 1 + self.adjustment)
+                      - self._encode_steps(plan, points.batch)).sum(axis=1)
             latency = (found["encode_s"] + buffer + handover
                        + self._iterations_waited * found["period_s"])
         held = self._memory(plan, points, found["present"])
@@ -375,35 +373,59 @@ class WaaM(Waa):
         return found
 
 
+def _root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
+          of_high: FloatArray) -> FloatArray:
+    """Where `excess`, positive at 0, falls through 0 on the way to `high`, where it is `of_high`;
+    `high` itself where that is 0. The Illinois method: a secant within a bracket."""
+    is_open, low = of_high < 0, np.zeros_like(high)
+    of_low, found = np.maximum(excess(low), np.finfo(float).tiny), high
+    was_above = was_below = np.zeros(high.shape, bool)
+    for _ in range(_ROOT_STEPS):
+        found = high + (high - low) * of_high / (of_low - of_high)
+        of_found = excess(found)
+        is_open = is_open & (np.abs(of_found) > _ROOT_ACCURACY * found)
+        if not is_open.any():
+            break
+        is_above, is_below = is_open & (of_found < 0), is_open & (of_found >= 0)
+        # an end that stays twice counts as half, or the secant would only creep towards it
+        of_low = np.where(is_below, of_found, np.where(is_above & was_above, 0.5, 1.0) * of_low)
+        of_high = np.where(is_above, of_found, np.where(is_below & was_below, 0.5, 1.0) * of_high)
+        low, high = np.where(is_below, found, low), np.where(is_above, found, high)
+        was_above, was_below = is_above, is_below
+    return found
+
+
 class _DecodePool:
     """The decode pool's step times over group sizes, tabulated: the slowest stage's and the sum."""
 
     def __init__(self, waa: Waa, plan: WaaPlan) -> None:
         self._waa, self._plan = waa, plan
-        self._sizes: FloatArray = np.empty(0)
-        self._slowest: FloatArray = np.empty(0)
-        self._through: FloatArray = np.empty(0)
+        self._slowest = self._slowest_rises = np.empty(0)  # at each node, and to the next
+        self._through = self._through_rises = np.empty(0)
 
     def iteration_s(self, decoding: FloatArray, groups: FloatArray) -> FloatArray:
         """T_iter of `decoding` queries in that many groups; groups without a query take no step."""
         rows = np.maximum(decoding / groups, 1.0)
         steps = np.minimum(groups, np.maximum(decoding, 1.0))
-        top = float(rows.max(initial=1.0))
-        if not len(self._sizes) or top > self._sizes[-1]:
-            self._tabulate(top)
-        logs = np.log(rows)
-        own = np.log(self._sizes)
-        found: FloatArray = np.maximum(steps * np.interp(logs, own, self._slowest),
-                                       np.interp(logs, own, self._through))
-        return found
+        position = np.log(rows) / np.log(_ROWS_RATIO)
+        top = float(position.max(initial=0.0))
+        if top >= len(self._slowest_rises):
+            self._tabulate(int(top) + 2 + _ROWS_SPARE)
+        index = position.astype(np.intp)
+        position -= index
+        with np.errstate(invalid="ignore"):
+            slowest = self._slowest.take(index) + position * self._slowest_rises.take(index)
+            through = self._through.take(index) + position * self._through_rises.take(index)
+        return np.asarray(np.maximum(steps * slowest, through))
 
-    def _tabulate(self, top: float) -> None:
-        count = int(np.ceil(np.log(2 * top) / np.log(_ROWS_RATIO))) + 1
-        self._sizes = np.asarray(_ROWS_RATIO ** np.arange(count), float)
+    def _tabulate(self, count: int) -> None:
+        sizes = np.asarray(_ROWS_RATIO ** np.arange(count), float)
         waa, times = self._waa, self._plan.decode.times
-        done = self._sizes / max(waa.flow.mean_iterations, 1.0)  # leave, and join, each iteration
-        seconds = times.decode_s(self._sizes, waa._context(self._sizes),
-                                 moved=done * self._sizes / (self._sizes + done))
+        done = sizes / max(waa.flow.mean_iterations, 1.0)  # leave, and join, each iteration
+        seconds = times.decode_s(sizes, waa._context(sizes), moved=done * sizes / (sizes + done))
         if times.is_encoder_decoder:
             seconds = seconds + times.cross_kv_s(done * waa.problem.lengths.inputs.mean)
         self._slowest, self._through = seconds.max(axis=1), seconds.sum(axis=1)
+        with np.errstate(invalid="ignore"):  # from one refused size to the next
+            self._slowest_rises = np.diff(self._slowest)
+            self._through_rises = np.diff(self._through)

@@ -53,7 +53,7 @@ class Replayer:
         most = np.broadcast_to(np.asarray(
             planned_outputs(self._problem) if max_outputs is None else max_outputs, np.int64),
             inputs.shape)
-        own = rules or rules_for(self._estimate, self._problem.lengths.inputs.mean)
+        own = rules or rules_for(self._estimate)
         pools = [Pool(name=role, rule=rule, clock=clock, padded=self._padded,
                       stages=tuple(stage.index for stage in stages), kv_tokens=kv_tokens)
                  for (role, stages), rule, clock, kv_tokens in zip(

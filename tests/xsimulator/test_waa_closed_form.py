@@ -1,0 +1,256 @@
+"""WAA-C and WAA-M in closed form: against the replay by their own rules, and by laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt import catalog
+from xgpt.errors import InputError
+from xgpt.lengths import JointLengths, empirical
+from xsimulator.plans import Plans
+from xsimulator.policies.waa import ADJUSTMENT, Waa, WaaC, WaaConfig, WaaM
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.steady import steady_figures
+from xsimulator.waa_plans import WaaPlans, pool_ranks
+
+
+class FixedDivision(Waa):
+    """So many devices encode, whatever the configuration."""
+
+    name = "waa-c"
+    encode_devices = 1
+
+    def divide(self, split, points, degree):
+        return np.full(len(points.batch), self.encode_devices)
+
+
+class TwoEncode(FixedDivision):
+    encode_devices = 2
+
+
+def waa_of(problem, policy=FixedDivision, *, padded=True, **options):
+    return policy(problem, roofline_of(problem), padded=padded, **options)
+
+
+def configs_of(batches, groups=(2,), plans=((1, 0),)):
+    return [WaaConfig(encode_batch=b, decode_micro_batches=g, tp_degree=d, tp_gpus=n)
+            for b in batches for g in groups for d, n in plans]
+
+
+def lengths_of(inputs, outputs):
+    return JointLengths(inputs=empirical(inputs), outputs=empirical(outputs))
+
+
+# (model, task, policy, bound, padded, configuration); both sides of what limits the throughput
+CASES = [
+    ("opt-13b", "S", WaaC, "sequence", True, WaaConfig(encode_batch=3, decode_micro_batches=2)),
+    ("opt-13b", "S", WaaM, "sequence", True, WaaConfig(encode_batch=6, decode_micro_batches=3)),
+    ("opt-13b", "T", WaaM, "queries", True, WaaConfig(encode_batch=1, decode_micro_batches=2)),
+    ("opt-13b", "S", WaaM, "queries", False, WaaConfig(
+        encode_batch=10, decode_micro_batches=2, tp_degree=2, tp_gpus=2)),
+    ("gpt3-39b", "S", WaaM, "sequence", False, WaaConfig(
+        encode_batch=24, decode_micro_batches=6, tp_degree=4, tp_gpus=8)),
+    ("t5-11b", "S", WaaM, "queries", False, WaaConfig(encode_batch=8, decode_micro_batches=2))]
+
+
+@pytest.mark.parametrize(("model", "task", "policy", "kind", "padded", "config"), CASES)
+def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
+    problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
+    found = waa_of(problem, policy, padded=padded).estimate(config)
+    assert found.fits
+    inputs, outputs = problem.lengths.sample(
+        max(14 * found.max_in_system, 2500), np.random.default_rng(1))
+    steady = steady_figures(
+        replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs,
+                   padded=padded), problem.constraint, problem.lengths.outputs)
+    assert steady is not None and steady.queries > 1000
+    assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
+    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+
+
+@pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_queries_decoded_are_throughput_times_their_iterations(model, padded):
+    waa = waa_of(problem_of(model), padded=padded)
+    batches = np.arange(1, 80)
+    found = waa.evaluate(configs_of(batches, (3,)))
+    present = found.throughput_qps * waa.flow.mean_iterations * found.period_s
+    np.testing.assert_allclose(present, found.decode_batch, rtol=1e-9)
+    assert (found.decode_batch <= batches * waa.flow.mean_iterations * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize(("task", "is_throttled"), [("T", True), ("S", False)])
+def test_the_slower_pool_sets_the_pace(task, is_throttled):
+    # one device encodes: short inputs leave it idle, long ones with short outputs never do
+    waa = waa_of(problem_of(lengths=task))
+    batches = np.arange(1, 80)
+    found = waa.evaluate(configs_of(batches, (3,)))
+    meant = batches * waa.flow.mean_iterations
+    busy = found.throughput_qps * found.encode_s / batches
+    if is_throttled:
+        np.testing.assert_allclose(found.decode_batch, meant, rtol=1e-9)
+        assert (busy < 0.95).all()
+    else:
+        np.testing.assert_allclose(busy, 1.0, rtol=1e-9)
+        assert (found.decode_batch < 0.95 * meant).all()
+
+
+@pytest.mark.parametrize(("devices", "is_first_slowest"), [(3, True), (5, False)])
+def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_slowest):
+    """A step more than there are stages is under way: where the first stage is not the slowest,
+    those that are wait there."""
+    waa, batch = waa_of(problem_of("gpt3-39b")), 60
+    waa.encode_devices = devices
+    found = waa.estimate(WaaConfig(encode_batch=batch, decode_micro_batches=6))
+    times = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices).encode.times
+    inputs = waa.problem.lengths.inputs
+    steps = times.encode_s(batch * inputs.mean, batch, {
+        degree: batch * one for degree, one in times.mean_attention_s(inputs, batch).items()})
+    assert (steps[0] == steps.max()) == is_first_slowest
+    assert found.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
+    assert found.encode_s == pytest.approx(
+        steps.sum() if is_first_slowest else (devices + 1) * steps.max())
+
+
+@pytest.mark.parametrize("division", [FixedDivision, TwoEncode])
+@pytest.mark.parametrize(("model", "task"), [("opt-13b", "S"), ("opt-13b", "T"), ("t5-11b", "S")])
+def test_larger_encode_batches_take_longer_and_serve_no_fewer(model, task, division):
+    # unpadded: in a larger group the longest context is longer, which all would pay for
+    waa = waa_of(problem_of(model, lengths=task), division, padded=False)
+    for groups in (1, 4):
+        found = waa.evaluate(configs_of(range(1, 120), (groups,)))
+        assert (np.diff(found.encode_s) >= 0).all()
+        assert (np.diff(found.latency_s) > 0).all()
+        assert (np.diff(found.throughput_qps) >= -1e-4 * found.throughput_qps[1:]).all()
+        assert found.throughput_qps[-1] > found.throughput_qps[0]
+
+
+def test_many_at_once_equal_one_at_a_time():
+    problem = problem_of("gpt3-39b", kind="queries", quantile=0.9)
+    plans = ((1, 0), (4, 8))
+    for policy in (WaaC, WaaM):
+        configs = configs_of((1, 60), (1, 3), plans)
+        waa = waa_of(problem, policy)
+        together = waa_of(problem, policy).evaluate(configs)
+        for row, config in enumerate(configs):
+            alone = waa.estimate(config)
+            for name in ("throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch"):
+                assert getattr(together, name)[row] == pytest.approx(getattr(alone, name), rel=1e-9)
+            assert together.fits[row] == alone.fits
+            assert together.kv_tokens[row] == alone.kv_tokens
+            assert together.memory_bytes[row] == pytest.approx(max(alone.memory_bytes), abs=1)
+
+
+def test_the_buffer_is_part_of_the_latency_alone():
+    problem = problem_of()
+    config = WaaConfig(encode_batch=8, decode_micro_batches=2)
+    without, usual, more = (waa_of(problem, adjustment=a).estimate(config)
+                            for a in (0.0, ADJUSTMENT, 2 * ADJUSTMENT))
+    assert without.throughput_qps == usual.throughput_qps == more.throughput_qps
+    assert without.latency_s < usual.latency_s < more.latency_s
+    assert usual.latency_s - without.latency_s < 1.1 * ADJUSTMENT * without.encode_s
+
+
+def test_all_queries_and_the_sequence_differ_by_when_their_turn_comes():
+    # every query is as long: what differs is the part of an iteration it waits for its group
+    lengths, config = lengths_of([100] * 9, [40] * 9), WaaConfig(encode_batch=4)
+    own = waa_of(problem_of(lengths=lengths, quantile=0.9)).estimate(config)
+    every = waa_of(problem_of(lengths=lengths, kind="queries", quantile=0.9)).estimate(config)
+    assert every.throughput_qps == own.throughput_qps
+    assert (every.latency_s - own.latency_s) / own.period_s == pytest.approx(0.9 - 0.5)
+
+
+def test_the_bound_of_all_queries_grows_with_its_quantile():
+    found = [waa_of(problem_of(kind="queries", quantile=q)).estimate(
+        WaaConfig(encode_batch=4)).latency_s for q in (0.5, 0.9, 0.99)]
+    assert found == sorted(found) and found[0] < 0.8 * found[-1]
+
+
+@pytest.mark.parametrize(("devices", "degree", "gpus", "expected"), [
+    (1, 1, 0, ([(0,)], [(1,), (2,), (3,)])),
+    (3, 1, 0, ([(0,), (1,), (2,)], [(3,)])),
+    (2, 2, 2, ([(0,), (1,)], [(2, 3)])),
+    (2, 2, 4, ([(0, 1)], [(2, 3)])),
+    (1, 2, 2, ([(0,)], [(1,), (2, 3)])),
+    (1, 2, 4, None),  # a second group finds no place in either pool
+    (3, 2, 2, ([(0, 1), (2,)], [(3,)])),
+    (2, 4, 4, None), (2, 2, 3, None), (2, 1, 2, None), (2, 2, 8, None)])
+def test_groups_are_formed_in_the_decode_pool_first(devices, degree, gpus, expected):
+    assert pool_ranks(catalog.cluster("a40-4"), devices, degree, gpus) == expected
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_groups_lie_within_a_node_and_every_rank_is_in_one_stage(degree):
+    cluster = catalog.cluster("a40-16")
+    found = 0
+    for devices in range(1, 16):
+        for gpus in range(degree, 17, degree):
+            ranks = pool_ranks(cluster, devices, degree, gpus)
+            if ranks is None:
+                continue
+            found += 1
+            encode, decode = ranks
+            assert sorted(r for group in encode for r in group) == list(range(devices))
+            assert sorted(r for group in decode for r in group) == list(range(devices, 16))
+            groups = [group for group in encode + decode if len(group) > 1]
+            assert len(groups) * degree == gpus and {len(g) for g in groups} == {degree}
+            assert all(cluster.node_of(g[0]) == cluster.node_of(g[-1]) for g in groups)
+    assert found
+
+
+@pytest.mark.parametrize(("degree", "gpus"), [(4, 4), (2, 3), (1, 2), (3, 3), (8, 8)])
+def test_plans_that_have_no_place_are_refused(degree, gpus):
+    config = WaaConfig(encode_batch=4, tp_degree=degree, tp_gpus=gpus)
+    with pytest.raises(InputError) as caught:
+        waa_of(problem_of(), WaaC).estimate(config)
+    assert caught.value.mistakes[0].value == (degree, gpus)
+
+
+def test_a_decoder_only_model_is_stored_twice_an_encoder_decoder_model_once():
+    for model, copies in (("opt-13b", 2), ("t5-11b", 1)):
+        problem = problem_of(model)
+        timing, spec = roofline_of(problem), problem.model
+        plan = WaaPlans(Plans(problem, timing), 1, 0).plan(2)
+        layers = 2.0 * (spec.num_layers * spec.decoder_layer_params
+                        + spec.num_encoder_layers * spec.encoder_layer_params)
+        ends = 2.0 * (2 * spec.embedding_params + spec.head_params)
+        stored = sum(float(np.sum(pool.weight_bytes)) for pool in (plan.encode, plan.decode))
+        if copies == 2:  # the encode pool of a decoder-only model gives the first token
+            ends += 2.0 * spec.head_params
+        assert stored == pytest.approx(copies * layers + ends, rel=1e-9)
+        found = waa_of(problem, TwoEncode).estimate(WaaConfig(encode_batch=1))
+        assert sum(found.memory_bytes) > stored
+        assert {s.role for s in found.stages} == {"encode", "decode"}
+
+
+def test_memory_grows_with_the_batch_and_what_fits_is_below_the_capacity():
+    waa = waa_of(problem_of(), WaaC)
+    found = waa.evaluate(configs_of(range(1, 100), (2,)))
+    assert found.fits[0] and not found.fits[-1]
+    np.testing.assert_array_equal(found.fits, found.memory_bytes <= waa.capacity_bytes)
+    one, many = (waa_of(problem_of()).estimate(WaaConfig(encode_batch=b)) for b in (2, 20))
+    assert all(a < b for a, b in zip(one.memory_bytes, many.memory_bytes, strict=True))
+
+
+def test_waa_c_gives_encoding_more_devices_where_inputs_are_long():
+    notes = []
+    for inputs, outputs in ((30, 200), (400, 200), (1000, 5)):
+        problem = problem_of("gpt3-39b", lengths=lengths_of([inputs] * 9, [outputs] * 9))
+        found = waa_of(problem, WaaC).estimate(WaaConfig(encode_batch=4))
+        notes.append(sum(stage.role == "encode" for stage in found.stages))
+    assert notes[0] < notes[1] < notes[2]
+
+
+@pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
+def test_waa_m_divides_so_that_the_fullest_device_is_emptiest(model):
+    problem = problem_of(model)
+    configs = configs_of((1, 8, 64), (1, 3))
+    best = waa_of(problem, WaaM).evaluate(configs).memory_bytes
+    others = []
+    for count in range(1, problem.cluster.num_devices):
+        waa = waa_of(problem)
+        waa.encode_devices = count
+        others.append(waa.evaluate(configs).memory_bytes)
+    np.testing.assert_allclose(best, np.min(others, axis=0), rtol=1e-12)
