@@ -114,6 +114,6 @@ def test_encode_steps_are_even_and_the_mean_stays_as_planned():
         for query in step.joined:
             rule.finish(query)
     away = np.abs(np.array(tokens[:-1]) / (12 * mean) - 1)
-    assert np.quantile(away, 0.95) <= 0.1 and away.max() <= 250 / (12 * mean)
+    assert away.max() <= 0.1, "whole inputs of up to 500 tokens allow 250 / 3000"
     assert np.mean(counts[:-1]) == pytest.approx(12, rel=0.01)
     assert max(counts) <= 24

@@ -32,7 +32,7 @@ from xsimulator.replay.steady import SteadyFigures
 @click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Draw the replay's steady state: FILE.svg, and FILE.trace.json.gz for Perfetto.")
 @click.option("--baselines", is_flag=True,
-              help="Show the best FT, DSI, ORCA, vLLM and Sarathi within the bound beside it.")
+              help="Show the best WAA, FT, DSI, ORCA, vLLM and Sarathi within the bound beside it.")
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
              schedule_file: Path | None, timeline_file: Path | None, baselines: bool) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
@@ -70,7 +70,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
     policy: Any = make_policy(name, problem, timing)
-    if missing and name in BASELINES and given is None:
+    if missing and hasattr(policy, "grid") and given is None:
         found = _best(session, policy)
         if found is not None:
             return found
@@ -109,7 +109,8 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigure
 
 
 def _baselines(session: Session, timing: TimingSource) -> dict[str, Estimate | None]:
-    return {name: _best(session, make_policy(name, session.problem, timing)) for name in BASELINES}
+    return {name: _best(session, make_policy(name, session.problem, timing))
+            for name in ("waa-c", "waa-m", *BASELINES)}
 
 
 def _best(session: Session, policy: Any) -> Estimate | None:

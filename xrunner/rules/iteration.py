@@ -50,6 +50,10 @@ def slot_shares(max_active: int, num_groups: int) -> list[int]:
 class OrcaRule:
     """MIXED steps; ENCODE where no query is active yet, DECODE where none waits or has room."""
 
+    needs_tokens = True
+    keeps_finished = False
+    compacts = False
+
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
         """`max_active` and `kv_tokens` bound all groups together."""
         self.num_groups = num_groups
@@ -76,18 +80,6 @@ class OrcaRule:
     @property
     def reserved_tokens(self) -> int:
         return sum(self._reserved)
-
-    @property
-    def needs_tokens(self) -> bool:
-        return True
-
-    @property
-    def keeps_finished(self) -> bool:
-        return False
-
-    @property
-    def compacts(self) -> bool:
-        return False
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:

@@ -158,6 +158,10 @@ class VllmRule:
     """ENCODE as soon as a waiting query has room, with as many as `token_budget` holds; else
     DECODE of all that run."""
 
+    needs_tokens = True
+    keeps_finished = False
+    compacts = False
+
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
                  token_budget: int) -> None:
         """`max_active` and `kv_tokens` bound all groups together; `token_budget` one step."""
@@ -181,18 +185,6 @@ class VllmRule:
     @property
     def reserved_tokens(self) -> int:
         return self._queue.held_tokens
-
-    @property
-    def needs_tokens(self) -> bool:
-        return True
-
-    @property
-    def keeps_finished(self) -> bool:
-        return False
-
-    @property
-    def compacts(self) -> bool:
-        return False
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         return self._queue.submit(query, reserve_tokens, input_tokens)
@@ -235,6 +227,10 @@ class SarathiRule:
     """Every step holds at most `token_budget` tokens: one of each running query, the rest chunks
     of waiting inputs. A query's blocks for all its input are held from its first chunk on."""
 
+    needs_tokens = True
+    keeps_finished = False
+    compacts = False
+
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
                  token_budget: int) -> None:
         """`max_active` and `kv_tokens` bound all groups together; `token_budget` one step."""
@@ -260,18 +256,6 @@ class SarathiRule:
     @property
     def reserved_tokens(self) -> int:
         return self._queue.held_tokens
-
-    @property
-    def needs_tokens(self) -> bool:
-        return True
-
-    @property
-    def keeps_finished(self) -> bool:
-        return False
-
-    @property
-    def compacts(self) -> bool:
-        return False
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         return self._queue.submit(query, reserve_tokens, input_tokens)

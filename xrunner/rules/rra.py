@@ -20,6 +20,10 @@ from xrunner.rules.steps import Step, StepKind
 class RraRule:
     """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each."""
 
+    needs_tokens = True
+    keeps_finished = False
+    compacts = True
+
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, sizer: BatchSizer | None = None) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
@@ -50,18 +54,6 @@ class RraRule:
     @property
     def reserved_tokens(self) -> int:
         return sum(self._reserved)
-
-    @property
-    def needs_tokens(self) -> bool:
-        return True
-
-    @property
-    def keeps_finished(self) -> bool:
-        return False
-
-    @property
-    def compacts(self) -> bool:
-        return True
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:

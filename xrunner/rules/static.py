@@ -63,6 +63,9 @@ class StaticRule:
     before it.
     """
 
+    keeps_finished = True
+    compacts = False
+
     def __init__(self, *, encode_batch: int, num_groups: int, encode_micro_batches: int,
                  kv_tokens: int) -> None:
         """`encode_micro_batches`: steps that encode a batch, the same number for each group;
@@ -98,14 +101,6 @@ class StaticRule:
     @property
     def needs_tokens(self) -> bool:
         return self._iteration > 0
-
-    @property
-    def keeps_finished(self) -> bool:
-        return True
-
-    @property
-    def compacts(self) -> bool:
-        return False
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         assert reserve_tokens >= input_tokens >= 0, f"{reserve_tokens = } {input_tokens = }"

@@ -21,6 +21,10 @@ class WaaEncodeRule:
     steps are under way: the next waits for the one that many before it, so that none pile up in
     front of a slow stage."""
 
+    needs_tokens = True
+    keeps_finished = False
+    compacts = True
+
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
                  encode_kv_tokens: int, sizer: BatchSizer) -> None:
         """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's."""
@@ -40,18 +44,6 @@ class WaaEncodeRule:
     @property
     def group_max_active(self) -> int:
         return self._sizer.most(self.encode_batch)
-
-    @property
-    def needs_tokens(self) -> bool:
-        return True
-
-    @property
-    def keeps_finished(self) -> bool:
-        return False
-
-    @property
-    def compacts(self) -> bool:
-        return True
 
     @property
     def reserved_tokens(self) -> int:
@@ -125,6 +117,10 @@ class WaaDecodeRule:
     """Decodes its groups in turn; queries handed over join the group whose turn it is, as long as
     that one has less than its even share."""
 
+    needs_tokens = True
+    keeps_finished = False
+    compacts = True
+
     def __init__(self, *, num_groups: int, group_max_active: int) -> None:
         self.num_groups, self.group_max_active = num_groups, group_max_active
         self._arrived: deque[tuple[int, int]] = deque()
@@ -132,18 +128,6 @@ class WaaDecodeRule:
         self._group_of: dict[int, int] = {}
         self._reserved = 0
         self._turn = 0
-
-    @property
-    def needs_tokens(self) -> bool:
-        return True
-
-    @property
-    def keeps_finished(self) -> bool:
-        return False
-
-    @property
-    def compacts(self) -> bool:
-        return True
 
     @property
     def reserved_tokens(self) -> int:

@@ -35,12 +35,12 @@ from xsimulator.occupancy import Occupancy, QueryFlow
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies import continuous
 from xsimulator.policies.continuous import Load, LoadTimes, Steps
+from xsimulator.policies.grids import geometric
 from xsimulator.policies.in_flight import Intervals, intervals, least_intervals
 from xsimulator.policies.paged_walk import Walk, WalkTable, walk
 from xsimulator.policies.rra import EstimateArrays
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
-GRID_RATIO = 1.1
 LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone
 MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides who is present
 
@@ -445,14 +445,6 @@ class Sarathi(_Paged):
 
     def _step_tokens(self, configs: Sequence[IterationConfig], slots: FloatArray) -> FloatArray:
         return np.array([self.budget_of(c.token_budget) for c in configs], float)
-
-
-def geometric(most: int) -> list[int]:
-    """1 .. most, each at most a tenth more than the one before where whole numbers allow."""
-    found = [1]
-    while found[-1] < most:
-        found.append(min(max(found[-1] + 1, int(found[-1] * GRID_RATIO)), most))
-    return found
 
 
 def _by_plan(configs: Sequence[IterationConfig]) -> dict[tuple[int, int], IntArray]:

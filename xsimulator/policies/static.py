@@ -32,6 +32,7 @@ from xgpt.schedule import Estimate
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays
 from xsimulator.policies.static_rounds import (
     EXACT_ROUNDS,
@@ -43,7 +44,6 @@ from xsimulator.policies.static_rounds import (
 )
 
 CHUNK_ELEMENTS = 4_000_000  # of the largest arrays: configurations are evaluated in chunks
-GRID_RATIO = 1.1  # of successive micro-batch sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +102,10 @@ class Static:
         found = []
         for tp_degree, tp_gpus in plans:
             plan = self._plans.both(tp_degree, tp_gpus)
-            for groups in _group_counts(len(plan.stages)):
+            for groups in group_counts(len(plan.stages)):
                 for parts in self.grid_parts:
                     encodes = groups * (parts or 1)
-                    sizes = _geometric(max(max_queries // encodes, 1))
+                    sizes = geometric(max(max_queries // encodes, 1))
                     line = [StaticConfig(
                         encode_batch=min(size * encodes, max_queries), encode_parts=parts,
                         decode_micro_batches=groups, tp_degree=tp_degree, tp_gpus=tp_gpus)
@@ -309,21 +309,3 @@ def _expected_maximum_z(count: FloatArray) -> FloatArray:
     """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
     many = np.maximum(count, 1.0)
     return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
-
-
-def _group_counts(stages: int) -> list[int]:
-    """One group to twice the stages, about a factor of 1.5 apart."""
-    counts = {1, stages, 2 * stages}
-    count = 1.0
-    while count < stages:
-        counts.add(round(count))
-        count = max(count * 1.5, count + 1)
-    return sorted(counts)
-
-
-def _geometric(largest: int) -> list[int]:
-    """Whole numbers from 1 to `largest`, GRID_RATIO apart."""
-    sizes = [1]
-    while sizes[-1] < largest:
-        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * GRID_RATIO)), largest))
-    return sizes

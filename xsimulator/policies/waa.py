@@ -39,6 +39,7 @@ from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.plans import Plans
+from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays
 from xsimulator.replay.job import HandoverCost
 from xsimulator.waa_plans import WaaPlan, WaaPlans
@@ -90,6 +91,21 @@ class Waa(ABC):
     @property
     def capacity_bytes(self) -> int:
         return memory.capacity_bytes(self.problem.cluster.device)
+
+    def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[WaaConfig]:
+        """Every (tp_degree, tp_gpus) of `plans` that both pools can be laid out for, with decode
+        groups up to twice the stages and batches 10 % apart, as far as queries reach."""
+        found = []
+        for tp_degree, tp_gpus in plans:
+            split = WaaPlans(self._plans, tp_degree, tp_gpus)
+            if not len(split.encode_devices):
+                continue
+            most = max(int(max_queries / self._mean_iterations), 1)  # the rest is decoding
+            stages = self.problem.cluster.num_devices - tp_gpus + tp_gpus // tp_degree - 1
+            found += [WaaConfig(encode_batch=batch, decode_micro_batches=groups,
+                                tp_degree=tp_degree, tp_gpus=tp_gpus)
+                      for groups in group_counts(max(stages, 1)) for batch in geometric(most)]
+        return found
 
     def evaluate(self, configs: Sequence[WaaConfig]) -> EstimateArrays:
         """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
