@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy import special
 
 from xgpt.lengths import FloatArray, IntArray, JointLengths
 
@@ -203,6 +204,12 @@ class QueryFlow:
             columns.append(top - width * below[:, :-1].sum(axis=1))
             below = below * below
         return np.where(total > 0, np.stack(columns, axis=1), 0.0)
+
+
+def expected_maximum_z(count: FloatArray) -> FloatArray:
+    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
+    many = np.maximum(count, 1.0)
+    return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
 
 
 def _log_absent(survival: FloatArray) -> FloatArray:

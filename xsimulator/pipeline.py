@@ -37,11 +37,11 @@ SHORT_ITERATIONS = 2
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
     """Seconds, per configuration. `finish_s[:, u - 1]`: from the start of a query's encoding to
-    its token of iteration u of its first phase (of block u's last one), for the group where that
-    takes longest."""
+    its token of iteration u of its first phase (of block u's last one), in the mean of the first
+    and the last group."""
 
     period_s: FloatArray  # [configs]
-    encoded_s: FloatArray  # [configs] from its start to its token, for the slowest group
+    encoded_s: FloatArray  # [configs] from its start to its token, in the same mean
     finish_s: FloatArray  # [configs, max N_D]; constant beyond the configuration's own N_D
 
 
@@ -242,7 +242,7 @@ class _Rounds:
             """Until the head takes up the tokens; the last group waits for the others' steps."""
             again = state.next_start()
             last: FloatArray = np.maximum(state.last, again + before_last) - last_start
-            return np.maximum(again - first_start, last)
+            return 0.5 * (again - first_start + last)
 
         self._advance(state, self._encode, self._configs)
         encoded = seen(self._before_last[0])

@@ -98,8 +98,10 @@ def test_unknown_files_options_and_overrides_are_exit_code_2(job: Path, tmp_path
     assert xgpt("schedule", job, "--fast").returncode == 2
     assert xgpt("schedule", job, "--set", "constraint.latenzy_s=3").returncode == 2
     assert xgpt("schedul", job).returncode == 2
-    wrong = xgpt("simulate", job)
-    assert wrong.returncode == 2 and "schedule.encode_batch" in wrong.stderr
+    wrong = xgpt("simulate", job, "--set", "schedule.encode_batch=4")
+    assert wrong.returncode == 2 and "schedule.decode_iterations" in wrong.stderr
+    wrong = xgpt("simulate", job, "--timeline", tmp_path)
+    assert wrong.returncode == 2 and "not a folder" in wrong.stderr
 
 
 def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:

@@ -58,8 +58,10 @@ def test_equals_the_step_by_step_recurrence(seed, shrink):
     period, finish = step_by_step(encode_s, decode_s, groups)
     timeline = timeline_of(encode_s, decode_s, groups)
     assert timeline.period_s[0] == pytest.approx(period, rel=1e-9)
-    # the worst group is an end of the row but for a step's rounding at a change of bottleneck
-    assert timeline.finish_s[0] == pytest.approx(finish.max(axis=0), rel=0.02)
+    # both ends of the row, but for a step's rounding at a change of bottleneck; between them
+    # groups lie nearly on a line
+    assert timeline.finish_s[0] == pytest.approx(finish.mean(axis=0), rel=0.06)
+    assert timeline.finish_s[0] == pytest.approx(finish[[0, -1]].mean(axis=0), rel=0.02)
     assert (timeline.finish_s[0] <= finish.max(axis=0) * (1 + 1e-9)).all()
 
 

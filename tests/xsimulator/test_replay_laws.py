@@ -90,10 +90,12 @@ def test_as_many_tokens_are_made_as_were_asked_for(case):
 
 @every_policy
 def test_as_many_tokens_are_encoded_as_came_in(case):
-    _, _, inputs, _, result = case
+    _, found, inputs, _, result = case
     encoded = int(result.pools[0].tokens.sum())
     if result.preemptions:
         assert encoded > inputs.sum()
+    elif found.policy == "sarathi":  # an input cut off in the middle begins again
+        assert encoded >= inputs.sum()
     else:
         assert encoded == inputs.sum()
 
@@ -120,7 +122,9 @@ def test_memory_stays_within_the_budget_and_holds_what_is_read(case):
     if len(result.pools) == 1 and len({step.group for step in last.steps}) == 1:
         # one group: what a step reads is what is held, and that is reserved
         read = last.decoded * last.context
-        held = last.memory_tokens[np.searchsorted(last.memory_s, last.start_s[:, 0], "right") - 1]
+        # a start is reckoned back from its end: a little later, lest rounding finds the turn before
+        at_s = last.start_s[:, 0] + 1e-9 * result.makespan_s
+        held = last.memory_tokens[np.searchsorted(last.memory_s, at_s, "right") - 1]
         decodes = np.array([step.kind is StepKind.DECODE for step in last.steps])
         assert (read[decodes] <= held[decodes] + 1e-6).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.cli.replays import names_of, replay_steady, steady_timeline
-from xgpt.cli.session import Session, open_session, timing_of
+from xgpt.cli.session import Session, find, open_session, timing_of
 from xgpt.errors import InputError, Mistake
+from xgpt.job import FixedSchedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
@@ -37,7 +39,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
              schedule_file: Path | None, timeline_file: Path | None, baselines: bool) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
     if timeline_file is not None:
-        writable_file(timeline_file.with_suffix(".svg"), "--timeline")
+        for path in (timeline_file, *_picture_files(timeline_file)):
+            writable_file(path, "--timeline")
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
     found = _estimate(session, timing, schedule_file)
@@ -45,7 +48,7 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
                                    session.problem.num_queries)
     figures = _figures(result, steady)
     others = _baselines(session, timing) if baselines else {}
-    files = _draw(session, found, result, timeline_file) if timeline_file is not None else []
+    files = _draw(session, found, result, _picture_files(timeline_file))
     if as_json:
         print_json({**asdict(found), "replay": asdict(figures),
                     **({"baselines": {name: None if e is None else asdict(e)
@@ -70,18 +73,12 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
     policy: Any = make_policy(name, problem, timing)
-    if missing and hasattr(policy, "grid") and given is None:
-        found = _best(session, policy)
-        if found is not None:
-            return found
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="constraint.latency_s",
-            value=problem.constraint.latency_s,
-            allowed=f"no configuration of {name} fits and keeps it")])
+    if missing and given is None and replace(fixed, policy=None) == FixedSchedule():
+        return _best_or_refused(session, timing, name)
     if missing:
         raise InputError([Mistake(
             file=str(session.job.source), line=None, key=f"schedule.{variable}", value=None,
-            allowed="simulate needs it (or --schedule FILE, from `xgpt schedule --out FILE`)")
+            allowed="simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
     estimate: Estimate = policy.estimate(config)
     if math.isinf(estimate.latency_s):
@@ -109,20 +106,48 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigure
 
 
 def _baselines(session: Session, timing: TimingSource) -> dict[str, Estimate | None]:
-    return {name: _best(session, make_policy(name, session.problem, timing))
-            for name in ("waa-c", "waa-m", *BASELINES)}
+    found = {}
+    for name in ("waa-c", "waa-m", *BASELINES):
+        say(f"looking for the best {name} ...")
+        found[name] = _best(session, timing, name)
+    return found
 
 
-def _best(session: Session, policy: Any) -> Estimate | None:
+def _best_or_refused(session: Session, timing: TimingSource, name: str) -> Estimate:
+    found = _best(session, timing, name)
+    if found is None:
+        bound_s = session.problem.constraint.latency_s
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="constraint.latency_s", value=bound_s,
+            allowed=f"no configuration of {name} fits and keeps it")])
+    return found
+
+
+def _best(session: Session, timing: TimingSource, name: str) -> Estimate | None:
+    """The best within the bound: RRA's by the search, others' by their grids."""
+    if name == "rra":
+        return find(session, timing).estimate
     from xsimulator.baselines import best
 
+    policy: Any = make_policy(name, session.problem, timing)
     found: Estimate | None = best(policy, session.problem.constraint.latency_s)
     return found
 
 
-def _draw(session: Session, estimate: Estimate, result: ReplayResult, path: Path) -> list[Path]:
+def _picture_files(path: Path | None) -> list[Path]:
+    """[picture, trace] of `--timeline FILE`: FILE.svg and FILE.trace.json.gz, whatever dots FILE
+    has."""
+    if path is None:
+        return []
+    stem = path.name.removesuffix(".svg")
+    return [path.parent / f"{stem}.svg", path.parent / f"{stem}.trace.json.gz"]
+
+
+def _draw(session: Session, estimate: Estimate, result: ReplayResult,
+          files: Sequence[Path]) -> Sequence[Path]:
     """The steady state as SVG, the whole replay as a trace."""
-    picture, trace = path.with_suffix(".svg"), path.with_suffix(".trace.json.gz")
-    steady_timeline(session, estimate, result).write(picture)
-    write_trace(result, trace, names_of(session, estimate))
-    return [picture, trace]
+    if files:
+        picture, trace = files
+        steady_timeline(session, estimate, result).write(picture)
+        write_trace(result, trace, names_of(session, estimate))
+    return files

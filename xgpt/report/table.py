@@ -104,7 +104,7 @@ def _controls(e: Estimate) -> str:
     groups = f", in {e.decode_micro_batches} micro-batches" if e.decode_micro_batches > 1 else ""
     if e.max_active:  # iteration level
         budget = f", {e.token_budget} tokens a step" if e.token_budget else ""
-        return f"{name}: up to {e.max_active} queries at a time{budget}{groups}"
+        return f"{name}: up to {counted(e.max_active, 'query')} at a time{budget}{groups}"
     text = f"{name}: encode {e.encode_batch} together"
     if e.encode_micro_batches > e.decode_micro_batches:
         text += f" in {e.encode_micro_batches} micro-batches"

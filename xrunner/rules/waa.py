@@ -18,8 +18,8 @@ from xrunner.rules.steps import Step, StepKind
 
 class WaaEncodeRule:
     """Encodes `encode_batch` queries whenever they have room in the system. Up to `num_groups`
-    steps are under way: the next waits for the one that many before it, so that none pile up in
-    front of a slow stage."""
+    steps are under way, their handover included: the next waits for the one that many before it,
+    so that none pile up in front of a slow stage or a slow link."""
 
     needs_tokens = True
     keeps_finished = False
@@ -169,7 +169,7 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     groups = estimate.decode_micro_batches
     sizer = BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
     return (
-        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 1, sizer=sizer,
+        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 2, sizer=sizer,
                       max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens,
                       encode_kv_tokens=estimate.encode_kv_tokens),
         WaaDecodeRule(num_groups=groups,

@@ -184,6 +184,11 @@ class Flow:
             context_std=float(np.sqrt(max(square - context**2, 0.0))))
 
     @cached_property
+    def decoding_share(self) -> float:
+        """Of the queries: those that are not done with their first token."""
+        return float(self.lengths.outputs.pmf[self._fewer:].sum())
+
+    @cached_property
     def input_sizes(self) -> FloatArray:
         """[SIZES] input tokens, equally likely: means over slices of the distribution."""
         return slices(self.lengths.inputs)
@@ -197,7 +202,8 @@ class Flow:
             whole: FloatArray = self.input_sizes + rng.permutation(slices(outputs))
             return whole - self._fewer
         sums = np.sort(self.lengths.pairs.sum(axis=1)) - self._fewer
-        return np.array([part.mean() for part in np.array_split(sums, SIZES)])
+        places = (np.arange(SIZES) + 0.5) / SIZES  # of any number of pairs
+        return np.asarray(np.interp(places, (np.arange(len(sums)) + 0.5) / len(sums), sums))
 
     @cached_property
     def _sums(self) -> FloatArray:

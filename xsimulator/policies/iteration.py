@@ -42,6 +42,7 @@ from xsimulator.policies.rra import EstimateArrays
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
 LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone
+LEAST_DECODING = 1e-3  # share of the queries that decode at all, in vLLM's closed form
 MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides who is present
 
 
@@ -369,12 +370,16 @@ class Vllm(_Paged):
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
         flow, inputs = self._load_flow, self.problem.lengths.inputs
-        iterations = self._iterations
+        # only queries of more than one token decode; for each that leaves, more are encoded
+        decoding = max(flow.decoding_share, LEAST_DECODING)
+        iterations = max(self._iterations, decoding)
         present = self._most_present(slots, kv_tokens)
-        chance, counts = continuous.ends_per_step(present, np.full(len(slots), 1 / iterations))
+        chance, counts = continuous.ends_per_step(
+            present, np.full(len(slots), decoding / iterations))
+        counts = counts / decoding
         tokens, waits = flow.batch_tokens(counts), np.zeros(len(slots))
         rate = present / iterations
-        rows = np.flatnonzero(present < MEMORY_BINDS * slots)
+        rows = np.flatnonzero((present < MEMORY_BINDS * slots) | (iterations < 4))
         if rows.size:
             found = self._walks(slots[rows], kv_tokens[rows], budget[rows])
             present[rows], rate[rows] = found.running, self._rate(found)

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
@@ -31,7 +30,7 @@ from xgpt.schedule import Estimate, StageAssignment
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import ADJUSTMENT, LEAST_ADJUSTED
 from xsimulator import memory
-from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.occupancy import QueryFlow, expected_maximum, expected_maximum_z
 from xsimulator.pipeline import Timeline, Work, sorted_timeline
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.phase_blocks import EXACT_ITERATIONS, BlockTable, PhaseBlocks
@@ -344,7 +343,7 @@ class Rra:
             cut = (self._input_mean + self._input_std**2 / self._input_mean) / np.sqrt(12)
             share = np.clip(queries - (LEAST_ADJUSTED - 1), 0.0, 1.0)  # of the groups, is adjusted
             spread += share * (np.minimum(spread, np.maximum(band, cut)) - spread)
-        return queries, tokens, tokens + _expected_maximum_z(groups) * spread
+        return queries, tokens, tokens + expected_maximum_z(groups) * spread
 
     def _latency(self, timeline: Timeline, queries: PhaseBlocks,
                  alone_s: FloatArray) -> FloatArray:
@@ -413,7 +412,7 @@ def _decode_loads(batch: _Batch) -> _Loads:
     square = (group_batch * blocks.variance_active + mean * mean) / chance
     spread = np.sqrt(np.maximum(square - queries * queries, 0.0))
     steps = batch.groups * chance * is_possible
-    return _Loads(queries + _expected_maximum_z(steps) * spread, queries, steps, chance)
+    return _Loads(queries + expected_maximum_z(steps) * spread, queries, steps, chance)
 
 
 def _decode_s(plan: _Plan, batch: _Batch,
@@ -457,12 +456,6 @@ def _own_steps_s(plan: _Plan, batch: _Batch, loads: _Loads,
     crowd = np.minimum(loads.steps / counts.sum(), 1.0)
     longer: FloatArray = nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0)
     return longer
-
-
-def _expected_maximum_z(count: FloatArray) -> FloatArray:
-    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
-    many = np.maximum(count, 1.0)
-    return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
 
 
 def _slowest_and_rest(seconds: Sequence[FloatArray],

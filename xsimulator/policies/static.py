@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
 from xgpt.lengths import FloatArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
+from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays
@@ -190,7 +190,7 @@ class Static:
         odd = queries - np.floor(queries)  # that share of the steps encodes one query more
         tokens = queries * inputs.mean
         spread = np.sqrt(queries * inputs.std**2 + odd * (1 - odd) * inputs.mean**2)
-        most = np.minimum(tokens + _expected_maximum_z(encodes) * spread,
+        most = np.minimum(tokens + expected_maximum_z(encodes) * spread,
                           np.ceil(queries) * inputs.max)
         rows = batch / groups
         return _Sizes(batch, groups, encodes, parts, queries, tokens, most, rows, np.ceil(rows))
@@ -238,7 +238,7 @@ class Static:
             context, most_context = np.split(longest, 2)
         else:
             context = np.full(len(sizes.batch), inputs.mean)
-            most_context = inputs.mean + _expected_maximum_z(sizes.groups) * inputs.std / np.sqrt(
+            most_context = inputs.mean + expected_maximum_z(sizes.groups) * inputs.std / np.sqrt(
                 sizes.rows)
         nodes = self._rounds.nodes
         usual = plan.times.decode_s(sizes.rows[:, None], context[:, None] + nodes)
@@ -303,9 +303,3 @@ def _largest_of(pmf: FloatArray, counts: FloatArray) -> FloatArray:
     below = np.minimum(np.cumsum(pmf)[:-1], 1.0)
     largest: FloatArray = (1 + (1 - below ** sizes[:, None]).sum(axis=1))[index]
     return largest
-
-
-def _expected_maximum_z(count: FloatArray) -> FloatArray:
-    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
-    many = np.maximum(count, 1.0)
-    return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))

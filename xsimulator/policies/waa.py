@@ -1,13 +1,13 @@
 """WAA-C and WAA-M in closed form (paper sections 4.1 and 6; design.md section 3.3).
 
-Symbols: B_E = encode_batch, G = decode_micro_batches, D = decode iterations of a query, lambda =
-queries a second, B_D = decode_batch, T_E = time between two encode steps (the encode pool's slowest
-stage, or the handover), T_iter(B_D) = time between two tokens of a query. The decode batch is meant
-to be B_E E[D] (one encode batch for each iteration, as in the paper) and is never more. Where the
-encode pool is too slow for that, it is what Little's law gives:
+Symbols: B_E = encode_batch, G = decode_micro_batches, S = output tokens of a query, D = its decode
+iterations, lambda = queries a second, B_D = decode_batch, T_E = time between two encode steps (the
+encode pool's slowest stage, or the handover), T_iter(B_D) = time between two tokens of a query. The
+decode batch is meant to be B_E E[S] (one encode batch for each iteration, as in the paper) and is
+never more. Where the encode pool is too slow for that, it is what Little's law gives:
 
-    lambda = B_E / T_E,  B_D = lambda E[D] T_iter(B_D)      if that B_D <= B_E E[D]
-    B_D = B_E E[D],  lambda = B_D / (E[D] T_iter(B_D))      else: the encode pool is throttled
+    lambda = B_E / T_E,  B_D = lambda E[D] T_iter(B_D)      if that B_D <= B_E E[S]
+    B_D = B_E E[S],  lambda = B_D / (E[D] T_iter(B_D))      else: the encode pool is throttled
     latency(d) = L_E + T_handover + (d + wait) T_iter(B_D)
 
 L_E is a batch's time through the encode pool, `wait` the part of an iteration until its group's
@@ -37,11 +37,11 @@ from xgpt.units import DTYPE_BYTES
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator import memory
+from xsimulator.handover import HandoverCost
 from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.plans import Plans
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays
-from xsimulator.replay.job import HandoverCost
 from xsimulator.waa_plans import WaaPlan, WaaPlans
 
 _ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
@@ -185,6 +185,12 @@ class Waa(ABC):
     # --- rates --------------------------------------------------------------------------------
 
     @cached_property
+    def _decoding_share(self) -> float:
+        """Of the queries: those that are not done with their first token, and are handed over."""
+        fewer = 0 if self.problem.model.is_encoder_decoder else 1
+        return float(self.problem.lengths.outputs.pmf[fewer:].sum())
+
+    @cached_property
     def _mean_iterations(self) -> float:
         return max(self.flow.mean_iterations, 1e-9)
 
@@ -206,10 +212,10 @@ class Waa(ABC):
         """Throughput, batches, times; infinite times where the timing source refuses a size."""
         batch, groups, inputs = points.batch, points.groups, self.problem.lengths.inputs
         steps = self._encode_steps(plan, batch)  # [configs, stages]
-        handover = self._handover_s(plan, batch * inputs.mean)
+        handover = self._handover_s(plan, batch * inputs.mean * self._decoding_share)
         between = np.maximum(steps.max(axis=1), handover)
         pool = self._pool(plan)
-        most = np.maximum(batch * self._mean_iterations, 1e-9)
+        most = batch * self.problem.lengths.outputs.mean
         is_timed = np.isfinite(between) & np.isfinite(pool.iteration_s(most, groups))
         between = np.where(is_timed, between, 1.0)
 
@@ -223,11 +229,11 @@ class Waa(ABC):
         iteration = pool.iteration_s(decoding, groups)
         rate = np.where(is_throttled, decoding / (self._mean_iterations * np.where(
             is_timed, iteration, 1.0)), batch / between)
-        # an encode pool whose first stage is not its slowest is full up to its last step
-        slowest = steps.max(axis=1)
+        # where a later stage or the link is slowest, as many steps are under way as there may be
+        slowest = np.maximum(steps.max(axis=1), handover)
         through = steps.sum(axis=1)
         queued = np.where(steps[:, 0] >= slowest * (1 - 1e-9), through,
-                          (steps.shape[1] + 1) * slowest)
+                          (steps.shape[1] + 2) * slowest - handover)
         encode = np.where(is_throttled, through, np.maximum(queued, through))
         slack = np.where(is_throttled, 0.5 * batch,
                          batch + _DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))

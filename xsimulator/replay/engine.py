@@ -232,7 +232,7 @@ class Engine:
         pool.durations.append(seconds)
         pool.ends.append(ends)
         if self._handover is not None and spans:
-            self._hand_over(pool, step, index, at_s)
+            at_s = self._hand_over(pool, step, index, at_s)
         group.awaited.append((index, at_s, done))
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
@@ -276,20 +276,21 @@ class Engine:
         pool.alive -= 1
         self._preemptions += 1
 
-    def _hand_over(self, pool: Pool, step: Step, index: int, encoded_s: float) -> None:
-        """One handover at a time; queries done with their first token stay behind."""
+    def _hand_over(self, pool: Pool, step: Step, index: int, encoded_s: float) -> float:
+        """One handover at a time; queries done with their first token stay behind. When it ends."""
         assert self._handover is not None
         leaving = [query for query in step.joined if self._left[query] > 0]
         for query in step.joined:
             if self._left[query] == 0:
                 self._at(encoded_s, _ARRIVAL, partial(self._end_early, pool, query))
         if not leaving:
-            return
+            return encoded_s
         begin_s = max(encoded_s, self._link_free_s)
         tokens = sum([self._inputs[query] for query in leaving])
         self._link_free_s = end_s = begin_s + self._handover.seconds(tokens)
         self._handovers.append((index, begin_s, end_s))
         self._at(end_s, _ARRIVAL, lambda now: self._arrive(leaving, now))
+        return end_s
 
     def _end_early(self, pool: Pool, query: int, now: float) -> None:
         pool.rule.finish(query)

@@ -8,16 +8,14 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.cluster import Link
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.lengths import IntArray
 from xgpt.problem import Problem
-from xgpt.schedule import Estimate, StageAssignment
-from xgpt.units import DTYPE_BYTES
+from xgpt.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import WaaEncodeRule
-from xsimulator import memory
+from xsimulator.handover import HandoverCost
 from xsimulator.replay.engine import Engine, Handover, Pool
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.step_clock import StepClock
@@ -28,9 +26,10 @@ class Replayer:
     """Replays jobs by one Estimate; keeps the tables of step times between them."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
-                 padded: bool = True) -> None:
-        """padded: see xsimulator.policies.rra.Rra."""
-        self._problem, self._estimate, self._padded = problem, estimate, padded
+                 padded: bool | None = None) -> None:
+        """padded: see xsimulator.policies.rra.Rra; None: as the timing source's kernels are."""
+        self._problem, self._estimate = problem, estimate
+        self._padded = timing.is_padded if padded is None else padded
         self._pools = [(role, tuple(stages)) for role, stages in groupby(
             estimate.stages, key=lambda stage: stage.role)]
         self._times = [
@@ -83,7 +82,7 @@ class Replayer:
 
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, *, inputs: IntArray,
-               outputs: IntArray, max_outputs: ArrayLike | None = None, padded: bool = True,
+               outputs: IntArray, max_outputs: ArrayLike | None = None, padded: bool | None = None,
                rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
     """One replay (see Replayer)."""
     return Replayer(problem, timing, estimate, padded=padded).run(
@@ -93,38 +92,3 @@ def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, *, in
 def planned_outputs(problem: Problem) -> int:
     """Output tokens that a query without a limit of its own reserves."""
     return max(problem.lengths.outputs.max, problem.default_max_tokens)
-
-
-class HandoverCost:
-    """Seconds from the encode pool's caches to the decode pool's (paper section 3, XRunner).
-
-    Stages send at once, each to all that need its layers, so the rank with the most to send, or to
-    receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage.
-    """
-
-    def __init__(self, problem: Problem, timing: TimingSource,
-                 stages: Sequence[StageAssignment]) -> None:
-        model, item = problem.model, DTYPE_BYTES[problem.dtype]
-        encode = [stage for stage in stages if stage.role == "encode"]
-        decode = [stage for stage in stages if stage.role == "decode"]
-        self._timing, self._link = timing, _widest(problem, encode, decode)
-        if model.is_encoder_decoder:
-            self.bytes_per_token = float(model.hidden_size * item * len(decode))
-        else:
-            self.bytes_per_token = float(max(
-                memory.kv_bytes(model, pool, problem.dtype, 1.0).max()
-                for pool in (encode, decode)))
-
-    def seconds(self, tokens: float) -> float:
-        return float(self.many(np.asarray(tokens, float)))
-
-    def many(self, tokens: FloatArray) -> FloatArray:
-        """Of each number of tokens."""
-        return self._timing.handover_s(tokens * self.bytes_per_token, self._link)
-
-
-def _widest(problem: Problem, encode: Sequence[StageAssignment],
-            decode: Sequence[StageAssignment]) -> Link:
-    """Between the ranks that are furthest apart: the slowest of the links used."""
-    cluster = problem.cluster
-    return cluster.link_between(encode[0].ranks[0], decode[-1].ranks[-1])

@@ -32,7 +32,8 @@ class JobPrediction:
 
 def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
                 rng: np.random.Generator, *, replays: int = 5, inputs: IntArray | None = None,
-                max_outputs: Sequence[int] | None = None, padded: bool = True) -> JobPrediction:
+                max_outputs: Sequence[int] | None = None,
+                padded: bool | None = None) -> JobPrediction:
     """Predict a job of `num_queries` executed by `estimate`.
 
     inputs: [num_queries] known input lengths in order, else sampled. max_outputs: [num_queries]

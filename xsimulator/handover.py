@@ -1,0 +1,50 @@
+"""What it takes to move a query's KV entries from WAA's encode pool to its decode pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xgpt.cluster import Link
+from xgpt.lengths import FloatArray
+from xgpt.problem import Problem
+from xgpt.schedule import StageAssignment
+from xgpt.units import DTYPE_BYTES
+from xprofiler.timing import TimingSource
+from xsimulator import memory
+
+
+class HandoverCost:
+    """Seconds from the encode pool's caches to the decode pool's (paper section 3, XRunner).
+
+    Stages send at once, each to all that need its layers, so the rank with the most to send, or to
+    receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage.
+    """
+
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 stages: Sequence[StageAssignment]) -> None:
+        model, item = problem.model, DTYPE_BYTES[problem.dtype]
+        encode = [stage for stage in stages if stage.role == "encode"]
+        decode = [stage for stage in stages if stage.role == "decode"]
+        self._timing, self._link = timing, _widest(problem, encode, decode)
+        if model.is_encoder_decoder:
+            self.bytes_per_token = float(model.hidden_size * item * len(decode))
+        else:
+            self.bytes_per_token = float(max(
+                memory.kv_bytes(model, pool, problem.dtype, 1.0).max()
+                for pool in (encode, decode)))
+
+    def seconds(self, tokens: float) -> float:
+        return float(self.many(np.asarray(tokens, float)))
+
+    def many(self, tokens: FloatArray) -> FloatArray:
+        """Of each number of tokens."""
+        return self._timing.handover_s(tokens * self.bytes_per_token, self._link)
+
+
+def _widest(problem: Problem, encode: Sequence[StageAssignment],
+            decode: Sequence[StageAssignment]) -> Link:
+    """Between the ranks that are furthest apart: the slowest of the links used."""
+    cluster = problem.cluster
+    return cluster.link_between(encode[0].ranks[0], decode[-1].ranks[-1])
