@@ -40,11 +40,16 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Bound on the latency of a query; `math.inf` for none."""
+    """Bound on the latency of a query (`math.inf` for none), how surely it is to be kept, and what
+    of the cluster may be used."""
 
     latency_s: float
     kind: ConstraintKind = "sequence"
     quantile: float = 0.99
+    confidence: float = 0.95  # least P(latency <= latency_s), given what is uncertain
+    drift: float = 0.0  # share by which the mean output length may turn out longer or shorter
+    memory_bytes: int | None = None  # of each device; None: all it has
+    max_gpus: int | None = None  # devices; None: all of the cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from xgpt.job import (
 )
 from xgpt.length_file import MAX_LENGTH_TOKENS
 from xgpt.sections import Section
-from xgpt.units import parse_seconds
+from xgpt.units import parse_bytes, parse_seconds, parse_share
 from xgpt.yaml_tree import Field, apply_override, read_tree
 
 LOCAL_CLUSTER = "local"
@@ -255,9 +255,21 @@ def _read_constraint(top: Section) -> Constraint:
                                  "seconds > 0, '90 s', '2 min', or inf"),
         kind=cast(ConstraintKind, section.choice("kind", "sequence", ("sequence", "queries"))),
         quantile=section.number("quantile", 0.99, lambda x: 0 < x < 1, "between 0 and 1"),
+        confidence=section.number("confidence", 0.95, lambda x: 0.5 <= x < 1,
+                                  "at least 0.5 and below 1"),
+        drift=section.amount("drift", 0.0, parse_share, lambda x: 0 <= x < 1,
+                             "a share of the mean output length, '15%' or 0.15, below 1"),
+        memory_bytes=_memory(section),
+        max_gpus=section.integer("max_gpus", None, 1),
     )
     section.finish()
     return constraint
+
+
+def _memory(section: Section) -> int | None:
+    amount = section.amount("memory", None, parse_bytes, lambda x: x > 0,
+                            "bytes of each device, for example '40 GiB'")
+    return None if amount is None else int(amount)
 
 
 def _read_schedule(top: Section) -> FixedSchedule:

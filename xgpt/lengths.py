@@ -19,6 +19,7 @@ class Lengths:
 
     pmf: FloatArray  # [max]
     note: str = ""  # how it was obtained, for the report
+    num_samples: int | None = None  # observed lengths it rests on; None: given, not estimated
 
     def __post_init__(self) -> None:
         total = float(self.pmf.sum())
@@ -88,7 +89,8 @@ def empirical(samples: Sequence[int] | IntArray, note: str = "") -> Lengths:
     counts = np.bincount(np.asarray(samples, dtype=np.int64))
     assert counts.size > 1 and counts[0] == 0, "lengths start at 1, and there is at least one"
     pmf = counts[1:] / counts[1:].sum()
-    return Lengths(pmf=pmf, note=note or f"observed in {len(samples)} queries")
+    return Lengths(pmf=pmf, note=note or f"observed in {len(samples)} queries",
+                   num_samples=len(samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

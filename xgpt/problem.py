@@ -84,10 +84,28 @@ def resolve_cluster(job: Job) -> Cluster:
     if isinstance(job.cluster, dict):
         cluster = build_cluster(job.cluster)
     elif job.cluster == LOCAL_CLUSTER:
-        return local.detect(job.run.ranks)
+        return limited(local.detect(job.run.ranks), job.constraint)
     else:
         cluster = catalog.cluster(job.cluster)
-    return cluster if job.run.ranks is None else _part_of(cluster, job.run.ranks, job.source)
+    if job.run.ranks is not None:
+        cluster = _part_of(cluster, job.run.ranks, job.source)
+    return limited(cluster, job.constraint)
+
+
+def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
+    """What the constraint leaves of a cluster: memory of each device, and number of devices (the
+    largest number of whole or evenly used nodes within it)."""
+    if constraint.memory_bytes is not None and (
+            constraint.memory_bytes < cluster.device.memory_bytes):
+        cluster = replace(cluster, device=replace(cluster.device,
+                                                  memory_bytes=constraint.memory_bytes))
+    most = constraint.max_gpus
+    if most is None or most >= cluster.num_devices:
+        return cluster
+    used = max(count for count in range(1, most + 1)
+               if count % -(-count // cluster.devices_per_node) == 0)
+    nodes = -(-used // cluster.devices_per_node)
+    return replace(cluster, num_nodes=nodes, devices_per_node=used // nodes)
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:

@@ -35,6 +35,13 @@ def parse_seconds(text: str | int | float) -> float:
     return _parse(text, _SECOND_UNITS, "seconds", default="S")
 
 
+def parse_share(text: str | int | float) -> float:
+    """`"15%"` -> 0.15; a bare number is the share itself. Raises ValueError."""
+    if isinstance(text, str) and text.strip().endswith("%"):
+        return float(text.strip()[:-1]) / 100
+    return float(text)
+
+
 def _parse(text: str | int | float, units: dict[str, int] | dict[str, float], what: str,
            default: str) -> float:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
