@@ -37,9 +37,20 @@ class Link:
     source: str = ""
 
 
+# What weights are loaded at, where a cluster does not say. From the SSD: the sequential read rate
+# on data sheets of data-centre drives on PCIe 4.0 x4 (6.8 to 7.0 GB/s; the bus carries 7.88). From
+# the host's DRAM: a rough constant for one process that copies ordinary (pageable) memory into its
+# device, through a pinned buffer by one CPU thread, in the range of the ExeGPT paper's Table 4 (4.1
+# to 5.4 GB/s a GPU); the bus of a device carries six times that.
+SSD_BYTES_PER_S = 7e9
+HOST_BYTES_PER_S = 5e9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`num_nodes` equal nodes of `devices_per_node` equal devices."""
+    """`num_nodes` equal nodes of `devices_per_node` equal devices. Weights are loaded from a node's
+    SSD at `ssd_bytes_per_s` for all its devices together, and from its DRAM at `host_bytes_per_s`
+    into each device, into all at once."""
 
     name: str
     device: Device
@@ -47,6 +58,8 @@ class Cluster:
     devices_per_node: int
     intra_link: Link
     inter_link: Link
+    ssd_bytes_per_s: float = SSD_BYTES_PER_S
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
     @property
     def num_devices(self) -> int:

@@ -3,6 +3,7 @@
     cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
 
 The device and the links are catalog names, or mappings with the keys of xgpt.cluster's classes.
+`ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from xgpt.cluster import Cluster, Device, Link
 from xgpt.sections import Section
 from xgpt.units import DTYPE_BYTES, parse_bytes, parse_seconds
 
+_LOADING = ("ssd_bytes_per_s", "host_bytes_per_s")  # may be left out: xgpt.cluster's defaults
+
 
 def read_inline_cluster(section: Section) -> dict[str, Any]:
     """The mapping with its defaults filled in; `build_cluster` makes a Cluster of it."""
@@ -26,9 +29,10 @@ def read_inline_cluster(section: Section) -> dict[str, Any]:
     intra = _read_part(section, "intra_link", "link", _read_link)
     needs_inter = num_nodes > 1 or section.has("inter_link")
     inter = _read_part(section, "inter_link", "link", _read_link) if needs_inter else intra
-    cluster = {"device": _read_part(section, "device", "device", _read_device),
+    cluster: dict[str, Any] = {"device": _read_part(section, "device", "device", _read_device),
                "num_nodes": num_nodes, "devices_per_node": per_node,
                "intra_link": intra, "inter_link": inter}
+    cluster.update({key: _bandwidth(section, key) for key in _LOADING if section.has(key)})
     section.finish()
     return cluster
 
@@ -81,8 +85,8 @@ def _read_link(section: Section) -> dict[str, Any]:
     }
 
 
-def _bandwidth(section: Section) -> float:
-    return float(_required_amount(section, "bandwidth_bytes_per_s", parse_bytes,
+def _bandwidth(section: Section, key: str = "bandwidth_bytes_per_s") -> float:
+    return float(_required_amount(section, key, parse_bytes,
                                   lambda x: 1 <= x < math.inf, "bytes/s, or '25 GB'"))
 
 
@@ -102,6 +106,7 @@ def build_cluster(mapping: Mapping[str, Any]) -> Cluster:
         device=catalog.device(device) if isinstance(device, str) else _build_device(device),
         num_nodes=mapping["num_nodes"], devices_per_node=mapping["devices_per_node"],
         intra_link=_build_link(intra), inter_link=_build_link(inter),
+        **{key: mapping[key] for key in _LOADING if key in mapping},
     )
 
 

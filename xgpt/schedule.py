@@ -17,7 +17,8 @@ from xgpt.errors import InputError, Mistake
 
 # History of the file format.
 #   1: first version
-SCHEDULE_VERSION = 1
+#   2: pruned, margin, explanation
+SCHEDULE_VERSION = 2
 
 Role = Literal["both", "encode", "decode"]
 
@@ -106,6 +107,11 @@ class Schedule:
     fingerprint: str  # of the Problem it answers; the runner refuses another one
     unbounded_qps: float | None = None  # best throughput with no latency bound
     rejected: tuple[Rejected, ...] = ()
+    pruned: tuple[tuple[str, int], ...] = ()  # boxes given up by the search, by reason
+    margin: float = 1.0  # planned for latency_bound_s / margin, for what is uncertain
+    margin_cost: float = 0.0  # share of the throughput that a schedule without it has more
+    margin_note: str = ""
+    explanation: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Flat: the Estimate's keys, then the Schedule's own. Infinity is the string "inf"."""
@@ -140,11 +146,14 @@ def schedule_from_dict(raw: Mapping[str, Any]) -> Schedule:
     data = {k: _text_to_infinities(v) for k, v in raw.items() if k != "version"}
     stages = tuple(StageAssignment(**{**s, "ranks": tuple(s["ranks"])}) for s in data.pop("stages"))
     rejected = tuple(Rejected(**r) for r in data.pop("rejected"))
+    pruned = tuple((str(reason), int(count)) for reason, count in data.pop("pruned"))
+    explanation = tuple(map(str, data.pop("explanation")))
     names = set(Estimate.__dataclass_fields__)
     estimate: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
                                 for k, v in data.items() if k in names}
     own = {k: v for k, v in data.items() if k not in names}
-    return Schedule(estimate=Estimate(stages=stages, **estimate), rejected=rejected, **own)
+    return Schedule(estimate=Estimate(stages=stages, **estimate), rejected=rejected,
+                    pruned=pruned, explanation=explanation, **own)
 
 
 def with_estimate(schedule: Schedule, **changes: Any) -> Schedule:

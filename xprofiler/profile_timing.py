@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.cluster import Link
 from xgpt.errors import XgptError
-from xprofiler.interpolation import Grid, Shape
+from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.profile import (
     ALL_REDUCE,
     HANDOVER,
@@ -17,6 +19,7 @@ from xprofiler.profile import (
     STEP_OVERHEAD,
     TRANSFER,
     Profile,
+    Sample,
     TableKey,
 )
 from xprofiler.timing import Operator, Reach, TimingSource
@@ -26,6 +29,18 @@ FloatArray = NDArray[np.float64]
 # a query's share of a batch settles as the batch grows
 _SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)
 _MESSAGE = Shape(through_zero=False)
+
+
+class TableError(NamedTuple):
+    """Standard deviations of a table's systematic relative error, by cause."""
+
+    interpolation: float  # in the middle between points, root mean square
+    noise: float  # of the points' medians, root mean square over those of three samples and more
+    unknown: float  # share of the points that have fewer: nothing is known of their noise
+
+    @property
+    def relative(self) -> float:
+        return math.hypot(self.interpolation, self.noise)
 
 
 class ProfileTiming:
@@ -100,6 +115,12 @@ class ProfileTiming:
         is_open = len(grid.ys) == 1 or operator is Operator.ENCODE_ATTENTION
         return Reach(float(grid.xs[-1]), float("inf") if is_open else float(grid.ys[-1]))
 
+    def table_errors(self) -> Mapping[TableKey, TableError]:
+        """How far off each table's times may be, from its own samples: a quarter of what lines
+        between neighbours miss each point by, and the standard error of the medians."""
+        return {key: _table_error(key, points) for key, points in self.profile.tables.items()
+                if points}
+
     def provenance(self) -> str:
         m = self.profile.metadata
         text = (f"{m.origin} on {m.device}, {m.dtype}, {m.ranks} ranks x "
@@ -134,6 +155,30 @@ def table_shape(key: TableKey) -> Shape:
     if key.name == Operator.ENCODE_ATTENTION.value:
         return _SHARES
     return _MESSAGE if key.link else Shape()
+
+
+def _table_error(key: TableKey, points: Sequence[Sample]) -> TableError:
+    missed = np.concatenate([np.zeros(1), *_missed(key, points)])
+    noise = [p.standard_error for p in points if math.isfinite(p.standard_error)]
+    return TableError(
+        interpolation=float(np.sqrt(np.sum(missed**2) / max(np.count_nonzero(missed), 1))) / 4,
+        noise=float(np.sqrt(np.mean(np.square(noise)))) if noise else 0.0,
+        unknown=1 - len(noise) / len(points))
+
+
+def _missed(key: TableKey, points: Sequence[Sample]) -> Iterator[FloatArray]:
+    """Leave-one-out errors along the rows, and along the columns of tables that grow with y."""
+    shape = table_shape(key)
+    for along, across, is_power in ((0, 1, shape.is_power), (1, 0, False)):
+        if along == 1 and not shape.grows_with_y:
+            continue
+        lines: dict[float, list[tuple[float, float]]] = {}
+        for p in points:
+            place = (p.x, p.y)
+            lines.setdefault(place[across], []).append((place[along], p.median_s))
+        for row in map(sorted, lines.values()):
+            yield interpolation_errors([at for at, _ in row], [s for _, s in row],
+                                       is_power=is_power)
 
 
 def _grid(profile: Profile, key: TableKey) -> Grid:

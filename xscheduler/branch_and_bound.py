@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-BATCH = 16  # best boxes split at a time, so that `examine` can work on arrays
+BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class Status(Enum):
     """How a search ended; the value is what is shown."""
 
     OPTIMAL = "optimal"
+    WITHIN_GAP = "within gap"  # of the optimum, which may be this or not
     LIMIT = "stopped at its limit"
     INFEASIBLE = "infeasible"
 

@@ -2,43 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from xgpt.problem import Problem
+from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xscheduler.admission import Admission
 from xscheduler.space import tensor_plans, timed_plans
+from xscheduler.waa_search import group_range
+from xsimulator.policies import policy_class
 from xsimulator.policies.rra import RraConfig
+from xsimulator.policies.waa import WaaConfig
+from xsimulator.waa_plans import WaaPlans
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BruteForceResult:
-    """The best admissible configuration, if there is one. `tightest_latency_s` is the smallest
-    among those that memory and the number of queries admit."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BruteForce:
+    """Every point of a policy's grid, evaluated: [configs] throughput, latency, and whether
+    memory, the number of queries and the timing source admit it."""
 
-    config: RraConfig | None
-    throughput_qps: float | None
-    tightest_latency_s: float | None
-    num_configs: int
+    configs: tuple[Any, ...]
+    throughput_qps: np.ndarray
+    latency_s: np.ndarray
+    is_roomy: np.ndarray
+
+    def best(self, latency_bound_s: float) -> tuple[Any | None, float]:
+        """(configuration, throughput_qps) of the best admissible one; (None, 0) if there is none.
+        Ties go to the earlier."""
+        score = np.where(self.is_roomy & (self.latency_s <= latency_bound_s),
+                         self.throughput_qps, 0.0)
+        if not (score > 0).any():
+            return None, 0.0
+        row = int(np.argmax(score))
+        return self.configs[row], float(score[row])
+
+    @property
+    def tightest_latency_s(self) -> float:
+        """The least latency of those there is room for; infinite if there is none."""
+        return float(np.min(self.latency_s[self.is_roomy], initial=math.inf))
 
 
-def best_of_grid(problem: Problem, timing: TimingSource, *, encode_batches: Iterable[int],
-                 decode_iterations: Iterable[int], padded: bool = True) -> BruteForceResult:
-    """Evaluate the whole grid over every tensor plan the problem allows. Ties go to the smaller
-    degree, then GPUs, batch, iterations."""
+def evaluate_grid(policy: str, problem: Problem, timing: TimingSource, *,
+                  encode_batches: Sequence[int], others: Sequence[int] | None = None,
+                  padded: bool | None = None) -> BruteForce:
+    """Of "rra" (others: decode_iterations), "waa-c" or "waa-m" (decode_micro_batches; None: all
+    that are searched), over every tensor plan the problem allows."""
     plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
                         problem.cluster, timing)
-    admission = Admission(problem, timing, plans, padded=padded)
-    iterations = list(decode_iterations)
-    keys = [(root, (batch, n)) for root in range(len(plans)) for batch in encode_batches
-            for n in iterations]
-    admission.evaluate(keys)
-    bound_s = problem.constraint.latency_s
-    best = min(((-admission.figures(key).throughput_qps, key) for key in keys
-                if admission.forbidden(key, bound_s) is None), default=None)
-    return BruteForceResult(
-        config=None if best is None else admission.config(best[1]),
-        throughput_qps=None if best is None else -best[0], num_configs=len(keys),
-        tightest_latency_s=min((admission.figures(key).latency_s for key in keys
-                                if admission.crowding(key) is None), default=None))
+    made: Any = policy_class(policy)(problem, timing,
+                                     padded=timing.is_padded if padded is None else padded)
+    configs: list[Any] = []
+    for plan in plans:
+        degree, gpus = plan.tp_degree, plan.tp_gpus
+        if policy == "rra":
+            assert others is not None
+            configs += [RraConfig(encode_batch=batch, decode_iterations=n, tp_degree=degree,
+                                  tp_gpus=gpus,
+                                  decode_micro_batches=problem.fixed.decode_micro_batches)
+                        for batch in encode_batches for n in others]
+            continue
+        split = WaaPlans(made.plans, degree, gpus)
+        if not len(split.encode_devices):
+            continue
+        fewest, most = group_range(problem, split)
+        configs += [WaaConfig(encode_batch=batch, decode_micro_batches=groups, tp_degree=degree,
+                              tp_gpus=gpus)
+                    for batch in encode_batches for groups in others or range(fewest, most + 1)]
+    if not configs:
+        return BruteForce(configs=(), throughput_qps=np.empty(0), latency_s=np.empty(0),
+                          is_roomy=np.empty(0, bool))
+    found = made.evaluate(configs)
+    is_roomy = (found.fits & (found.present <= (problem.num_queries or math.inf) + 1e-9)
+                & (found.stretch <= REFUSED_BEYOND))
+    return BruteForce(configs=tuple(configs), throughput_qps=found.throughput_qps,
+                      latency_s=found.latency_s, is_roomy=is_roomy)

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import math
-
-import numpy as np
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from xgpt.errors import InfeasibleError
+from xgpt.schedule import Estimate
 from xgpt.units import format_bytes, format_seconds
-from xprofiler.interpolation import REFUSED_BEYOND
-from xscheduler.admission import Admission, Key
-from xscheduler.space import batch_range, iteration_range
+from xscheduler.policy_search import PolicySearch, Tight
 
-LATENCY_SAMPLES = 64  # values of decode_iterations looked at for the tightest latency
+MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 
 
-def explain(admission: Admission, *, is_proved: bool) -> InfeasibleError:
+class _Easy(NamedTuple):
+    policy: PolicySearch
+    tight: Tight
+
+
+def explain(policies: Sequence[PolicySearch], latency_bound_s: float, *,
+            is_proved: bool) -> InfeasibleError:
     """The error to raise: the binding constraint, the tightest latency and who reaches it."""
-    keys = _easiest(admission)
-    with_room = [key for key in keys if admission.crowding(key) is None]
+    easy = [_Easy(policy, tight) for policy in policies for tight in policy.easiest()]
+    with_room = [one for one in easy if not one.tight.reason]
     if not with_room:
-        return InfeasibleError(_without_room(admission, keys))
-    admission.evaluate(with_room)
-    key = min(with_room, key=lambda key: (admission.figures(key).latency_s, key))
-    tightest, config, problem = admission.figures(key), admission.config(key), admission.problem
+        return InfeasibleError(_without_room(easy))
+    best = min(with_room, key=lambda one: (one.tight.latency_s, one.tight.point))
+    policy, tight = best
+    problem, estimate = policy.problem, policy.estimate(tight.plan, tight.point)
     longest = problem.lengths.outputs.quantile(problem.constraint.quantile)
     start = "no schedule satisfies" if is_proved else "the search's limit came before any that met"
-    return InfeasibleError(
-        f"{start} the bound of {format_seconds(problem.constraint.latency_s)} for a query of "
-        f"{longest} output tokens (quantile {problem.constraint.quantile:g}); latency binds. The "
-        f"tightest that can be met is {_rounded_up(tightest.latency_s)} s, by policy rra, "
-        f"encode_batch {config.encode_batch}, decode_iterations {config.decode_iterations}, "
-        f"tp_degree {config.tp_degree}, tp_gpus {config.tp_gpus} "
-        f"({tightest.throughput_qps:.3g} queries/s)")
+    crowded = min((one.tight.latency_s for one in easy if one.tight.reason == "memory"),
+                  default=math.inf)
+    text = (f"{start} the bound of {format_seconds(latency_bound_s)} for a query of "
+            f"{longest} output tokens (quantile {problem.constraint.quantile:g}); latency binds. "
+            f"The tightest that can be met is {_rounded_up(tight.latency_s)} s, by policy "
+            f"{policy.name}, {policy.words(tight.plan, tight.point)} "
+            f"({tight.throughput_qps:.3g} queries/s): {_binding(estimate)}")
+    if crowded < tight.latency_s:
+        text += (f". Memory forbids quicker ones, down to {format_seconds(crowded)}: more memory "
+                 "or a smaller model, dtype or maximum output would allow them")
+    return InfeasibleError(text)
+
+
+def _binding(estimate: Estimate) -> str:
+    """What most of a tightest latency goes into."""
+    share = estimate.encode_s / estimate.latency_s
+    decoding = [stage for stage in estimate.stages if stage.role != "encode"]
+    if share > MOSTLY:
+        return f"encoding time binds, {share:.0%} of it"
+    if len(decoding) > 1:
+        return (f"pipeline depth binds: each token passes {len(decoding)} stages, "
+                f"{format_seconds(estimate.decode_iteration_s)} an iteration")
+    return f"decoding binds, {format_seconds(estimate.decode_iteration_s)} an iteration"
 
 
 def _rounded_up(seconds: float) -> str:
@@ -41,30 +62,33 @@ def _rounded_up(seconds: float) -> str:
     return f"{math.ceil(seconds * 10**digits) / 10**digits:.{max(digits, 0)}f}"
 
 
-def _easiest(admission: Admission) -> list[Key]:
-    """Smallest batch over the range of decode_iterations, of every plan."""
-    problem = admission.problem
-    batch, _ = batch_range(problem.fixed, problem.num_queries)
-    low, up = iteration_range(problem.fixed, admission.rra.flow.max_iterations)
-    samples = np.linspace(low, up, min(up - low + 1, LATENCY_SAMPLES))
-    values = sorted({round(value) for value in samples})
-    return [(root, (batch, n)) for root in range(len(admission.plans)) for n in values]
-
-
-def _without_room(admission: Admission, keys: list[Key]) -> str:
-    memory_bytes, present, _ = admission.rra.room([admission.config(key) for key in keys])
-    reasons = {admission.crowding(key) for key in keys}
-    ranged = [key for key in keys if admission.crowding(key) == "measured range"]
-    if ranged:
+def _without_room(easy: Sequence[_Easy]) -> str:
+    problem = easy[0].policy.problem
+    reasons = {one.tight.reason for one in easy}
+    if "measured range" in reasons:
         # a smaller memory need than the capacity must not be told as the reason
-        beyond = admission.rra.beyond(admission.config(ranged[0]), REFUSED_BEYOND)
+        one = next(one for one in easy if one.tight.reason == "measured range")
+        beyond = one.policy.beyond(one.tight)
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
-                f"says nothing beyond {REFUSED_BEYOND:g} times as much ({'; '.join(beyond)}); "
-                "measure one for this job")
+                f"says nothing beyond 4 times as much{beyond}; measure one for this job")
+    estimates = [one.policy.estimate(one.tight.plan, one.tight.point)
+                 for one in _one_a_plan(easy)]
     if reasons == {"number of queries"}:
-        return (f"no schedule: the job has {admission.problem.num_queries} queries, and the fixed "
-                f"values keep {present.min():.0f} present at a time")
-    return (f"no schedule: memory binds. {admission.problem.model.name} needs at least "
-            f"{format_bytes(memory_bytes.min())} on its fullest device, of which "
-            f"{format_bytes(admission.rra.capacity_bytes)} can be used; it takes more devices, or "
-            "a smaller model, dtype or maximum output")
+        present = min(one.policy.present(one.tight) for one in easy)
+        return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "
+                f"values keep {present:.0f} present at a time")
+    held = min(max(estimate.memory_bytes) for estimate in estimates)
+    return (f"no schedule: memory binds. {problem.model.name} needs at least "
+            f"{format_bytes(held)} on its fullest device, of which "
+            f"{format_bytes(estimates[0].memory_capacity_bytes)} can be used; it takes more "
+            "devices, or a smaller model, dtype or maximum output")
+
+
+def _one_a_plan(easy: Sequence[_Easy]) -> list[_Easy]:
+    """The smallest point of each policy and tensor plan."""
+    found: dict[tuple[str, int], _Easy] = {}
+    for one in easy:
+        key = (one.policy.name, one.tight.plan)
+        if key not in found or one.tight.point < found[key].tight.point:
+            found[key] = one
+    return list(found.values())

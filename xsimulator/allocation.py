@@ -8,6 +8,8 @@ problem, so the split does not depend on the batch sizes searched over.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,12 +69,11 @@ def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence
     encoder = _split(encoder_layers, [c.encoder_layer_s for c in costs],
                      fixed if is_encoder else [0.0] * len(costs), at_least=int(is_encoder))
     decoder = _split(layers, [c.layer_s for c in costs], fixed, at_least=int(not is_encoder))
-    stages = []
-    for index, group in enumerate(ranks):
-        stages.append(StageAssignment(
-            index=index, ranks=group, first_layer=sum(decoder[:index]), num_layers=decoder[index],
-            first_encoder_layer=sum(encoder[:index]), num_encoder_layers=encoder[index]))
-    return tuple(stages)
+    begins, encoder_begins = ([0, *itertools.accumulate(split)] for split in (decoder, encoder))
+    return tuple(StageAssignment(
+        index=index, ranks=group, first_layer=begins[index], num_layers=decoder[index],
+        first_encoder_layer=encoder_begins[index], num_encoder_layers=encoder[index])
+        for index, group in enumerate(ranks))
 
 
 def pool_layers(model: ModelSpec, role: Role) -> tuple[int, int]:
@@ -91,8 +92,11 @@ def _split(layers: int, layer_s: Sequence[float], fixed_s: Sequence[float], *,
     measure; ties go to the earlier stage.
     """
     counts = [at_least] * len(layer_s)
+    loads = [(fixed + (at_least + 1) * cost, stage)
+             for stage, (fixed, cost) in enumerate(zip(fixed_s, layer_s, strict=True))]
+    heapq.heapify(loads)
     for _ in range(layers - sum(counts)):
-        load = [fixed + (count + 1) * cost
-                for fixed, count, cost in zip(fixed_s, counts, layer_s, strict=True)]
-        counts[load.index(min(load))] += 1
+        stage = loads[0][1]
+        counts[stage] += 1
+        heapq.heapreplace(loads, (fixed_s[stage] + (counts[stage] + 1) * layer_s[stage], stage))
     return counts

@@ -96,10 +96,15 @@ def activation_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype:
     """[..., stages] bytes of the largest micro-batch at work, encoded or decoded, sized so that a
     longer one is next to impossible."""
     encode, decode = np.ceil(np.asarray(encode_batch, float)), np.asarray(decode_batch, float)
-    tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
-    rows = np.maximum(np.minimum(tokens, encode * inputs.max), decode)
+    rows = np.maximum(largest_rows(inputs, encode), decode)
     return step_bytes(model, stages, dtype, rows=rows, heads=np.maximum(encode, decode),
                       longest_input=inputs.max, is_cpu=is_cpu)
+
+
+def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:
+    """Tokens of an encode step of that many queries that more are next to impossible."""
+    tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
+    return np.asarray(np.minimum(tokens, encode * inputs.max))
 
 
 def step_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str, *,

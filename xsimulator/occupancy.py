@@ -57,6 +57,10 @@ class QueryFlow:
         self._reserved_output_tokens = max(reserved_output_tokens, lengths.outputs.max)
         self._iterations_fewer = 0 if is_encoder_decoder else 1
         self._known: dict[tuple[int, bool], Occupancy] = {}
+        # of the N_D last asked for: one is worked out at a time
+        self._last_absence: tuple[int, _Absence] | None = None
+        self._read_until: dict[int, FloatArray] = {}
+        self._last_own: tuple[tuple[int, int], tuple[FloatArray, FloatArray]] | None = None
 
     @property
     def max_iterations(self) -> int:
@@ -67,6 +71,51 @@ class QueryFlow:
     def mean_iterations(self) -> float:
         """E[D]."""
         return float(self._survival.sum())
+
+    def least_variance(self, fewest: int, most: int, count: int) -> FloatArray:
+        """[count] no N_D from `fewest` to `most` has a lower `variance_active` at iterations
+        1..count: a query's share, S (1 - S) of its survival S, rises and then falls with the
+        iteration, so that over a range of iterations it is least at an end."""
+        share = self._survival * (1 - self._survival)
+        total: FloatArray = np.zeros(count)
+        for phase in range(-(-len(share) // fewest)):
+            first, last = (np.zeros(count), np.zeros(count))
+            for part, begin in ((first, phase * fewest), (last, phase * most)):
+                known = share[begin:begin + count]
+                part[: len(known)] = known
+            total += np.minimum(first, last)
+        return total
+
+    @cached_property
+    def mean_context_read(self) -> float:
+        """Tokens of context that a query's decode iterations read in all, in the mean."""
+        return float(self._context.sum())
+
+    def context_read_until(self, iterations: int) -> FloatArray:
+        """[N_D = 1..max] tokens of context that are read while a query goes through that many
+        decode iterations, by all queries present, per query encoded in each phase."""
+        known = self._read_until.get(iterations)
+        if known is None:
+            n_d = np.arange(1, self.max_iterations + 1)
+            before, left = np.divmod(iterations - 1, n_d)
+            left += 1  # of the last phase
+            read = np.append(0.0, np.cumsum(self._context))
+            last = len(read) - 1
+            known = before * read[-1]
+            for phase in range(last):
+                begin = phase * n_d
+                is_there = begin < last
+                if not is_there.any():
+                    break
+                known = known + np.where(is_there, read[np.minimum(begin + left, last)]
+                                         - read[np.minimum(begin, last)], 0.0)
+            self._read_until[iterations] = known
+        return known
+
+    @property
+    def largest_context(self) -> float:
+        """No mean context at an iteration is larger."""
+        return float(self.lengths.inputs.max + self.max_iterations)
 
     @property
     def max_reserve_tokens(self) -> int:
@@ -86,21 +135,20 @@ class QueryFlow:
         return self._known[key]
 
     def _derive(self, n_d: int, padded: bool) -> Occupancy:
-        survival = self._by_phase(self._survival, n_d)  # [phases, N_D] P(D >= j N_D + u)
-        context = self._by_phase(self._context, n_d)
-        entering, reserve, reserve_squared = (  # who is present when phase j begins
-            self._by_phase(row, n_d)[:, 0]
-            for row in (self._survival, self._reserve, self._reserve_squared))
-        reserve, reserve_squared = reserve.copy(), reserve_squared.copy()
+        # [phases, N_D] P(D >= j N_D + u), context, and what is reserved, with its square
+        survival, context, reserve, reserve_squared = self._by_phase(self._by_iteration, n_d)
+        entering = survival[:, 0]  # who is present when phase j begins
+        reserve, reserve_squared = reserve[:, 0].copy(), reserve_squared[:, 0].copy()
         # at j = 0 every query is there, those that will end with their first token too
         reserve[0], reserve_squared[0] = self._all_reserve
         active = survival.sum(axis=0)
-        staying = active - np.append(survival[0, 0], np.zeros(n_d - 1))  # those new at u do not
+        staying = active.copy()
+        staying[0] -= survival[0, 0]  # those new at u do not
         return Occupancy(
             decode_iterations=n_d, active=active, context=context.sum(axis=0),
             removed=np.maximum(np.roll(active, 1) - staying, 0.0),
             variance_active=(survival * (1 - survival)).sum(axis=0),
-            log_absent=_log_absent(survival),
+            log_absent=self._absence(n_d).log_mean(),
             mean_phases=float(entering.sum()),
             mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
             variance_reserved=float((reserve_squared - reserve**2).sum()),
@@ -113,21 +161,34 @@ class QueryFlow:
         """As log_absent, but the chances themselves and for the group of a query that is in its
         phase number `phases_before`: [N_D, octaves] (in the mean of the phases before, in that
         one)."""
-        survival = self._by_phase(self._survival, decode_iterations)
-        before, last = [], []
-        for octave in GROUP_OCTAVES:
-            by_offset = _absent_by_offset(survival, int(octave))
-            last.append(by_offset[phases_before % len(by_offset)])
-            path = np.arange(phases_before) % len(by_offset)
-            before.append(by_offset[path].mean(axis=0) if phases_before else by_offset[0])
-        return np.stack(before, axis=1), np.stack(last, axis=1)
+        key = (decode_iterations, phases_before)
+        if self._last_own is None or self._last_own[0] != key:
+            absence = self._absence(decode_iterations)
+            always = absence.of_multiples
+            before, last = (np.stack([*absence.mean_of(phases), *always], axis=1) for phases in (
+                np.arange(max(phases_before, 1)), np.array([phases_before])))
+            self._last_own = key, (before, last)
+        return self._last_own[1]
+
+    def _absence(self, n_d: int) -> _Absence:
+        """Kept until another N_D is asked for."""
+        if self._last_absence is None or self._last_absence[0] != n_d:
+            survival = self._by_phase(self._survival[None], n_d)[0]
+            self._last_absence = n_d, _Absence(survival)
+        return self._last_absence[1]
+
+    @cached_property
+    def _by_iteration(self) -> FloatArray:
+        """[4, D max]."""
+        return np.stack([self._survival, self._context, self._reserve, self._reserve_squared])
 
     @staticmethod
-    def _by_phase(row: FloatArray, n_d: int) -> FloatArray:
-        """[D max, ...] -> [phases, N_D, ...], zero beyond the end."""
-        phases = -(-len(row) // n_d)
-        widths = [(0, phases * n_d - len(row))] + [(0, 0)] * (row.ndim - 1)
-        return np.pad(row, widths).reshape(phases, n_d, *row.shape[1:])
+    def _by_phase(rows: FloatArray, n_d: int) -> FloatArray:
+        """[rows, D max] -> [rows, phases, N_D], zero beyond the end."""
+        phases = -(-rows.shape[1] // n_d)
+        padded = np.zeros((len(rows), phases * n_d))
+        padded[:, : rows.shape[1]] = rows
+        return padded.reshape(len(rows), phases, n_d)
 
     def _tail(self, per_output: FloatArray) -> FloatArray:
         """Sums over D >= k, k = 1..max, of what `per_output` gives for each output length."""
@@ -212,26 +273,59 @@ def expected_maximum_z(count: FloatArray) -> FloatArray:
     return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
 
 
-def _log_absent(survival: FloatArray) -> FloatArray:
-    """Occupancy.log_absent; survival: [phases, N_D]."""
-    with np.errstate(divide="ignore"):
-        columns = [np.log(_absent_by_offset(survival, int(octave)).mean(axis=0))
-                   for octave in GROUP_OCTAVES]
-    return np.stack(columns, axis=1)
+class _Absence:
+    """Chances that none of a group's queries is active, at each iteration of a phase, by how many
+    queries the group encodes (GROUP_OCTAVES) and, where that is one every so many phases, by how
+    many phases ago it last did: its offset."""
+
+    def __init__(self, survival: FloatArray) -> None:
+        """survival: [phases, N_D] P(D >= j N_D + u)."""
+        with np.errstate(divide="ignore"):
+            logs = np.log1p(-np.minimum(survival, 1.0))
+        self._of_one = logs.sum(axis=0)
+        self._by_offset: list[FloatArray] = []  # [offsets, N_D], for strides that fall to 2
+        for stride in 2 ** np.arange(-GROUP_OCTAVES[0], 0, -1):
+            # sums over the phases of one offset; offsets without a phase are certain, left out
+            logs = _folded(logs, int(stride))
+            self._by_offset.append(np.exp(logs))
+
+    def log_mean(self) -> FloatArray:
+        """[N_D, octaves] logarithm of the mean over offsets."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = [np.log((rows.sum(axis=0) + stride - len(rows)) / stride)
+                     for stride, rows in self._strides()]
+            found += [self._of_one * times for times in self._multiples]
+        return np.stack(found, axis=1)
+
+    def mean_of(self, phases: IntArray) -> list[FloatArray]:
+        """[N_D] mean over the offsets that these phases are at, for the octaves below 0."""
+        found = []
+        for stride, rows in self._strides():
+            at = phases % stride
+            certain = int((at >= len(rows)).sum())
+            found.append((rows[at[at < len(rows)]].sum(axis=0) + certain) / len(phases))
+        return found
+
+    @property
+    def of_multiples(self) -> list[FloatArray]:
+        """[N_D] for the other octaves: offsets make no difference there."""
+        return [np.exp(self._of_one * times) for times in self._multiples]
+
+    def _strides(self) -> list[tuple[int, FloatArray]]:
+        return [(2 ** (len(self._by_offset) - k), rows) for k, rows in enumerate(self._by_offset)]
+
+    @property
+    def _multiples(self) -> list[float]:
+        return [2.0**octave for octave in GROUP_OCTAVES if octave >= 0]
 
 
-def _absent_by_offset(survival: FloatArray, octave: int) -> FloatArray:
-    """[offsets, N_D] chance that none of a group's queries is active; an offset is how many phases
-    ago a group last encoded that encodes one query every so many phases."""
-    phases, n_d = survival.shape
-    with np.errstate(divide="ignore"):
-        logs = np.log1p(-np.minimum(survival, 1.0))
-    if octave >= 0:
-        return np.asarray(np.exp(logs.sum(axis=0, keepdims=True) * 2.0**octave))
-    stride = 2**-octave
-    padded = np.zeros((-(-phases // stride) * stride, n_d))
-    padded[:phases] = logs
-    return np.asarray(np.exp(padded.reshape(-1, stride, n_d).sum(axis=0)))
+def _folded(rows: FloatArray, stride: int) -> FloatArray:
+    """Sums of rows that are `stride` apart: at most `stride` of them."""
+    found = rows[:stride].copy()
+    for begin in range(stride, len(rows), stride):
+        part = rows[begin:begin + stride]
+        found[: len(part)] += part
+    return found
 
 
 def expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:

@@ -102,6 +102,20 @@ def sorted_timeline(work: Sequence[Work], blocks: IntArray,
     return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
 
 
+def least_timeline(work: Sequence[Work], blocks: IntArray,
+                   widths: FloatArray | IntArray) -> Timeline:
+    """As sorted_timeline, but times that no longer steps make shorter: the period as it is, and
+    the longest paths from the start of a query's encoding alone, as if nothing were under way on
+    the stages before it (what is only makes it later)."""
+    assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
+    configs, most = len(blocks), int(blocks[0])
+    rounds = _Rounds(work, blocks, widths, slice(0, configs))
+    period = rounds.steady(1)[0]
+    encoded, finish = rounds.from_rest()
+    finish[most:] = finish[most - 1]
+    return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
+
+
 class _Step:
     """A round of one kind: [configs] seconds per stage of the first's step and all others', and
     what w - 1 rounds before it add to every stage's end (`skip_s`) and to the first group's
@@ -250,6 +264,23 @@ class _Rounds:
         for k, (step, count) in enumerate(zip(self._decodes, self._counts, strict=True)):
             self._advance(state, step, count)
             finish[k] = seen(self._before_last[k + 1])
+        return encoded, finish
+
+    def from_rest(self) -> tuple[FloatArray, FloatArray]:
+        """(encoded_s, finish_s [blocks, configs]) in the mean of the first group, from stages at
+        rest, and of the last one, whose encode step is the first that is done."""
+        first = _State(configs=self._configs, stages=self._stages)
+        last = _State(configs=self._configs, stages=self._stages)
+        self._advance(first, self._encode, self._configs)
+        last.free = np.cumsum(np.stack(self._encode.one_s), axis=0)
+        encoded = 0.5 * (first.next_start() + np.maximum(
+            last.last, last.next_start() + self._before_last[0]))
+        finish = np.empty((len(self._counts), self._configs))
+        for k, (step, count) in enumerate(zip(self._decodes, self._counts, strict=True)):
+            for state in (first, last):
+                self._advance(state, step, count)
+            finish[k] = 0.5 * (first.next_start() + np.maximum(
+                last.last, last.next_start() + self._before_last[k + 1]))
         return encoded, finish
 
     def _advance(self, state: _State, step: _Step, count: int) -> None:

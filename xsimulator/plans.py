@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from xgpt.errors import InputError, Mistake
 from xgpt.lengths import FloatArray
@@ -39,6 +40,14 @@ class Plan:
     weight_bytes: FloatArray  # [stages] on each rank
 
 
+class _DegreeCost(NamedTuple):
+    """Reference costs of one degree: a stage's that has layers alone, and what the ends add."""
+
+    middle: StageCost
+    embed_s: float
+    head_s: float
+
+
 class Plans:
     """The plans of one problem; keeps each."""
 
@@ -48,6 +57,7 @@ class Plans:
         # every query takes at least one iteration here: a split needs some decoding to go by
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
         self._known: dict[object, Plan] = {}
+        self._degree_costs: dict[tuple[int, Role], _DegreeCost] = {}
 
     def both(self, tp_degree: int, tp_gpus: int) -> Plan:
         """One pool over all devices that does both phases, the first `tp_gpus` in groups of
@@ -106,27 +116,34 @@ class Plans:
 
     def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
         """What each stage needs for the reference workload (see xsimulator.allocation)."""
-        encodes, decodes = role != "decode", role != "encode"
-        model, timing = self.problem.model, self.timing
-        costs = []
-        for index, group in enumerate(ranks):
-            degree = len(group)
-            encode, decode = (s * REFERENCE_ENCODE_QUERIES for s in self.layer_s(degree))
-            queries, tokens, rounds = self._reference(degree)
-
-            def total(operator: Operator, rows: tuple[float, float], degree: int = degree,
-                      rounds: float = rounds) -> float:
-                once = timing.operator_s(operator, rows, tp_degree=degree)
-                return float(encodes * once[0] + decodes * rounds * once[1])
-
-            fixed = total(Operator.EMBED, (tokens, queries)) if index == 0 else 0.0
-            if index == len(ranks) - 1:
-                fixed += total(Operator.HEAD, (REFERENCE_ENCODE_QUERIES, queries))
-            if model.is_encoder_decoder:
-                cross = float(timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree))
-                own = (decode + cross) * decodes
-                costs.append(StageCost(layer_s=own, fixed_s=fixed,
-                                       encoder_layer_s=encode * encodes))
-            else:
-                costs.append(StageCost(layer_s=encode * encodes + decode * decodes, fixed_s=fixed))
+        of_degree = {degree: self._cost(degree, role) for degree in {len(r) for r in ranks}}
+        costs = [of_degree[len(group)].middle for group in ranks]
+        first, last = of_degree[len(ranks[0])], of_degree[len(ranks[-1])]
+        costs[0] = replace(costs[0], fixed_s=costs[0].fixed_s + first.embed_s)
+        costs[-1] = replace(costs[-1], fixed_s=costs[-1].fixed_s + last.head_s)
         return costs
+
+    def _cost(self, degree: int, role: Role) -> _DegreeCost:
+        key = (degree, role)
+        if key not in self._degree_costs:
+            self._degree_costs[key] = self._find_cost(degree, role)
+        return self._degree_costs[key]
+
+    def _find_cost(self, degree: int, role: Role) -> _DegreeCost:
+        encodes, decodes = role != "decode", role != "encode"
+        timing = self.timing
+        encode, decode = (s * REFERENCE_ENCODE_QUERIES for s in self.layer_s(degree))
+        queries, tokens, rounds = self._reference(degree)
+
+        def total(operator: Operator, rows: tuple[float, float]) -> float:
+            once = timing.operator_s(operator, rows, tp_degree=degree)
+            return float(encodes * once[0] + decodes * rounds * once[1])
+
+        if self.problem.model.is_encoder_decoder:
+            cross = float(timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree))
+            middle = StageCost(layer_s=(decode + cross) * decodes, fixed_s=0.0,
+                               encoder_layer_s=encode * encodes)
+        else:
+            middle = StageCost(layer_s=encode * encodes + decode * decodes, fixed_s=0.0)
+        return _DegreeCost(middle=middle, embed_s=total(Operator.EMBED, (tokens, queries)),
+                           head_s=total(Operator.HEAD, (REFERENCE_ENCODE_QUERIES, queries)))

@@ -104,6 +104,11 @@ class StageTimes:
         self.stages = tuple(stages)
         self._attention: dict[int, FloatArray] = {}  # by degree, at _TOGETHER queries
 
+    @property
+    def together(self) -> tuple[int, ...]:
+        """Queries of a micro-batch between which `mean_attention_s` is linear."""
+        return _TOGETHER
+
     def mean_attention_s(self, inputs: Lengths, queries: ArrayLike) -> PerDegree:
         """Expected ENCODE_ATTENTION of one query in one layer, per degree, in micro-batches of
         `queries`."""

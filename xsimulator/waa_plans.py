@@ -37,7 +37,7 @@ class WaaPlans:
     """The plans of one (tp_degree, tp_gpus), by number of encode devices."""
 
     def __init__(self, plans: Plans, tp_degree: int, tp_gpus: int) -> None:
-        self._plans, self._degree, self._gpus = plans, tp_degree, tp_gpus
+        self._plans, self.tp_degree, self.tp_gpus = plans, tp_degree, tp_gpus
         self._known: dict[int, WaaPlan] = {}
         problem = plans.problem
         found = {}
@@ -51,6 +51,17 @@ class WaaPlans:
     def encode_devices(self) -> IntArray:
         """Numbers of encode devices that can be; empty if the model or cluster refuses all."""
         return np.array(sorted(self._ranks), np.int64)
+
+    @cached_property
+    def stage_counts(self) -> tuple[tuple[IntArray, IntArray], ...]:
+        """(encode stages, decode stages) [counts of encode devices] that are groups, then those
+        that are single devices; with degree 1 of these alone."""
+        ranks = [self._ranks[count] for count in self.encode_devices.tolist()]
+        degrees = dict.fromkeys((self.tp_degree, 1))
+        encode, decode = ([np.array([sum(len(group) == degree for group in pools[side])
+                                     for pools in ranks], np.int64) for degree in degrees]
+                          for side in (0, 1))
+        return tuple(zip(encode, decode, strict=True))
 
     def plan(self, encode_devices: int) -> WaaPlan:
         if encode_devices not in self._known:

@@ -54,20 +54,26 @@ def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_schedule_of_opt_13b_is_confirmed_by_simulate(job: Path, tmp_path: Path) -> None:
-    found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json")
+@pytest.mark.parametrize(("policy", "keys"), [
+    ("rra", ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus")),
+    ("waa-c", ("encode_batch", "decode_micro_batches", "tp_degree", "tp_gpus"))])
+def test_schedule_of_opt_13b_is_confirmed_by_simulate(
+        job: Path, tmp_path: Path, policy: str, keys: tuple[str, ...]) -> None:
+    fixed = f"--set=schedule.policy={policy}"
+    found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json", fixed)
     assert found.returncode == 0, found.stderr
     schedule = json.loads(found.stdout)
-    assert schedule["latency_s"] <= 11.5 and schedule["fits"] and schedule["status"] == "optimal"
+    assert schedule["policy"] == policy
+    assert schedule["latency_s"] <= 11.5 and schedule["fits"]
+    assert schedule["status"] in ("optimal", "within gap") and 0 <= schedule["gap"] <= 0.005
     assert schedule["bound_qps"] >= schedule["throughput_qps"] > 0
     checked = xgpt("simulate", job, "--json", "--schedule", tmp_path / "s.json")
     assert checked.returncode == 0, checked.stderr
     estimate = json.loads(checked.stdout)
     for key in ("throughput_qps", "latency_s", "period_s", "memory_bytes", "decode_batch"):
         assert estimate[key] == schedule[key], key
-    by_keys = xgpt("simulate", job, "--json", *(
-        f"--set=schedule.{key}={schedule[key]}"
-        for key in ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus")))
+    by_keys = xgpt("simulate", job, "--json", fixed, *(
+        f"--set=schedule.{key}={schedule[key]}" for key in keys))
     assert json.loads(by_keys.stdout)["throughput_qps"] == schedule["throughput_qps"]
     # the replay of the whole job is an independent account; its ramp costs a few per cent
     replayed_qps = estimate["replay"]["throughput_qps"]
@@ -111,12 +117,31 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
     assert done.returncode == 2 and "local" in done.stderr
 
 
+@pytest.mark.parametrize(("fixed", "words"), [
+    ("policy=waa-c", "executes RRA alone"), ("policy=ft", "simulated only"),
+    ("tp_degree=2", "does not execute it yet")])
+def test_what_is_planned_but_not_executed_is_refused_in_words(
+        job: Path, fixed: str, words: str) -> None:
+    from xgpt.cli.session import executable, open_session
+    from xgpt.errors import InputError
+
+    with pytest.raises(InputError, match=words):
+        executable(open_session(job, [f"schedule.{fixed}"], fetch=False))
+    kept = executable(open_session(job, (), fetch=False)).problem.fixed
+    assert (kept.policy, kept.tp_degree, kept.tp_gpus) == ("rra", 1, 0)
+
+
 def test_sweep_rises_with_the_bound(job: Path) -> None:
     done = xgpt("sweep", job, "--json", "--bounds", "0.01,8,20,inf")
     rows = json.loads(done.stdout)["bounds"]
     assert "infeasible" in rows[0]
     rates = [row["throughput_qps"] for row in rows[1:]]
     assert rates == sorted(rates) and rates[0] < rates[-1]
+    shown = xgpt("sweep", job, "--bounds", "0.01,8")
+    assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
+    lines = shown.stdout.splitlines()
+    assert lines[2].split()[2:4] == ["infeasible", "-"] and "tightest" in shown.stdout
+    assert lines[3].split()[2:4] == [rows[1]["policy"], f"{rates[0]:.4g}"]
     assert xgpt("sweep", job, "--bounds", "soon").returncode == 2
 
 
@@ -136,7 +161,8 @@ def test_the_options_are_frozen() -> None:
                 flag for p in own.params for flag in p.opts if flag.startswith("--")}
     shared = {"--set", "--json"}
     assert flags == {
-        "submit": shared, "schedule": shared | {"--out"},
+        "submit": shared,
+        "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
         "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},

@@ -36,7 +36,19 @@ def fake_schedule(**changes: Any) -> Schedule:
         "estimate": estimate, "latency_bound_s": 30.0, "constraint_kind": "sequence",
         "quantile": 0.99, "status": "optimal", "bound_qps": 2.34, "gap": 0.013, "nodes": 214,
         "seconds": 0.38, "fingerprint": "9f2c", "unbounded_qps": 2.74,
+        "pruned": (("rra: latency", 7), ("rra: no better than the incumbent", 1200),
+                   ("waa-c: latency", 5)),
+        "margin": 1.065, "margin_cost": 0.0412,
+        "margin_note": "planned for 28.2 s, so that the bound of 30.0 s is kept with a confidence "
+                       "of 95%: 6.5% for what the profile may be off",
+        "explanation": ("RRA (every device encodes and decodes in turn) is the <best>.",
+                        "16 queries are encoded together.", "The latency bound binds."),
         "rejected": (
+            Rejected(label="policy waa-c: encode_batch 2, decode_micro_batches 3, tp_degree 1, "
+                           "tp_gpus 0", throughput_qps=2.04, latency_s=25.3,
+                     reason="lower throughput by 11.7%: no more than 2.05 queries/s"),
+            Rejected(label="policy waa-m", throughput_qps=None, latency_s=None,
+                     reason="no admissible schedule"),
             Rejected(label="encode 16, 4 iterations", throughput_qps=2.52, latency_s=35.1,
                      reason="latency 35.1 s is over the bound of 30 s"),
             Rejected(label="encode 24, 12 iterations", throughput_qps=2.66, latency_s=39.7,

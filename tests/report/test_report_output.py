@@ -10,6 +10,7 @@ from fake_run import write_fake_run
 
 from xgpt.errors import InputError
 from xgpt.report.output import number, read_output
+from xgpt.schedule import SCHEDULE_VERSION
 
 
 @pytest.fixture
@@ -74,7 +75,8 @@ def test_a_schedule_of_another_version_is_said(run_dir: Path) -> None:
     (run_dir / "schedule.json").write_text('{"version": 999}')
     output = read_output(run_dir)
     assert output.schedule is None
-    assert len(output.remarks) == 1 and "this xgpt reads version 1" in output.remarks[0]
+    assert len(output.remarks) == 1
+    assert f"this xgpt reads version {SCHEDULE_VERSION}" in output.remarks[0]
 
 
 def test_answers_are_kept_for_the_first_queries_only(run_dir: Path) -> None:

@@ -8,9 +8,13 @@ import string
 import pytest
 
 from xgpt import catalog
-from xgpt.errors import EXIT_BAD_INPUT, UnknownNameError
+from xgpt.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S
+from xgpt.errors import EXIT_BAD_INPUT, Mistake, UnknownNameError
+from xgpt.inline_cluster import build_cluster, read_inline_cluster
 from xgpt.model import FAMILIES
+from xgpt.sections import Section
 from xgpt.units import DTYPE_BYTES
+from xgpt.yaml_tree import Field
 
 MODELS = catalog.names("model")
 # Parameters by the shape, in billions. The papers round: GPT-3 "175B" has 174.6, "OPT-13B" 12.85.
@@ -110,6 +114,31 @@ def test_the_papers_links_join_its_clusters() -> None:
     assert a40.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(100e9)
     assert a100.link_between(0, 7).bandwidth_bytes_per_s * 2 == pytest.approx(600e9)
     assert a100.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(1.6e12)
+
+
+def test_clusters_say_how_quickly_weights_are_loaded_or_leave_it_to_the_defaults() -> None:
+    stated, default = catalog.cluster("a40-48"), catalog.cluster("h100-8")
+    assert (stated.ssd_bytes_per_s, stated.host_bytes_per_s) == (7e9, 5e9)
+    assert (default.ssd_bytes_per_s, default.host_bytes_per_s) == (SSD_BYTES_PER_S,
+                                                                   HOST_BYTES_PER_S)
+    for name in catalog.names("cluster"):
+        cluster = catalog.cluster(name)
+        # a drive is slower than the bus of one device, and a copy no quicker than that bus
+        assert 1e9 < cluster.ssd_bytes_per_s < 31.5e9 and 1e9 < cluster.host_bytes_per_s <= 31.5e9
+
+
+@pytest.mark.parametrize("rates", [{}, {"ssd_bytes_per_s": "3 GB"},
+                                   {"ssd_bytes_per_s": "3 GB", "host_bytes_per_s": 2e9}])
+def test_a_cluster_of_the_job_file_may_say_how_quickly_weights_are_loaded(
+        rates: dict[str, object]) -> None:
+    mistakes: list[Mistake] = []
+    tree = {"device": "A40", "devices_per_node": 4, "intra_link": "pcie4-x16", **rates}
+    children = {key: Field(value=value, file="job", line=1) for key, value in tree.items()}
+    found = build_cluster(read_inline_cluster(
+        Section(Field(value=children, file="job", line=1), "cluster", mistakes)))
+    assert not mistakes
+    assert found.ssd_bytes_per_s == (3e9 if "ssd_bytes_per_s" in rates else SSD_BYTES_PER_S)
+    assert found.host_bytes_per_s == (2e9 if "host_bytes_per_s" in rates else HOST_BYTES_PER_S)
 
 
 @pytest.mark.parametrize("name", catalog.names("link"))

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.lengths import JointLengths, empirical, joint_empirical, truncated_normal
+from xgpt.lengths import (
+    JointLengths,
+    bootstrap,
+    empirical,
+    joint_empirical,
+    truncated_normal,
+    with_moments,
+    with_output_moments,
+)
 
 
 @pytest.mark.parametrize(("mean", "std", "maximum"), [
@@ -96,3 +104,107 @@ def test_outputs_nobody_saw_take_the_mean_input() -> None:
 
 def test_correlation_of_constant_lengths_is_zero() -> None:
     assert joint_empirical(np.array([[5, 1], [5, 2]])).correlation == 0
+
+
+CHANGES = ({"mean_factor": 0.85}, {"mean_factor": 1.3}, {"std_factor": 0.7}, {"std_factor": 1.15},
+           {"skewness_change": -0.4}, {"skewness_change": 0.2})
+
+
+def is_changed(before, after, mean_factor=1.0, std_factor=1.0, skewness_change=0.0):
+    assert after.mean == pytest.approx(before.mean * mean_factor, abs=0.02 * before.std)
+    assert after.std == pytest.approx(before.std * std_factor, rel=0.02)
+    assert after.skewness == pytest.approx(before.skewness + skewness_change, abs=0.03)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("moments", [(32, 13, 80), (192, 93, 480)])
+def test_one_moment_of_a_given_distribution_changes_and_the_others_stay(moments, change) -> None:
+    before = truncated_normal(*moments)
+    after = with_moments(before, **change)
+    is_changed(before, after, **change)
+    assert after.max >= before.max and after.num_samples is None
+    rises = np.diff(after.pmf)  # one hump: falls follow rises
+    assert (np.diff(np.sign(rises[np.abs(rises) > 1e-9])) > 0).sum() == 0
+
+
+def test_the_maximum_moves_with_mean_and_std() -> None:
+    before = truncated_normal(32, 13, 80)
+    longer = with_moments(before, mean_factor=1.3)
+    assert longer.max == pytest.approx(80 + 0.3 * before.mean, abs=1)
+    assert with_moments(before, std_factor=1.3).max == pytest.approx(
+        before.mean + 1.3 * (80 - before.mean), abs=1)
+    assert with_moments(before, mean_factor=0.7).max == 80
+
+
+def test_a_skewness_beyond_the_maximum_takes_a_longer_tail() -> None:
+    before = truncated_normal(128, 68, 320)
+    after = with_moments(before, skewness_change=0.4)
+    is_changed(before, after, skewness_change=0.4)
+    assert 320 < after.max <= 1.5 * 320
+
+
+@pytest.mark.parametrize("change", [{"mean_factor": 0.7}, {"std_factor": 1.3}], ids=str)
+def test_moments_no_skew_normal_has_are_reached_by_moving_lengths(change) -> None:
+    before = truncated_normal(128, 68, 320)
+    is_changed(before, with_moments(before, **change), **change)
+
+
+def observed_pairs() -> JointLengths:
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(200, 60, 2000).clip(1)
+    outputs = (0.4 * inputs + rng.normal(20, 12, 2000)).clip(1)
+    return joint_empirical(np.stack([inputs, outputs], axis=1).astype(np.int64))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_observed_pairs_change_together(change) -> None:
+    before = observed_pairs()
+    after = with_output_moments(before, **change)
+    is_changed(before.outputs, after.outputs, **change)
+    assert after.correlation == pytest.approx(before.correlation, abs=0.01)
+    assert after.pairs is not None and before.pairs is not None
+    assert (after.pairs[:, 0] == before.pairs[:, 0]).all()
+    assert empirical(after.pairs[:, 1]).pmf == pytest.approx(after.outputs.pmf)
+    assert after.outputs.num_samples == 2000
+
+
+def test_no_change_is_the_same_distribution() -> None:
+    before = observed_pairs()
+    assert with_output_moments(before).outputs is before.outputs
+    assert with_moments(truncated_normal(7, 0, 20), mean_factor=1.3).mean == 9
+
+
+def test_bootstrap_leaves_given_distributions_alone() -> None:
+    lengths = JointLengths(inputs=truncated_normal(32, 13, 80), outputs=truncated_normal(9, 4, 20))
+    drawn = bootstrap(lengths, np.random.default_rng(0))
+    assert drawn.inputs is lengths.inputs and drawn.outputs is lengths.outputs
+
+
+def test_bootstrap_scatters_as_the_sample_does() -> None:
+    """The mean of n lengths has a standard deviation of std / sqrt(n)."""
+    outputs = empirical(truncated_normal(128, 68, 320).sample(400, np.random.default_rng(1)))
+    lengths = JointLengths(inputs=truncated_normal(32, 13, 80), outputs=outputs)
+    rng = np.random.default_rng(2)
+    drawn = [bootstrap(lengths, rng) for _ in range(400)]
+    assert np.std([d.outputs.mean for d in drawn]) == pytest.approx(outputs.std / 20, rel=0.15)
+    assert all(d.inputs is lengths.inputs and d.outputs.num_samples == 400 for d in drawn)
+    assert max(d.outputs.max for d in drawn) <= outputs.max
+    assert bootstrap(lengths, rng, most=50).outputs.num_samples == 50
+
+
+def test_bootstrap_draws_pairs_and_repeats_with_its_seed() -> None:
+    before = observed_pairs()
+    first, second = (bootstrap(before, np.random.default_rng(5)) for _ in range(2))
+    assert first.pairs is not None and second.pairs is not None and before.pairs is not None
+    assert (first.pairs == second.pairs).all() and len(first.pairs) == 2000
+    assert set(map(tuple, first.pairs)) < set(map(tuple, before.pairs))
+    assert first.correlation == pytest.approx(before.correlation, abs=0.05)
+
+
+def test_a_smooth_bootstrap_reaches_beyond_the_longest_observed() -> None:
+    before = observed_pairs()
+    rng = np.random.default_rng(6)
+    drawn = [bootstrap(before, rng, smooth=True).outputs for _ in range(20)]
+    assert np.mean([d.max for d in drawn]) > before.outputs.max
+    assert all(d.pmf.size and d.quantile(1e-9) >= 1 for d in drawn)
+    assert np.mean([d.mean for d in drawn]) == pytest.approx(before.outputs.mean, rel=0.01)

@@ -14,7 +14,7 @@ from xsimulator.baselines import tensor_plans
 from xsimulator.plans import Plans
 from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.policies.rra import Rra, RraConfig
-from xsimulator.policies.waa import WaaC, WaaConfig
+from xsimulator.policies.waa_divisions import WaaC, WaaConfig
 from xsimulator.replay.job import Replayer
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]

@@ -11,7 +11,8 @@ from xgpt.errors import InputError
 from xgpt.lengths import JointLengths, empirical
 from xsimulator.handover import HandoverCost
 from xsimulator.plans import Plans
-from xsimulator.policies.waa import ADJUSTMENT, Waa, WaaC, WaaConfig, WaaM
+from xsimulator.policies.waa import ADJUSTMENT, Waa, WaaConfig
+from xsimulator.policies.waa_divisions import WaaC, WaaM
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.steady import steady_figures
 from xsimulator.waa_plans import WaaPlans, pool_ranks

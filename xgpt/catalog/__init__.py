@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from xgpt.cluster import Cluster, Device, Link
+from xgpt.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
 from xgpt.errors import UnknownNameError
 from xgpt.lengths import JointLengths, truncated_normal
 from xgpt.model import ModelSpec
@@ -100,7 +100,9 @@ def cluster(name: str) -> Cluster:
     row = _row("cluster", name)
     return Cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
                    devices_per_node=row["devices_per_node"], intra_link=link(row["intra_link"]),
-                   inter_link=link(row["inter_link"]))
+                   inter_link=link(row["inter_link"]),
+                   ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,
+                   host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9)
 
 
 def task_row(name: str) -> TaskRow:

@@ -2,36 +2,161 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
-from xgpt.cli.session import find, open_session, timing_of
+from xgpt.cli.planning import Limits, Planner
+from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
+from xgpt.cli.session import Session, open_session, timing_of, with_room
+from xgpt.errors import InfeasibleError
+from xgpt.report.choice_table import choice_table
 from xgpt.report.table import schedule_table, stage_table
-from xgpt.schedule import save_schedule
+from xgpt.schedule import Schedule, load_schedule, save_schedule
+from xgpt.units import parse_share
+from xprofiler.timing import TimingSource
+from xscheduler.drift import DriftRow, drift_rows
+from xscheduler.price import Offer, price
+from xscheduler.reschedule import Reschedule, reschedule
+from xscheduler.search import GAP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What was asked for; None where it was not, or where there is no schedule."""
+
+    schedule: Schedule | None
+    infeasible: InfeasibleError | None
+    offers: Sequence[Offer] | None = None
+    drift: Sequence[DriftRow] | None = None
+    ways: Reschedule | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat object: the schedule's keys, then those asked for."""
+        found: dict[str, Any] = {} if self.schedule is None else self.schedule.to_dict()
+        if self.infeasible is not None:
+            found["infeasible"] = str(self.infeasible)
+        for key, value in (("price", self.offers), ("drift", self.drift),
+                           ("reschedule", self.ways)):
+            if value is not None:
+                found[key] = value
+        return found
+
+
+def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
+    try:
+        share = parse_share(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no share, such as 1% or 0.01") from None
+    if not 0 <= share < 1:
+        raise click.BadParameter(f"{text!r} is not between 0% and 100%")
+    return share
 
 
 @click.command()
 @job_arguments
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Also write the schedule to FILE (for simulate and run).")
-def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None) -> None:
+              help="Also write the schedule to FILE (for simulate and run); with --from, the one "
+              "recommended.")
+@click.option("--price", "with_price", is_flag=True,
+              help="What 10 % more latency, a GPU or node, and 10 % more memory would bring.")
+@click.option("--drift", "with_drift", is_flag=True,
+              help="What becomes of the schedule when output lengths change (replayed: a minute).")
+@click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
+              help="A schedule that is deployed: keep it, adjust it, or deploy another?")
+@click.option("--gap", default=f"{GAP:.1%}", show_default=True, metavar="SHARE", callback=_share,
+              help="Stop once no schedule can be better by more than this.")
+@click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
+              help="Stop each policy's search after N boxes of configurations.")
+def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
+             with_price: bool, with_drift: bool, from_file: Path | None, gap: float,
+             max_nodes: int | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
         writable_file(out, "--out")
+    current = None if from_file is None else load_schedule(from_file)
     session = open_session(job_file, overrides, fetch=False)
     timing = timing_of(session)
-    found = find(session, timing)
+    planner = Planner(session.problem, timing, Limits(gap=gap, max_nodes=max_nodes))
+    answer = _found(session, planner)
+    if with_price:
+        answer = replace(answer, offers=_offers(planner, answer.schedule))
+    if current is not None:
+        answer = replace(answer, ways=_ways(planner, answer, current))
+    if with_drift and answer.schedule is not None:
+        say("replaying the schedule, and the best one, on 13 changed distributions ...")
+        answer = replace(answer, drift=drift_rows(
+            session.problem, timing, answer.schedule.estimate, padded=timing.is_padded,
+            search=lambda problem: planner.without_margin(problem).estimate))
     if out is not None:
-        save_schedule(found, out)
-        say(f"schedule written to {out}")
+        _write(session, answer, out)
     if as_json:
-        print_json(found.to_dict())
+        if answer.infeasible is None or len(answer.to_dict()) > 1:
+            print_json(answer.to_dict())
+    else:
+        _show(session, timing, answer)
+    if answer.infeasible is not None:
+        raise answer.infeasible
+
+
+def _found(session: Session, planner: Planner) -> _Answer:
+    try:
+        return _Answer(schedule=with_room(session, planner.find()), infeasible=None)
+    except InfeasibleError as why:
+        return _Answer(schedule=None, infeasible=why)
+
+
+def _offers(planner: Planner, base: Schedule | None) -> Sequence[Offer]:
+    found = price(planner.problem, planner.timing, search=planner.of, base=base)
+    # without a base the first says why there is none, which the command does anyway
+    return found if base is not None else found[1:]
+
+
+def _ways(planner: Planner, answer: _Answer, current: Schedule) -> Reschedule:
+    found, refusal = answer.schedule, answer.infeasible
+
+    def known(_problem: object, _timing: object) -> Schedule:
+        if found is None:
+            assert refusal is not None
+            raise refusal
+        return found
+
+    bound_s = planner.problem.constraint.latency_s
+    return reschedule(current, planner.problem, planner.timing, search=known,
+                      latency_limit_s=None if found is None else bound_s / found.margin)
+
+
+def _write(session: Session, answer: _Answer, out: Path) -> None:
+    found, ways = answer.schedule, answer.ways
+    if found is None:
         return
-    problem = session.problem
-    click.echo(f"{problem.model.name} on {problem.cluster.name} ({problem.cluster.num_devices} x "
-               f"{problem.cluster.device.name}), {problem.dtype}")
-    click.echo(f"times: {timing.provenance()}")
-    click.echo(schedule_table(found))
-    click.echo(stage_table(found))
+    if ways is not None and ways.chosen is not None and ways.choice != "redeploy":
+        qps = ways.chosen.throughput_qps
+        found = with_room(session, replace(
+            found, estimate=ways.chosen, gap=found.bound_qps / qps - 1, explanation=(),
+            rejected=()))
+    save_schedule(found, out)
+    say(f"schedule written to {out}")
+
+
+def _show(session: Session, timing: TimingSource, answer: _Answer) -> None:
+    problem, found = session.problem, answer.schedule
+    if found is not None:
+        click.echo(f"{problem.model.name} on {problem.cluster.name} "
+                   f"({problem.cluster.num_devices} x {problem.cluster.device.name}), "
+                   f"{problem.dtype}")
+        click.echo(f"times: {timing.provenance()}")
+        click.echo(schedule_table(found))
+        if choice := choice_table(found):
+            click.echo(choice)
+        click.echo(stage_table(found))
+    if answer.ways is not None:
+        click.echo("\n" + reschedule_table(answer.ways))
+    if answer.offers is not None:
+        click.echo("\n" + offers_table(answer.offers))
+    if answer.drift is not None:
+        click.echo("\n" + drift_table(answer.drift, problem.constraint))

@@ -102,24 +102,38 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
 
 
 def executable(session: Session) -> Session:
-    """The session restricted to what XRunner executes in this version: no tensor parallelism."""
+    """The session restricted to what XRunner executes in this version: RRA without tensor
+    parallelism. Raises InputError for a job that fixes something else."""
     fixed = session.problem.fixed
-    if fixed.tp_degree not in (None, 1):
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="schedule.tp_degree",
-            value=fixed.tp_degree, allowed="1: this version plans tensor parallelism, but does not "
-            "execute it yet")])
-    return replace(session, problem=replace(session.problem, fixed=replace(fixed, tp_degree=1,
-                                                                           tp_gpus=0)))
+    checks: list[tuple[bool, str, object, str]] = [
+        (fixed.policy not in (None, "rra"), "policy", fixed.policy,
+         "rra: this version plans WAA (`xgpt schedule`, `simulate`, `sweep`), but executes RRA "
+         "alone" if fixed.policy in ("waa-c", "waa-m") else "rra: baselines are simulated only"),
+        (fixed.tp_degree not in (None, 1), "tp_degree", fixed.tp_degree,
+         "1: this version plans tensor parallelism, but does not execute it yet"),
+    ]
+    mistakes = [Mistake(file=str(session.job.source), line=None, key=f"schedule.{key}", value=value,
+                        allowed=allowed) for is_wrong, key, value, allowed in checks if is_wrong]
+    if mistakes:
+        raise InputError(mistakes)
+    return replace(session, problem=replace(session.problem, fixed=replace(
+        fixed, policy="rra", tp_degree=1, tp_gpus=0)))
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:
-    """The best schedule, with room for the longest request where the memory allows it."""
-    from xscheduler.search import find_schedule
+    """The best schedule within the bound and its confidence, with room for the longest request
+    where the memory allows it. Raises InfeasibleError."""
+    from xgpt.cli.planning import Planner
 
-    found = find_schedule(session.problem, timing, padded=timing.is_padded)
+    planner = Planner(session.problem, timing, asked=session.job.schedule)
+    return with_room(session, planner.find())
+
+
+def with_room(session: Session, schedule: Schedule) -> Schedule:
+    """`schedule` with room for the session's longest request, where the memory allows it."""
     reserves = reserve_tokens(session)
-    return found if reserves is None else with_room_for(found, session.problem, int(reserves.max()))
+    return schedule if reserves is None else with_room_for(schedule, session.problem,
+                                                           int(reserves.max()))
 
 
 def reserve_tokens(session: Session) -> IntArray | None:

@@ -14,13 +14,14 @@ import numpy as np
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.cli.replays import names_of, replay_steady, steady_timeline
 from xgpt.cli.session import Session, find, open_session, timing_of
-from xgpt.errors import InputError, Mistake
+from xgpt.errors import InfeasibleError, InputError, Mistake
 from xgpt.job import FixedSchedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xgpt.schedule import Estimate, load_schedule
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
+from xscheduler.search import POLICIES, find_schedule
 from xsimulator.policies import BASELINES, make_config, make_policy
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.records import ReplayResult
@@ -34,7 +35,7 @@ from xsimulator.replay.steady import SteadyFigures
 @click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Draw the replay's steady state: FILE.svg, and FILE.trace.json.gz for Perfetto.")
 @click.option("--baselines", is_flag=True,
-              help="Show the best WAA, FT, DSI, ORCA, vLLM and Sarathi within the bound beside it.")
+              help="Show the best of RRA, WAA, FT, DSI, ORCA, vLLM and Sarathi within the bound.")
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
              schedule_file: Path | None, timeline_file: Path | None, baselines: bool) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
@@ -47,7 +48,7 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     result, steady = replay_steady(session, timing, found,
                                    session.problem.num_queries)
     figures = _figures(result, steady)
-    others = _baselines(session, timing) if baselines else {}
+    others = _baselines(session, timing, found.policy) if baselines else {}
     files = _draw(session, found, result, _picture_files(timeline_file))
     if as_json:
         print_json({**asdict(found), "replay": asdict(figures),
@@ -67,6 +68,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
 def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None) -> Estimate:
     fixed, problem = session.problem.fixed, session.problem
     given = load_schedule(schedule_file).estimate if schedule_file is not None else None
+    if given is None and fixed == FixedSchedule():
+        return find(session, timing).estimate
     name = given.policy if given is not None else fixed.policy or "rra"
     source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
@@ -105,9 +108,11 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigure
         preemptions=result.preemptions)
 
 
-def _baselines(session: Session, timing: TimingSource) -> dict[str, Estimate | None]:
+def _baselines(session: Session, timing: TimingSource,
+               shown: str) -> dict[str, Estimate | None]:
+    """The best of every policy, but for the searched one that is shown already."""
     found = {}
-    for name in ("waa-c", "waa-m", *BASELINES):
+    for name in (*(name for name in POLICIES if name != shown), *BASELINES):
         say(f"looking for the best {name} ...")
         found[name] = _best(session, timing, name)
     return found
@@ -124,13 +129,19 @@ def _best_or_refused(session: Session, timing: TimingSource, name: str) -> Estim
 
 
 def _best(session: Session, timing: TimingSource, name: str) -> Estimate | None:
-    """The best within the bound: RRA's by the search, others' by their grids."""
-    if name == "rra":
-        return find(session, timing).estimate
+    """The best within the bound, RRA's and WAA's by the search, baselines' by their grids; without
+    a margin, so that all are measured alike."""
+    problem = session.problem
+    if name in POLICIES:
+        try:
+            return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)),
+                                 timing).estimate
+        except InfeasibleError:
+            return None
     from xsimulator.baselines import best
 
-    policy: Any = make_policy(name, session.problem, timing)
-    found: Estimate | None = best(policy, session.problem.constraint.latency_s)
+    policy: Any = make_policy(name, problem, timing)
+    found: Estimate | None = best(policy, problem.constraint.latency_s)
     return found
 
 

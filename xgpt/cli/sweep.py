@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.cli.session import Session, find, open_session, timing_of
+from xgpt.cli.planning import Planner
+from xgpt.cli.session import Session, open_session, timing_of, with_room
 from xgpt.errors import InfeasibleError, InputError, Mistake
+from xgpt.report.table import fact, table
 from xgpt.schedule import Schedule
 from xgpt.units import format_seconds, parse_seconds
-from xprofiler.timing import TimingSource
 
 _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose
 
@@ -25,39 +26,49 @@ _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone
 def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None) -> None:
     """Throughput against the latency bound."""
     session = open_session(job_file, overrides, fetch=False)
-    timing = timing_of(session)
-    given = _parse(bounds) if bounds is not None else _default_bounds(session, timing)
-    rows = [(bound, _at(session, timing, bound)) for bound in given]
+    planner = Planner(session.problem, timing_of(session))
+    given = _parse(bounds) if bounds is not None else _default_bounds(session, planner)
+    rows = [(bound, _at(session, planner, bound)) for bound in given]
     if as_json:
         print_json({"bounds": [
             {"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
                                   else {"infeasible": found})} for bound, found in rows]})
         return
-    click.echo("bound     throughput    latency   encode  decode      decode    TP")
-    click.echo("          queries/s               batch   iterations  batch     degree x GPUs")
-    for bound, found in rows:
-        label = f"{format_seconds(bound):<9}"
-        if isinstance(found, str):
-            click.echo(f"{label} none: {found.splitlines()[0][:66]}")
-            continue
-        e = found.estimate
-        click.echo(f"{label} {e.throughput_qps:<13.4g} {format_seconds(e.latency_s):<9} "
-                   f"{e.encode_batch:<7} {e.decode_iterations:<11} {e.decode_batch:<9.4g} "
-                   f"{e.tp_degree} x {e.tp_gpus}")
+    click.echo(_table(rows))
+    refused = [why for _, why in rows if isinstance(why, str)]
+    if refused:
+        click.echo(fact("infeasible", refused[-1]))
 
 
-def _at(session: Session, timing: TimingSource, bound_s: float) -> Schedule | str:
+def _table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
+    has_margin = any(isinstance(found, Schedule) and found.margin > 1 for _, found in rows)
+    header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups",
+              "TP", *(("margin",) if has_margin else ()))
+    body = [_row(bound, found, has_margin) for bound, found in rows]
+    return table(header, body, right=(2, 4, 5, 6, 8))
+
+
+def _row(bound_s: float, found: Schedule | str, has_margin: bool) -> tuple[str, ...]:
+    if isinstance(found, str):
+        return (format_seconds(bound_s), "infeasible", *("-",) * (7 if has_margin else 6))
+    e = found.estimate
+    shared = (format_seconds(bound_s), e.policy, f"{e.throughput_qps:.4g}",
+              format_seconds(e.latency_s), str(e.encode_batch),
+              str(e.decode_iterations) if e.policy == "rra" else "-", str(e.decode_micro_batches),
+              f"{e.tp_degree} x {e.tp_gpus}" if e.tp_degree > 1 else "-")
+    return (*shared, f"{found.margin - 1:.1%}") if has_margin else shared
+
+
+def _at(session: Session, planner: Planner, bound_s: float) -> Schedule | str:
     """The best schedule at this bound, or why there is none."""
-    constraint = replace(session.problem.constraint, latency_s=bound_s)
-    problem = replace(session.problem, constraint=constraint)
     try:
-        return find(replace(session, problem=problem), timing)
+        return with_room(session, planner.find(bound_s))
     except InfeasibleError as why:
         return str(why)
 
 
-def _default_bounds(session: Session, timing: TimingSource) -> list[float]:
-    best = _at(session, timing, math.inf)
+def _default_bounds(session: Session, planner: Planner) -> list[float]:
+    best = _at(session, planner, math.inf)
     if isinstance(best, str):
         raise InfeasibleError(best)
     return [float(f"{share * best.estimate.latency_s:.3g}") for share in _SHARES] + [math.inf]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from xgpt.report.output import Output, QueryFigures, StepRecord, number
-from xgpt.schedule import Schedule
+from xgpt.schedule import Rejected, Schedule
 from xgpt.units import format_seconds
 
 Verdict = Literal["good", "fair", "bad", "none"]
@@ -70,6 +70,14 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
         ("overhead_share", "Overhead", "%"),
     )]
     return tuple(row for row in rows if row is not None)
+
+
+def lost_to(row: Rejected, schedule: Schedule) -> float | None:
+    """Share of the schedule's throughput that an alternative loses; None where it loses none."""
+    if row.throughput_qps is None:
+        return None
+    share = 1 - row.throughput_qps / schedule.estimate.throughput_qps
+    return share if share > 0 else None
 
 
 def lost_to_bound(schedule: Schedule) -> float | None:

@@ -24,6 +24,7 @@ from xgpt.report.figures import (
     busy_shares,
     check_bound,
     comparisons,
+    lost_to,
     metrics_so_far,
     middle_window,
     percent,
@@ -31,7 +32,7 @@ from xgpt.report.figures import (
     quantity,
 )
 from xgpt.report.output import Answer, Output, number, read_output, text_at
-from xgpt.schedule import Schedule
+from xgpt.schedule import Rejected, Schedule
 from xgpt.units import format_bytes, format_seconds
 
 REPORT_NAME = "report.html"
@@ -85,6 +86,7 @@ def _context(output: Output) -> dict[str, Any]:
         "comparisons": comparisons(metrics),
         "schedule": output.schedule,
         "schedule_facts": _schedule_facts(output.schedule),
+        "lost_to": lambda row: _lost_to(row, output.schedule),
         "words": words,
         "plots": _plots(output, metrics),
         "can_plot": plots.can_plot(),
@@ -141,8 +143,21 @@ def _schedule_facts(schedule: Schedule | None) -> list[tuple[str, str]]:
         ("Encoding", format_seconds(e.encode_s)),
         ("Decode iteration", format_seconds(e.decode_iteration_s)),
         ("KV reserved", f"{e.kv_tokens:,} tokens at most"),
+        ("Margin", f"{percent(schedule.margin - 1, digits=1)} of the latency, costs "
+                   f"{percent(schedule.margin_cost, digits=1)} of the throughput")
+        if schedule.margin > 1 else None,
+        ("Search", schedule.status),
+        ("Proved at most", f"{plain(schedule.bound_qps)} queries/s")
+        if math.isfinite(schedule.bound_qps) else None,
+        ("Gap", percent(schedule.gap, digits=2)) if math.isfinite(schedule.gap) else None,
+        ("Configurations", f"{schedule.nodes:,} evaluated"),
     ]
     return [fact for fact in facts if fact is not None]
+
+
+def _lost_to(row: Rejected, schedule: Schedule | None) -> str:
+    share = None if schedule is None else lost_to(row, schedule)
+    return "-" if share is None else percent(share, digits=1)
 
 
 def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:

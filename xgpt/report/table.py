@@ -10,7 +10,14 @@ from typing import Any
 from xgpt.job import Constraint
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
-from xgpt.report.words import counted, layers_of, ranks_of
+from xgpt.report.words import (
+    counted,
+    layers_of,
+    margin_words,
+    proved_against,
+    pruned_words,
+    ranks_of,
+)
 from xgpt.schedule import Estimate, Schedule
 from xgpt.units import format_bytes, format_seconds
 
@@ -20,8 +27,8 @@ _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
 
 
 def schedule_table(schedule: Schedule) -> str:
-    """What was chosen, its predicted throughput and latency against the bound, what the bound
-    cost, memory, and what the search proved."""
+    """What was chosen, its predicted throughput and latency against the bound, what the bound and
+    the margin cost, memory, and what the search proved."""
     e = schedule.estimate
     facts = [
         ("chosen", _chosen(e)),
@@ -29,11 +36,12 @@ def schedule_table(schedule: Schedule) -> str:
         ("throughput", _throughput(e)),
         ("latency", _latency(schedule)),
         ("the bound", _bound_cost(schedule)),
+        *([("margin", margin_words(schedule))] if schedule.margin_note else []),
         ("step times", _step_times(e)),
         ("memory", _memory(e)),
-        ("search", f"{schedule.status}, {_gap(schedule)}, "
-                   f"{counted(schedule.nodes, 'configuration')} in "
+        ("search", f"{_status(schedule)}, {counted(schedule.nodes, 'configuration')} in "
                    f"{format_seconds(schedule.seconds)}"),
+        *([("given up", pruned_words(schedule))] if schedule.pruned else []),
         *_marks(e),
     ]
     return "\n".join(fact(label, value) for label, value in facts)
@@ -154,10 +162,13 @@ def _bound_cost(schedule: Schedule) -> str:
             f"({plain(free)} queries/s without it)")
 
 
-def _gap(schedule: Schedule) -> str:
+def _status(schedule: Schedule) -> str:
     if not math.isfinite(schedule.gap):
-        return "no gap proved"
-    return f"gap {percent(schedule.gap, digits=2)}"
+        return f"{schedule.status}, no gap proved"
+    gap = f"gap {percent(schedule.gap, digits=2)}"
+    status = schedule.status.removesuffix(" gap")  # "within gap", "optimal", ...
+    return (f"{schedule.status}, {gap}" if status == schedule.status else
+            f"{status} {gap}{proved_against(schedule)}")
 
 
 def _memory(e: Estimate) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
@@ -14,6 +15,16 @@ _POLICY_NAMES = {
     "rra": "round-robin allocation (RRA): all stages encode, then decode",
     "waa-c": "workload-aware allocation by compute (WAA-C): separate stages encode and decode",
     "waa-m": "workload-aware allocation by memory (WAA-M): separate stages encode and decode",
+}
+# why the search gives a box of configurations up
+_REASONS = {
+    "no better than the incumbent": "no better than the best found",
+    "latency": "over the latency bound",
+    "memory": "over memory",
+    "number of queries": "over the job's queries",
+    "measured range": "beyond what was measured",
+    "decided at its corner": "decided at their best corner",
+    "each point evaluated": "evaluated point by point",
 }
 # C0 controls but tab and newline, DEL and C1 controls, lone surrogates, non-characters
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -86,9 +97,43 @@ def proof(schedule: Schedule) -> str:
     elif schedule.gap <= 1e-9:
         quality = "no admissible schedule is faster, by the same estimates"
     else:
-        quality = (f"no admissible schedule is more than {percent(schedule.gap, digits=2)} faster "
-                   f"(at most {plain(schedule.bound_qps)} queries/s), by the same estimates")
-    return f"Search status {schedule.status}, after {looked}: {quality}."
+        margin = "with its margin or without, " if schedule.margin_cost > 0 else ""
+        quality = (f"{margin}no admissible schedule is more than "
+                   f"{percent(schedule.gap, digits=2)} faster (at most "
+                   f"{plain(schedule.bound_qps)} queries/s), by the same estimates")
+    gave_up = f" Given up: {pruned_words(schedule)}." if schedule.pruned else ""
+    return f"Search status {schedule.status}, after {looked}: {quality}.{gave_up}"
+
+
+def proved_against(schedule: Schedule) -> str:
+    """What a gap is to, where that is not plain."""
+    return " (to schedules without a margin)" if schedule.margin_cost > 0 else ""
+
+
+def margin_words(schedule: Schedule) -> str:
+    """What was planned for, why, and what it cost in throughput."""
+    note = schedule.margin_note
+    if schedule.margin <= 1:
+        return note
+    cost = ("costs nothing: the schedule without it keeps it too" if schedule.margin_cost <= 0 else
+            f"costs {percent(schedule.margin_cost, digits=1)} of the throughput")
+    return f"{note}; the margin {cost}"
+
+
+def sentence(text: str) -> str:
+    """`text` with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def pruned_words(schedule: Schedule) -> str:
+    """How many boxes of configurations the search gave up, by reason, of all policies."""
+    counts: Counter[str] = Counter()
+    for label, count in schedule.pruned:
+        _, _, reason = label.rpartition(": ")
+        counts[_REASONS.get(reason, reason)] += count
+    parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
+    boxes = "box" if counts.total() == 1 else "boxes"
+    return f"{counts.total():,} {boxes} of configurations: {', '.join(parts)}"
 
 
 def schedule_in_words(schedule: Schedule) -> tuple[str, ...]:

@@ -16,11 +16,11 @@ from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xprofiler.timing import TimingSource
 
-# name -> (module, class, class of its configurations)
+# name -> (module, class, class of its configurations, which the module has or imports)
 POLICIES = {
     "rra": ("rra", "Rra", "RraConfig"),
-    "waa-c": ("waa", "WaaC", "WaaConfig"),
-    "waa-m": ("waa", "WaaM", "WaaConfig"),
+    "waa-c": ("waa_divisions", "WaaC", "WaaConfig"),
+    "waa-m": ("waa_divisions", "WaaM", "WaaConfig"),
     "ft": ("static", "Ft", "StaticConfig"),
     "dsi": ("static", "Dsi", "StaticConfig"),
     "orca": ("iteration", "Orca", "IterationConfig"),

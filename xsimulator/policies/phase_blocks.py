@@ -11,7 +11,7 @@ ragged distribution with an encode_batch of 1 to 3 came to 0.4 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +89,28 @@ class BlockTable:
         """`seen_iterations`: decode iterations of the query whose latency is asked for."""
         self._flow, self._padded, self._exact_iterations = flow, padded, exact_iterations
         self._seen = max(seen_iterations - 1, 0)
-        self._column: dict[int, int] = {}
-        self._rows: list[dict[str, FloatArray]] = []
+        self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
+        self._stack = _Stack()
+        self._ends: list[IntArray] = []  # by column
         self._stacked: PhaseBlocks | None = None
 
     def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
         """[configs] where these N_D are found, for that many queries encoded in a phase."""
         keys = 2 * iterations + (encode_batch < SMALL_BATCH)
-        distinct, inverse = np.unique(keys, return_inverse=True)
-        self._add(distinct.tolist())
-        columns = np.array([self._column[n] for n in distinct.tolist()], np.int64)
-        return np.asarray(columns[inverse])
+        most = int(keys.max(initial=0))
+        if most >= len(self._column):
+            grown = np.full(2 * most + 2, -1, np.int64)
+            grown[: len(self._column)] = self._column
+            self._column = grown
+        found = self._column[keys]
+        if (found < 0).any():
+            self._add(np.unique(keys[found < 0]).tolist())
+            found = self._column[keys]
+        return np.asarray(found)
+
+    def ends(self, column: int) -> IntArray:
+        """[blocks] iterations before which each block of that column's phase ends."""
+        return self._ends[column]
 
     @property
     def stacked(self) -> PhaseBlocks:
@@ -107,19 +118,21 @@ class BlockTable:
         assert self._stacked is not None
         return self._stacked
 
-    def _add(self, keys: Iterable[int]) -> None:
-        new = [key for key in keys if key not in self._column]
-        for key in new:
-            self._column[key] = len(self._rows)
-            self._rows.append(self._derive(*divmod(key, 2)))
-        if new:
-            self._stacked = _stack(self._rows)
+    def _add(self, keys: Sequence[int]) -> None:
+        """In rising order: both keys of an N_D in turn, for they share most of the work."""
+        rows = []
+        for key in keys:
+            self._column[key] = len(self._ends)
+            rows.append(self._derive(*divmod(key, 2)))
+        self._stack.add(rows)
+        self._stacked = PhaseBlocks(**{"maximum_context": None, **self._stack.fields()})
 
     def _derive(self, n_d: int, is_small: int) -> dict[str, FloatArray]:
         occupancy = self._flow.occupancy(n_d, padded=False)
         phases_before, last = divmod(self._seen, n_d)
         ends = block_ends(occupancy, last, self._exact_iterations,
                           FINE_RESOLUTION if is_small else RESOLUTION)
+        self._ends.append(ends)
         first = np.append(0, ends[:-1])
         widths = (ends - first).astype(float)
         active = occupancy.active
@@ -176,15 +189,35 @@ def _log(values: FloatArray) -> FloatArray:
         return np.asarray(np.log(values))
 
 
-def _stack(rows: Sequence[dict[str, FloatArray]]) -> PhaseBlocks:
-    """One array a field, zero where a phase has fewer blocks."""
-    most = max(len(row["widths"]) for row in rows)
-    fields: dict[str, Any] = {}
-    for name, example in rows[0].items():
-        if example.ndim == 0:
-            fields[name] = np.array([row[name] for row in rows])
-            continue
-        fields[name] = np.zeros((most, len(rows), *example.shape[1:]))
-        for column, row in enumerate(rows):
-            fields[name][: len(row[name]), column] = row[name]
-    return PhaseBlocks(**{"maximum_context": None, **fields})
+class _Stack:
+    """Rows of arrays, one array a field with the rows along its second axis (its only one for
+    single values), zero where a phase has fewer blocks; grows in leaps."""
+
+    def __init__(self) -> None:
+        self._count = self._blocks = 0
+        self._fields: dict[str, Any] = {}
+
+    def add(self, rows: Sequence[dict[str, FloatArray]]) -> None:
+        blocks = max([self._blocks, *(len(row["widths"]) for row in rows)])
+        total = self._count + len(rows)
+        for name, example in rows[0].items():
+            is_single, held = example.ndim == 0, self._fields.get(name)
+            shape = (total,) if is_single else (blocks, total, *example.shape[1:])
+            if held is None or any(has < needs for has, needs in zip(
+                    held.shape, shape, strict=True)):
+                room = tuple(2 * size if axis == len(shape[:1 if is_single else 2]) - 1 else size
+                             for axis, size in enumerate(shape))
+                grown = np.zeros(room, example.dtype if is_single else float)
+                if held is not None:
+                    grown[tuple(slice(0, size) for size in held.shape)] = held
+                self._fields[name] = held = grown
+            for column, row in enumerate(rows, start=self._count):
+                if is_single:
+                    held[column] = row[name]
+                else:
+                    held[: len(row[name]), column] = row[name]
+        self._count, self._blocks = total, blocks
+
+    def fields(self) -> dict[str, Any]:
+        """By name; blocks and columns beyond those added are zero."""
+        return self._fields

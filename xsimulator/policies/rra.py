@@ -134,12 +134,14 @@ class Rra:
     """Evaluates configurations of one problem; keeps what they share."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
-                 adjustment: float = ADJUSTMENT, exact_iterations: int = EXACT_ITERATIONS) -> None:
+                 adjustment: float = ADJUSTMENT, exact_iterations: int = EXACT_ITERATIONS,
+                 plans: Plans | None = None) -> None:
         """`padded`: decode attention works every query of a micro-batch at the longest context
         among them (our runner); False where a source's engine reads each query's own.
         `adjustment`: share by which an encode step's tokens may leave their mean (section 5.2 of
         the paper; xrunner.rules.batch_sizer). `exact_iterations`: phases of up to as many are
-        worked iteration by iteration."""
+        worked iteration by iteration. `plans`: which layers lie where; by default as they are best
+        divided for this problem."""
         self.problem, self.timing, self.adjustment = problem, timing, adjustment
         outputs = problem.lengths.outputs
         self.flow = QueryFlow(
@@ -152,7 +154,7 @@ class Rra:
             exact_iterations=exact_iterations)
         self._input_mean, self._input_std = problem.lengths.inputs.mean, problem.lengths.inputs.std
         self._output_mean = outputs.mean
-        self._plans = Plans(problem, timing)
+        self._plans = plans or Plans(problem, timing)
         self._known: dict[tuple[int, int], _Plan] = {}
 
     @property
@@ -401,15 +403,17 @@ class _Loads(NamedTuple):
     chance: FloatArray  # that a group has any
 
 
-def _decode_loads(batch: _Batch) -> _Loads:
+def _decode_loads(batch: _Batch, variance: FloatArray | None = None) -> _Loads:
+    """`variance`: in place of the number of active queries' own, [blocks, configs]."""
     blocks, group_batch = batch.queries, batch.group_batch
+    variance = blocks.variance_active if variance is None else variance
     mean = group_batch * blocks.active
     is_possible = mean > 0
     # NOTE: expm1 keeps a tiny chance of a step, which 1 - exp would round to none
     chance = -np.expm1(group_batch * blocks.log_absent)
     chance[~is_possible] = 1.0
     queries = mean / chance
-    square = (group_batch * blocks.variance_active + mean * mean) / chance
+    square = (group_batch * variance + mean * mean) / chance
     spread = np.sqrt(np.maximum(square - queries * queries, 0.0))
     steps = batch.groups * chance * is_possible
     return _Loads(queries + expected_maximum_z(steps) * spread, queries, steps, chance)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from xgpt.errors import XgptError
 from xgpt.lengths import FloatArray
 from xprofiler.timing import Operator, TimingSource
+from xsimulator.policies.envelope import rising_minorant
 from xsimulator.stage_times import PerDegree, StageTimes
 
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
@@ -22,10 +23,12 @@ _FIRST = int(np.array(LEAST).view(np.int64)) >> _SHIFT
 class SizeTable:
     """Seconds [sizes..., columns] of one size, as a table over nodes that divide each octave
     evenly, so that a line stays one; it grows as larger sizes are asked for. Where a node is
-    infinite (refused) the function itself answers."""
+    infinite (refused) the function itself answers. `lowered`: its envelope instead, a lower bound
+    (policies.envelope)."""
 
-    def __init__(self, function: Callable[[FloatArray], FloatArray]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[FloatArray], FloatArray], *,
+                 lowered: bool = False) -> None:
+        self._function, self._lowered = function, lowered
         self._nodes = self._rises = np.empty((0, 0))  # [columns, nodes]
         self._is_finite = True
 
@@ -53,6 +56,8 @@ class SizeTable:
     def _extend(self, count: int) -> None:
         sizes = (np.arange(_FIRST, _FIRST + count + 1) << _SHIFT).view(np.float64)
         nodes = np.moveaxis(self._function(sizes), -1, 0)
+        if self._lowered:
+            nodes = rising_minorant(sizes, nodes)
         self._is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
@@ -61,17 +66,19 @@ class SizeTable:
 
 class StepTables:
     """Encode and decode step times of one plan. The stages of a `kind` have the same layers,
-    degree and ends; results have one entry a kind."""
+    degree and ends; results have one entry a kind. `lowered`: tables of one size are lower
+    bounds."""
 
-    def __init__(self, times: StageTimes, timing: TimingSource) -> None:
+    def __init__(self, times: StageTimes, timing: TimingSource, *, lowered: bool = False) -> None:
         self._times, self._timing = times, timing
         self.kind_of, of_kind = _kinds(times)
         self._stage_of = np.array(of_kind)
         self._degrees = [times.stages[stage].tp_degree for stage in of_kind]
         self._last = self.kind_of[-1]  # no other stage is of the last one's kind: it has the head
-        self._encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of])
-        self._decode_rows = SizeTable(self._decode_rows_s)
-        self._head = SizeTable(lambda n: times.first_tokens_s(n)[..., None])
+        self._encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of],
+                                      lowered=lowered)
+        self._decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
+        self._head = SizeTable(lambda n: times.first_tokens_s(n)[..., None], lowered=lowered)
         self._compacts = {d: _has_table(timing, Operator.KV_COMPACTION, d) for d in times.degrees}
 
     def encode_s(self, tokens: FloatArray, queries: FloatArray,
@@ -85,9 +92,12 @@ class StepTables:
 
     def decode_s(self, queries: FloatArray, context: FloatArray) -> list[FloatArray]:
         """As StageTimes.decode_s."""
+        return self.decode_rows_s(queries, self._times.decode_attention_s(queries, context))
+
+    def decode_rows_s(self, queries: FloatArray, attention_s: PerDegree) -> list[FloatArray]:
+        """The same with one layer's attention given."""
         work = list(self._decode_rows(queries))
-        self._add_per_layer(work, self._times.decode_attention_s(queries, context),
-                            self._times.decoder_layers)
+        self._add_per_layer(work, attention_s, self._times.decoder_layers)
         return work
 
     def _decode_rows_s(self, queries: FloatArray) -> FloatArray:

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from xgpt.errors import InputError, Mistake
 from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate
-from xgpt.units import DTYPE_BYTES
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator import memory
@@ -42,9 +41,10 @@ from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.plans import Plans
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays
+from xsimulator.policies.waa_memory import WaaMemory
 from xsimulator.waa_plans import WaaPlan, WaaPlans
 
-_ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
+ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
 _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
 _ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
 _ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
@@ -62,11 +62,24 @@ class WaaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Points:
-    """Configurations of one plan. [configs] each."""
+class WaaPoints:
+    """Configurations of one tensor plan. [configs] each."""
 
     batch: FloatArray
     groups: FloatArray
+
+
+class Boxes(Protocol):
+    """[boxes] ranges of encode_batch and decode_micro_batches."""
+
+    @property
+    def least(self) -> IntArray: ...
+    @property
+    def most(self) -> IntArray: ...
+    @property
+    def fewest(self) -> IntArray: ...
+    @property
+    def highest(self) -> IntArray: ...
 
 
 class Waa(ABC):
@@ -76,15 +89,15 @@ class Waa(ABC):
     name: ClassVar[str]
 
     def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
-                 adjustment: float = ADJUSTMENT) -> None:
-        """`padded`: see xsimulator.policies.rra.Rra."""
+                 adjustment: float = ADJUSTMENT, plans: Plans | None = None) -> None:
+        """`padded`, `plans`: see xsimulator.policies.rra.Rra."""
         self.problem, self.timing = problem, timing
         self.adjustment = adjustment
         self._padded = padded
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_output_tokens=problem.default_max_tokens)
-        self._plans = Plans(problem, timing)
+        self.plans = plans or Plans(problem, timing)
         self._of_degree: dict[tuple[int, int], WaaPlans] = {}
         self._decoding: dict[WaaPlan, _DecodePool] = {}
 
@@ -97,10 +110,10 @@ class Waa(ABC):
         groups up to twice the stages and batches 10 % apart, as far as queries reach."""
         found = []
         for tp_degree, tp_gpus in plans:
-            split = WaaPlans(self._plans, tp_degree, tp_gpus)
+            split = WaaPlans(self.plans, tp_degree, tp_gpus)
             if not len(split.encode_devices):
                 continue
-            most = max(int(max_queries / self._mean_iterations), 1)  # the rest is decoding
+            most = max(int(max_queries / self.mean_iterations), 1)  # the rest is decoding
             stages = self.problem.cluster.num_devices - tp_gpus + tp_gpus // tp_degree - 1
             found += [WaaConfig(encode_batch=batch, decode_micro_batches=groups,
                                 tp_degree=tp_degree, tp_gpus=tp_gpus)
@@ -113,11 +126,13 @@ class Waa(ABC):
 
     def estimate(self, config: WaaConfig) -> Estimate:
         """One configuration as the artefact that is shown, and executed."""
-        found, devices, per_stage = self._evaluate([config])
+        found, devices = self._evaluate([config])
         figures = {name: float(values[0]) for name, values in found.items()}
-        plan = self._split(config.tp_degree, config.tp_gpus).plan(int(devices[0]))
+        plan = self.split(config.tp_degree, config.tp_gpus).plan(int(devices[0]))
+        held = self.memory.by_stage(plan, np.array([float(config.encode_batch)]), np.array(
+            [float(config.decode_micro_batches)]), found["present"])[0]
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
-            plan.stages, per_stage[0], strict=True) for rank in stage.ranks}
+            plan.stages, held, strict=True) for rank in stage.ranks}
         problem, queries = self.problem, figures["throughput_qps"]
         notes = [f"times: {self.timing.provenance()}",
                  f"{int(devices[0])} devices encode, "
@@ -136,39 +151,36 @@ class Waa(ABC):
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
             fits=bool(figures["fits"]), stages=plan.stages, notes=tuple(notes),
             max_in_system=max(int(round(figures["present"])), 1),
-            encode_kv_tokens=int(self._encode_kv_tokens(
+            encode_kv_tokens=int(self.memory.encode_kv_tokens(
                 np.array([float(config.encode_batch)]), len(plan.encode.stages))[0]),
             adjustment=self.adjustment, mean_input_tokens=problem.lengths.inputs.mean)
 
-    def _evaluate(self, configs: Sequence[WaaConfig],
-                  ) -> tuple[dict[str, Any], IntArray, list[FloatArray]]:
-        """(figures, encode devices, bytes on each stage's ranks)."""
+    def _evaluate(self, configs: Sequence[WaaConfig]) -> tuple[dict[str, Any], IntArray]:
+        """(figures, encode devices)."""
         batch = np.array([c.encode_batch for c in configs], float)
         groups = np.array([c.decode_micro_batches for c in configs], float)
         degree = np.array([(c.tp_degree, c.tp_gpus) for c in configs]).reshape(-1, 2)
         columns: dict[str, Any] = {}
         devices = np.zeros(len(configs), np.int64)
-        per_stage: list[FloatArray] = [np.empty(0)] * len(configs)
         for key in np.unique(degree, axis=0):
             rows = np.flatnonzero((degree == key).all(axis=1))
-            split = self._split(int(key[0]), int(key[1]))
+            split = self.split(int(key[0]), int(key[1]))
             devices[rows] = self.divide(
-                split, _Points(batch=batch[rows], groups=groups[rows]), int(key[0]))
+                split, WaaPoints(batch=batch[rows], groups=groups[rows]), int(key[0]))
             for count in np.unique(devices[rows]):
                 own = rows[devices[rows] == count]
-                points = _Points(batch=batch[own], groups=groups[own])
-                figures, held = self._figures(split.plan(int(count)), points)
-                for row, sizes in zip(own, held, strict=True):
-                    per_stage[row] = sizes
+                points = WaaPoints(batch=batch[own], groups=groups[own])
+                figures = self._figures(split.plan(int(count)), points)
                 for name, values in figures.items():
                     columns.setdefault(name, np.empty(len(configs)))[own] = values
         columns["fits"] = columns["memory_bytes"] <= self.capacity_bytes
-        return columns, devices, per_stage
+        return columns, devices
 
-    def _split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
+    def split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
+        """The divisions that can be. Raises InputError where there is none."""
         key = (tp_degree, tp_gpus)
         if key not in self._of_degree:
-            split = WaaPlans(self._plans, tp_degree, tp_gpus)
+            split = WaaPlans(self.plans, tp_degree, tp_gpus)
             if not len(split.encode_devices):
                 raise InputError([Mistake(
                     file="schedule", line=None, key="tp_degree, tp_gpus", value=key,
@@ -179,8 +191,49 @@ class Waa(ABC):
         return self._of_degree[key]
 
     @abstractmethod
-    def divide(self, split: WaaPlans, points: _Points, degree: int) -> IntArray:
+    def divide(self, split: WaaPlans, points: WaaPoints, degree: int) -> IntArray:
         """[configs] devices that encode."""
+
+    @abstractmethod
+    def divisions(self, split: WaaPlans, boxes: Boxes, degree: int) -> tuple[IntArray, IntArray]:
+        """[boxes] fewest and most devices that encode in any configuration of each box."""
+
+    # --- for bounds ---------------------------------------------------------------------------
+
+    def encode_times(self, plan: WaaPlan,
+                     batch: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[batches] seconds between two encode steps, of one at the upper threshold of the
+        workload adjustment through the pool, and of its handover."""
+        handover = self._handover_s(plan, batch * self.problem.lengths.inputs.mean
+                                    * self._decoding_share)
+        slowest = self._encode_steps(plan, batch).max(axis=1)
+        longest = self._encode_steps(plan, batch, 1 + self.adjustment).sum(axis=1)
+        return np.maximum(slowest, handover), longest, handover
+
+    def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
+        """C_E: one query's encoding through all layers of a single group."""
+        plan = self.plans.pool([tuple(range(degree))], "both")
+        inputs = self.problem.lengths.inputs
+        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
+            inputs, batch).items()}
+        seconds: FloatArray = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0]
+        return seconds / batch
+
+    def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
+        """C_D: one query's decoding through all layers of a single group, in steps of `rows`."""
+        plan = self.plans.pool([tuple(range(degree))], "both")
+        seconds: FloatArray = plan.times.decode_s(rows, self._context(rows))[..., 0]
+        return seconds / rows * self.mean_iterations
+
+    def decode_times(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[rows] seconds of a decode step of that many queries: on the slowest stage, and through
+        all."""
+        times = plan.decode.times
+        done = rows / max(self.flow.mean_iterations, 1.0)  # leave, and join, each iteration
+        seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
+        if times.is_encoder_decoder:
+            seconds = seconds + times.cross_kv_s(done * self.problem.lengths.inputs.mean)
+        return seconds.max(axis=1), seconds.sum(axis=1)
 
     # --- rates --------------------------------------------------------------------------------
 
@@ -191,7 +244,7 @@ class Waa(ABC):
         return float(self.problem.lengths.outputs.pmf[fewer:].sum())
 
     @cached_property
-    def _mean_iterations(self) -> float:
+    def mean_iterations(self) -> float:
         return max(self.flow.mean_iterations, 1e-9)
 
     def _context(self, rows: FloatArray) -> FloatArray:
@@ -208,7 +261,7 @@ class Waa(ABC):
             self._decoding[plan] = _DecodePool(self, plan)
         return self._decoding[plan]
 
-    def _rates(self, plan: WaaPlan, points: _Points) -> dict[str, FloatArray]:
+    def _rates(self, plan: WaaPlan, points: WaaPoints) -> dict[str, FloatArray]:
         """Throughput, batches, times; infinite times where the timing source refuses a size."""
         batch, groups, inputs = points.batch, points.groups, self.problem.lengths.inputs
         steps = self._encode_steps(plan, batch)  # [configs, stages]
@@ -220,14 +273,14 @@ class Waa(ABC):
         between = np.where(is_timed, between, 1.0)
 
         def wanted(decoding: FloatArray) -> FloatArray:
-            return batch / between * self._mean_iterations * np.where(
+            return batch / between * self.mean_iterations * np.where(
                 is_timed, pool.iteration_s(decoding, groups), 1.0)
 
         of_most = wanted(most) - most
         is_throttled = of_most >= 0
-        decoding = _root(lambda size: wanted(size) - size, most, np.minimum(of_most, 0.0))
+        decoding = root(lambda size: wanted(size) - size, most, np.minimum(of_most, 0.0))
         iteration = pool.iteration_s(decoding, groups)
-        rate = np.where(is_throttled, decoding / (self._mean_iterations * np.where(
+        rate = np.where(is_throttled, decoding / (self.mean_iterations * np.where(
             is_timed, iteration, 1.0)), batch / between)
         # where a later stage or the link is slowest, as many steps are under way as there may be
         slowest = np.maximum(steps.max(axis=1), handover)
@@ -257,24 +310,23 @@ class Waa(ABC):
 
     # --- figures ------------------------------------------------------------------------------
 
-    def _figures(self, plan: WaaPlan,
-                 points: _Points) -> tuple[dict[str, FloatArray], FloatArray]:
+    def _figures(self, plan: WaaPlan, points: WaaPoints) -> dict[str, FloatArray]:
         found = self._rates(plan, points)
         handover = found.pop("handover_s")
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             buffer = (self._encode_steps(plan, points.batch, 1 + self.adjustment)
                       - self._encode_steps(plan, points.batch)).sum(axis=1)
             latency = (found["encode_s"] + buffer + handover
-                       + self._iterations_waited * found["period_s"])
-        held = self._memory(plan, points, found["present"])
+                       + self.iterations_waited * found["period_s"])
+        held = self.memory.fullest(plan, points.batch, points.groups, found["present"])
         found.update(
             latency_s=np.where(found["throughput_qps"] > 0, latency, np.inf),
-            kv_tokens=self._kv_tokens(found["present"]), memory_bytes=held.max(axis=1),
+            kv_tokens=self.memory.kv_tokens(found["present"]), memory_bytes=held,
             stretch=self._stretch(plan, points, found["decode_batch"]))
-        return found, held
+        return found
 
     @cached_property
-    def _iterations_waited(self) -> float:
+    def iterations_waited(self) -> float:
         """Iterations between a query's arrival in the decode pool and its last token, for the
         bound: of the output length at the quantile, or that quantile over all queries."""
         constraint, outputs = self.problem.constraint, self.problem.lengths.outputs
@@ -287,57 +339,12 @@ class Waa(ABC):
 
     # --- memory -------------------------------------------------------------------------------
 
-    def _memory(self, plan: WaaPlan, points: _Points, in_system: FloatArray) -> FloatArray:
-        """[configs, stages of both pools] bytes on each rank of a stage."""
-        problem = self.problem
-        is_cpu = problem.cluster.device.kind == "cpu"
-        batch = points.batch
-        largest = batch * (1 + self.adjustment)
-        encode = (plan.encode.weight_bytes
-                  + self._encode_kv(plan, batch)
-                  + memory.activation_bytes(
-                      problem.model, plan.encode.stages, problem.dtype, is_cpu=is_cpu,
-                      inputs=problem.lengths.inputs, encode_batch=largest,
-                      decode_batch=np.zeros_like(batch)))
-        decode = (plan.decode.weight_bytes
-                  + memory.kv_bytes(problem.model, plan.decode.stages, problem.dtype,
-                                    self._kv_tokens(in_system))
-                  + memory.activation_bytes(
-                      problem.model, plan.decode.stages, problem.dtype, is_cpu=is_cpu,
-                      inputs=problem.lengths.inputs, encode_batch=np.zeros_like(batch),
-                      decode_batch=np.ceil(in_system / points.groups)))
-        return np.concatenate([encode, decode], axis=1)
+    @cached_property
+    def memory(self) -> WaaMemory:
+        """Bytes of configurations."""
+        return WaaMemory(self.problem, self.flow, self.plans, self.adjustment)
 
-    def _encode_kv(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
-        """[configs, stages] bytes of what is encoded and not yet handed over."""
-        tokens, model = self._encode_kv_tokens(batch, len(plan.encode.stages)), self.problem.model
-        if model.is_encoder_decoder:  # the encoder's output alone, on its last stage
-            held = np.zeros((len(batch), len(plan.encode.stages)))
-            held[:, -1] = tokens * model.hidden_size * DTYPE_BYTES[self.problem.dtype]
-            return held
-        return memory.kv_bytes(model, plan.encode.stages, self.problem.dtype, tokens)
-
-    def _encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
-        """Tokens in the encode pool at most: a batch in each stage, one that waits, and one that is
-        handed over, each at its upper threshold."""
-        inputs = self.problem.lengths.inputs
-        largest = np.maximum(batch * inputs.mean * (1 + self.adjustment), inputs.max)
-        tokens: FloatArray = np.ceil((stages + 2) * largest)
-        return tokens
-
-    def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
-        """Reserved for the queries in the system, at a high quantile, one longest at least. Those
-        present are biased to long outputs, and so to the inputs that go with them."""
-        lengths, most = self.problem.lengths, float(self.flow.max_reserve_tokens)
-        weights = lengths.outputs.pmf * np.maximum(
-            lengths.outputs.support - (0 if self.problem.model.is_encoder_decoder else 1), 1e-9)
-        biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
-        mean = biased + most - lengths.inputs.max
-        wanted = in_system * mean + memory.KV_QUANTILE_Z * lengths.inputs.std * np.sqrt(in_system)
-        reserved: FloatArray = np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most))
-        return reserved
-
-    def _stretch(self, plan: WaaPlan, points: _Points, decoding: FloatArray) -> FloatArray:
+    def _stretch(self, plan: WaaPlan, points: WaaPoints, decoding: FloatArray) -> FloatArray:
         """Largest size presented to the timing source over the largest that it measured."""
         lengths = self.problem.lengths
         is_encoder_decoder = self.problem.model.is_encoder_decoder
@@ -357,45 +364,7 @@ class Waa(ABC):
         return most
 
 
-class WaaC(Waa):
-    """Devices in proportion to the time that each phase of a query takes."""
-
-    name = "waa-c"
-
-    def divide(self, split: WaaPlans, points: _Points, degree: int) -> IntArray:
-        encode_s, decode_s = self._query_s(points, degree)
-        with np.errstate(invalid="ignore"):
-            share = encode_s / (encode_s + decode_s)
-        return split.nearest(np.where(np.isfinite(share), share, 0.5))
-
-    def _query_s(self, points: _Points, degree: int) -> tuple[FloatArray, FloatArray]:
-        """C_E and C_D: one query's encoding and decoding through all layers of a single group."""
-        plan = self._plans.pool([tuple(range(degree))], "both")
-        inputs, batch = self.problem.lengths.inputs, points.batch
-        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
-            inputs, batch).items()}
-        encode = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0] / batch
-        rows = np.maximum(batch * self._mean_iterations / points.groups, 1.0)
-        decode = plan.times.decode_s(rows, self._context(rows))[..., 0] / rows
-        return encode, decode * self._mean_iterations
-
-
-class WaaM(Waa):
-    """Devices so that the fullest is as empty as can be."""
-
-    name = "waa-m"
-
-    def divide(self, split: WaaPlans, points: _Points, degree: int) -> IntArray:
-        fullest = []
-        for count in split.encode_devices:
-            plan = split.plan(int(count))
-            in_system = self._rates(plan, points)["present"]
-            fullest.append(self._memory(plan, points, in_system).max(axis=1))
-        found: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
-        return found
-
-
-def _root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
+def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
           of_high: FloatArray) -> FloatArray:
     """Where `excess`, positive at 0, falls through 0 on the way to `high`, where it is `of_high`;
     `high` itself where that is 0. The Illinois method: a secant within a bracket."""
@@ -429,7 +398,7 @@ class _DecodePool:
         """T_iter of `decoding` queries in that many groups; groups without a query take no step."""
         rows = np.maximum(decoding / groups, 1.0)
         steps = np.minimum(groups, np.maximum(decoding, 1.0))
-        position = np.log(rows) / np.log(_ROWS_RATIO)
+        position = np.log(rows) / np.log(ROWS_RATIO)
         top = float(position.max(initial=0.0))
         if top >= len(self._slowest_rises):
             self._tabulate(int(top) + 2 + _ROWS_SPARE)
@@ -441,13 +410,8 @@ class _DecodePool:
         return np.asarray(np.maximum(steps * slowest, through))
 
     def _tabulate(self, count: int) -> None:
-        sizes = np.asarray(_ROWS_RATIO ** np.arange(count), float)
-        waa, times = self._waa, self._plan.decode.times
-        done = sizes / max(waa.flow.mean_iterations, 1.0)  # leave, and join, each iteration
-        seconds = times.decode_s(sizes, waa._context(sizes), moved=done * sizes / (sizes + done))
-        if times.is_encoder_decoder:
-            seconds = seconds + times.cross_kv_s(done * waa.problem.lengths.inputs.mean)
-        self._slowest, self._through = seconds.max(axis=1), seconds.sum(axis=1)
+        sizes = np.asarray(ROWS_RATIO ** np.arange(count), float)
+        self._slowest, self._through = self._waa.decode_times(self._plan, sizes)
         with np.errstate(invalid="ignore"):  # from one refused size to the next
             self._slowest_rises = np.diff(self._slowest)
             self._through_rises = np.diff(self._through)

@@ -1,0 +1,141 @@
+"""The scenarios of the paper's evaluation (its section 7.1): models, clusters, tasks, and latency
+bounds chosen from FasterTransformer's latencies.
+
+The twenty scenarios are the pairs of model and task: four small to mid-sized models with S, T and
+C1 (7.3), three large ones with G, C1 and C2 (7.4), of which GPT-3 101B with C1 belongs to both.
+GPT-3 175B was run on two clusters, which makes 23 rows. The paper counts twenty and does not list
+them: this reading is ours.
+
+Bounds: FT's latencies at batches of 4, 8, 12 ... up to memory's limit, one micro-batch a stage, for
+a sequence of the 99th percentile; the 10th, 30th and 70th percentile of these latencies, and none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from xgpt import catalog
+from xgpt.cluster import Cluster
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import FloatArray, IntArray
+from xgpt.problem import Problem
+from xprofiler.roofline import Roofline, link_kind
+from xprofiler.timing import TimingSource
+from xsimulator.policies.static import Ft, StaticConfig
+
+SMALL = (("t5-11b", "a40-8"), ("opt-13b", "a40-4"), ("gpt3-39b", "a40-16"),
+         ("gpt3-101b", "a100-16"))
+LARGE = (("gpt3-101b", "a100-16"), ("gpt3-175b", "a40-32"), ("gpt3-175b", "a100-16"),
+         ("gpt3-341b", "a40-48"))
+SMALL_TASKS, LARGE_TASKS = ("S", "T", "C1"), ("G", "C1", "C2")
+PERCENTILES = (10, 30, 70)  # of FT's latencies; the fourth bound is infinite
+BATCH_STEP = 4
+QUANTILE = 0.99
+PEER_ACCESS = 4.0  # bandwidth of PCIe cards with peer access over those without
+_MOST_BATCHES = 4096  # steps of FT's batch that are looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """`has_peer_access`: PCIe cards copy to each other, instead of through the host's memory."""
+
+    model: str
+    cluster: str
+    task: str
+    has_peer_access: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.cluster}/{self.task}"
+
+    @property
+    def is_small(self) -> bool:
+        return (self.model, self.cluster) in SMALL and self.task in SMALL_TASKS
+
+    @property
+    def is_large(self) -> bool:
+        return (self.model, self.cluster) in LARGE and self.task in LARGE_TASKS
+
+    @property
+    def has_pcie(self) -> bool:
+        return link_kind(catalog.cluster(self.cluster).intra_link) == "pcie"
+
+    def problem(self, latency_s: float = math.inf, quantile: float = QUANTILE) -> Problem:
+        lengths = catalog.task(self.task)
+        return Problem(
+            model=catalog.model(self.model), cluster=catalog.cluster(self.cluster), lengths=lengths,
+            dtype="float16", num_queries=None, fixed=FixedSchedule(),
+            constraint=Constraint(latency_s=latency_s, quantile=quantile),
+            default_max_tokens=lengths.outputs.max)
+
+    def timing(self) -> Roofline:
+        problem = self.problem()
+        roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+        return with_peer_access(roofline) if self.has_peer_access else roofline
+
+
+def scenarios(*, has_peer_access: bool = False) -> list[Scenario]:
+    """All 23, each once."""
+    found = [Scenario(model=model, cluster=cluster, task=task, has_peer_access=has_peer_access)
+             for rows, tasks in ((SMALL, SMALL_TASKS), (LARGE, LARGE_TASKS))
+             for model, cluster in rows for task in tasks]
+    return list(dict.fromkeys(found))
+
+
+def with_peer_access(roofline: Roofline) -> Roofline:
+    """PCIe four times as quick, as measured of cards that reach each other's memory; the roofline's
+    figures are those of an A40 node whose cards do not (xprofiler.constants). The paper's cards do:
+    only so do its bounds and FT's latencies come out."""
+    pcie = roofline.constants.pcie
+    return roofline.with_constants(replace(roofline.constants, pcie=replace(
+        pcie, transfer_share=PEER_ACCESS * pcie.transfer_share,
+        all_reduce_shares=tuple((degree, PEER_ACCESS * share)
+                                for degree, share in pcie.all_reduce_shares))))
+
+
+def ft_plan(cluster: Cluster) -> tuple[int, int]:
+    """(tp_degree, tp_gpus) of the paper's FT: tensor parallelism over a machine's GPUs, the
+    machines as a pipeline."""
+    return cluster.devices_per_node, cluster.num_devices
+
+
+def ft_latencies(problem: Problem, timing: TimingSource) -> FloatArray:
+    """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches."""
+    degree, gpus = ft_plan(problem.cluster)
+    ft = Ft(problem, timing, padded=timing.is_padded)
+    configs = [StaticConfig(encode_batch=BATCH_STEP * step, decode_micro_batches=gpus // degree,
+                            tp_degree=degree, tp_gpus=gpus) for step in range(1, _MOST_BATCHES)]
+    figures = ft.evaluate(configs)
+    return figures.latency_s[figures.fits & np.isfinite(figures.latency_s)]
+
+
+def bounds_of(problem: Problem, timing: TimingSource) -> tuple[float, ...]:
+    """The four latency bounds, seconds."""
+    return (*np.percentile(ft_latencies(problem, timing), PERCENTILES).tolist(), math.inf)
+
+
+class Evaluates(Protocol):
+    def evaluate(self, configs: Sequence[Any]) -> Any: ...
+
+
+def largest_batches(policy: Evaluates, configs: Sequence[Any], most: int = 1 << 20) -> IntArray:
+    """[configs] the largest encode_batch up to `most` that fits memory, with each one's other
+    variables; 0 where not even one query does. By doubling, then halving."""
+    fits = np.zeros(len(configs), np.int64)
+    refused = np.full(len(configs), most + 1, np.int64)
+    while (is_open := refused - fits > 1).any():
+        rows = np.flatnonzero(is_open)
+        doubled = np.maximum(2 * fits[rows], 1)
+        tried = np.where(refused[rows] > most, np.minimum(doubled, most),
+                         (fits[rows] + refused[rows]) // 2)
+        is_held = np.asarray(policy.evaluate([
+            replace(configs[row], encode_batch=int(batch))
+            for row, batch in zip(rows.tolist(), tried.tolist(), strict=True)]).fits)
+        fits[rows[is_held]] = tried[is_held]
+        refused[rows[~is_held]] = tried[~is_held]
+    return fits

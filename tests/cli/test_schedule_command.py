@@ -1,0 +1,197 @@
+"""`xgpt schedule`: what is shown beside the schedule, its options, and one object for all of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from xgpt.cli import schedule as command
+from xgpt.cli.planning import Limits, Planner
+from xgpt.cli.session import open_session, timing_of
+from xgpt.errors import InfeasibleError, InputError
+from xgpt.schedule import Schedule, load_schedule
+from xscheduler import drift
+
+OPT_13B = """
+model: opt-13b
+cluster: a40-4
+workload: {requests: {count: 1500}, task: S}
+constraint: {latency_s: 8}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(OPT_13B)
+    return path
+
+
+def run(job: Path, *arguments: str, **changes: object) -> Result:
+    sets = [f"--set={key.replace('__', '.')}={value}" for key, value in changes.items()]
+    return CliRunner().invoke(command.schedule, [str(job), *sets, *arguments],
+                              catch_exceptions=False)
+
+
+def planned(job: Path, **changes: object) -> Schedule:
+    session = open_session(job, [f"{key.replace('__', '.')}={value}"
+                                 for key, value in changes.items()], fetch=False)
+    return Planner(session.problem, timing_of(session)).find()
+
+
+def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) -> None:
+    done = run(job)
+    assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
+    found = json.loads(run(job, "--json").stdout)
+    labels = [line[:13].strip() for line in done.stdout.splitlines()]
+    others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
+    assert {f"best {name}" for name in others} <= set(labels)
+    assert {"why", "margin", "search", "given up"} <= set(labels)
+    assert len(found["explanation"]) == 3 and found["explanation"][0].split()[0].lower() == (
+        found["policy"])
+    text = " ".join(done.stdout.split())
+    assert all(" ".join(sentence.split()) in text for sentence in found["explanation"])
+    assert found["margin"] == 1 and "lengths are given" in found["margin_note"]
+    assert not {"price", "drift", "reschedule", "infeasible"} & set(found)
+
+
+def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: Path) -> None:
+    sure = planned(job, constraint__latency_s=3)
+    found = planned(job, constraint__latency_s=3, constraint__drift="15%")
+    assert found.margin > 1 and found.margin_cost > 0.01, "else this test shows nothing"
+    assert found.estimate.latency_s * found.margin <= found.latency_bound_s
+    assert found.margin_cost == pytest.approx(
+        1 - found.estimate.throughput_qps / sure.estimate.throughput_qps)
+    assert found.bound_qps >= sure.estimate.throughput_qps and found.status == "within gap"
+    bare = found.rejected[-1]
+    assert bare.label.startswith("without a margin")
+    assert bare.throughput_qps == sure.estimate.throughput_qps
+    others = [row for row in found.rejected if row.label.startswith("policy ")]
+    assert others and all(row.throughput_qps is None or row.throughput_qps <= (
+        found.estimate.throughput_qps * 1.005) for row in others)
+    assert "its margin" in found.explanation[2]
+    shown = run(job, constraint__latency_s=3, constraint__drift="15%")
+    assert "the margin costs" in " ".join(shown.stdout.split())
+
+
+def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
+    session = open_session(job, ["constraint.drift=10%"], fetch=False)
+    planner = Planner(session.problem, timing_of(session))
+    for bound_s in (20.0, 8.0):
+        together = planner.find(bound_s)
+        alone = planned(job, constraint__drift="10%", constraint__latency_s=bound_s)
+        assert together.latency_bound_s == bound_s
+        assert together.estimate.throughput_qps == pytest.approx(
+            alone.estimate.throughput_qps, rel=0.006)
+        assert together.nodes <= alone.nodes
+        assert f"bound of {bound_s:.3g}" in together.explanation[2].replace(".00 s", " s")
+
+
+def test_more_latency_gpus_and_memory_have_their_price(job: Path) -> None:
+    one = {"schedule__tp_degree": 1}
+    found = json.loads(run(job, "--price", "--json", **one).stdout)
+    offers = found["price"]
+    assert [offer["what"].split(" (")[0] for offer in offers] == [
+        "10% more latency", "one more GPU", "10% more memory"]
+    later = planned(job, constraint__latency_s=8.8, **one).estimate.throughput_qps
+    assert offers[0]["throughput_qps"] == pytest.approx(later, rel=0.006)
+    assert offers[0]["gain"] == pytest.approx(
+        offers[0]["throughput_qps"] / found["throughput_qps"] - 1)
+    shown = run(job, "--price", **one).stdout
+    assert "What more would bring" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job: Path) -> None:
+    tightest_s = 1.2
+    with pytest.raises(InfeasibleError, match="tightest"):
+        run(job, "--json", constraint__latency_s=tightest_s)
+    done = CliRunner().invoke(command.schedule, [
+        str(job), "--json", "--price", f"--set=constraint.latency_s={tightest_s}"])
+    assert isinstance(done.exception, InfeasibleError)
+    found = json.loads(done.stdout)
+    assert "tightest" in found["infeasible"] and "throughput_qps" not in found
+    assert [offer["what"].split(" (")[0] for offer in found["price"]] == [
+        "10% more latency", "one more GPU", "10% more memory"]
+    assert found["price"][0]["throughput_qps"] > 0, "1.32 s can be met"
+
+
+def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "s.json")
+    fixed = {"schedule__policy": "rra", "schedule__tp_degree": 1}
+    assert run(job, "--out", file, **fixed).exit_code == 0
+    same = json.loads(run(job, "--from", file, "--json", **fixed).stdout)
+    assert same["reschedule"]["choice"] == "keep"
+    shorter = json.loads(run(job, "--from", file, "--json", workload__task="C1",
+                             constraint__latency_s=60).stdout)["reschedule"]
+    qps = {way: shorter[way]["estimate"] and shorter[way]["estimate"]["throughput_qps"]
+           for way in ("keep", "adjust", "redeploy")}
+    assert qps["redeploy"] > qps["adjust"] and shorter["loading"]["rank_bytes"]
+    shown = run(job, "--from", file, workload__task="C1", constraint__latency_s=60).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    for label in ("keep ", "adjust ", "redeploy ", "advice "):
+        assert f"\n{label}" in shown
+
+
+def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path) -> None:
+    file, out = str(tmp_path / "s.json"), tmp_path / "next.json"
+    assert run(job, "--out", file, schedule__policy="rra", schedule__encode_batch=8,
+               schedule__tp_degree=1).exit_code == 0
+    done = json.loads(run(job, "--from", file, "--out", str(out), "--json",
+                          schedule__policy="rra", schedule__tp_degree=1).stdout)
+    ways, written = done["reschedule"], load_schedule(out).estimate
+    assert ways["choice"] == "adjust", "the layers may stay, the batch of 8 may not"
+    chosen = ways["adjust"]["estimate"]
+    assert (written.encode_batch, written.throughput_qps) == (
+        chosen["encode_batch"], chosen["throughput_qps"])
+
+
+def test_drifting_lengths_are_a_table(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "FACTORS", (0.7, 1.0, 1.3))
+    monkeypatch.setattr(drift, "SKEWNESS_CHANGES", (0.0, 0.4))
+    monkeypatch.setattr(command, "drift_rows", functools.partial(drift.drift_rows, least_queries=300))
+    fixed: dict[str, Any] = {"schedule__policy": "rra", "schedule__encode_batch": 2,
+                             "schedule__tp_degree": 1, "schedule__decode_iterations": 16}
+    done = run(job, "--drift", **fixed)
+    table = done.stdout.partition("When output lengths change\n")[2]
+    assert max(map(len, table.splitlines())) <= 80
+    rows = [line.split() for line in table.splitlines()[2:10]]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("mean", "-30%"), ("mean", "-"), ("mean", "+30%"), ("std", "-30%"), ("std", "-"),
+        ("std", "+30%"), ("skewness", "-"), ("skewness", "+0.4")]
+    assert float(rows[0][2]) > float(rows[2][2]), "shorter outputs, more queries"
+    assert "replaying" in done.stderr
+
+
+def test_a_limit_in_nodes_is_said_and_repeatable(job: Path) -> None:
+    first, second = (json.loads(run(job, "--max-nodes", "1", "--json").stdout) for _ in range(2))
+    for found in (first, second):
+        found.pop("seconds")
+    assert first == second and first["status"] == "stopped at its limit"
+    full = json.loads(run(job, "--json").stdout)
+    assert first["bound_qps"] >= full["throughput_qps"] >= first["throughput_qps"]
+    session = open_session(job, (), fetch=False)
+    wide = Planner(session.problem, timing_of(session), Limits(gap=0.2)).find()
+    assert wide.gap <= 0.2 and wide.nodes <= full["nodes"]
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--gap", "much"), ("--gap", "-1%"), ("--gap", "nan"), ("--gap", "100%"),
+    ("--max-nodes", "0"), ("--max-nodes", "some")])
+def test_wrong_limits_are_refused(job: Path, arguments: tuple[str, ...]) -> None:
+    done = run(job, *arguments)
+    assert done.exit_code == 2 and arguments[0] in done.stderr
+
+
+def test_a_deployed_schedule_that_cannot_be_read_or_is_of_another_model_is_refused(
+        job: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a readable schedule"):
+        run(job, "--from", str(tmp_path / "none.json"))
+    file = str(tmp_path / "s.json")
+    run(job, "--out", file)
+    with pytest.raises(InputError):
+        run(job, "--from", file, model="gpt2-xl", schedule__policy="rra")

@@ -1,0 +1,91 @@
+"""Why a schedule was chosen: sentences, alternatives, margin and proof in the terminal's words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from fake_run import fake_schedule
+
+from xgpt.report.choice_table import choice_table
+from xgpt.report.table import WIDTH, schedule_table
+from xgpt.report.words import margin_words, proof, pruned_words
+from xgpt.schedule import Rejected
+
+
+def joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def rejected(label: str, qps: float | None, latency_s: float | None = 3.0) -> str:
+    row = Rejected(label=label, throughput_qps=qps, latency_s=latency_s, reason="the reason")
+    return joined(choice_table(fake_schedule(rejected=(row,), explanation=())))
+
+
+def test_sentences_and_alternatives_fit_eighty_columns() -> None:
+    text = choice_table(fake_schedule(explanation=("word " * 60, "second", "third")))
+    assert text.isascii() and max(map(len, text.splitlines())) <= WIDTH
+    assert text.startswith("why          word") and text.count("why ") == 1
+    assert "best waa-c   2.04 queries/s, 11.7 % less, latency 25.3 s: encode_batch 2," in text
+    assert "best waa-m   no admissible schedule" in text
+
+
+@pytest.mark.parametrize(("label", "qps", "expected"), [
+    ("tp_degree 2: encode_batch 4, tp_degree 2, tp_gpus 4", 1.155,
+     "tp degree 2 1.16 queries/s, 50.0 % less, latency 3.00 s: encode_batch 4, tp_degree 2, "
+     "tp_gpus 4"),
+    ("policy rra: encode_batch 4, tp_degree 1, tp_gpus 0", 2.31,
+     "best rra 2.31 queries/s, as many, latency 3.00 s: encode_batch 4"),
+    ("without a latency bound: rra, encode_batch 9", 4.62,
+     "no bound 4.62 queries/s, 100.0 % more, latency 3.00 s: rra, encode_batch 9"),
+    ("without a margin: waa-m", 3.0, "no margin 3.00 queries/s, 29.9 % more, latency 3.00 s: "
+     "waa-m"),
+    ("encode 64", None, "instead the reason (encode 64)"),
+])
+def test_an_alternative_says_what_it_would_lose(label: str, qps: float, expected: str) -> None:
+    assert rejected(label, qps) == expected
+
+
+def test_a_latency_that_is_not_known_is_not_shown() -> None:
+    assert "latency" not in rejected("policy rra: encode_batch 4", 2.0, None)
+
+
+def test_without_alternatives_or_sentences_there_is_nothing_to_show() -> None:
+    assert choice_table(fake_schedule(rejected=(), explanation=())) == ""
+
+
+def test_the_margin_and_its_cost_are_shown() -> None:
+    assert margin_words(fake_schedule()).endswith("; the margin costs 4.1 % of the throughput")
+    assert "costs nothing" in margin_words(fake_schedule(margin_cost=0.0))
+    note = "no margin: lengths are given and taken as true"
+    assert margin_words(fake_schedule(margin=1.0, margin_note=note)) == note
+    assert "margin       planned for 28.2 s" in schedule_table(fake_schedule())
+    assert "\nmargin" not in schedule_table(fake_schedule(margin_note=""))
+
+
+def test_boxes_given_up_are_counted_by_reason_over_policies() -> None:
+    assert pruned_words(fake_schedule()) == (
+        "1,212 boxes of configurations: 1,200 no better than the best found, 12 over the latency "
+        "bound")
+    assert pruned_words(fake_schedule(pruned=(("rra: so it is", 1),))) == (
+        "1 box of configurations: 1 so it is")
+    assert "given up" not in schedule_table(fake_schedule(pruned=()))
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, "optimal, gap 1.30 %, 214 configurations in 380 ms"),
+    ({"status": "within gap", "margin_cost": 0.0}, "within gap 1.30 %, 214 configurations"),
+    ({"status": "within gap"}, "within gap 1.30 % (to schedules without a margin), 214"),
+    ({"status": "stopped at its limit"}, "stopped at its limit, gap 1.30 %, 214"),
+    ({"status": "stopped at its limit", "gap": math.inf}, "limit, no gap proved, 214"),
+])
+def test_the_status_and_the_gap_are_one_statement(changes: dict[str, object],
+                                                  expected: str) -> None:
+    assert expected in joined(schedule_table(dataclasses.replace(fake_schedule(), **changes)))
+
+
+def test_what_is_proved_is_told_with_and_without_a_margin() -> None:
+    assert "with its margin or without, no admissible schedule is more than 1.30 % faster" in (
+        proof(fake_schedule()))
+    assert "margin" not in proof(fake_schedule(margin_cost=0.0))

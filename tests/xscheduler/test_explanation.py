@@ -1,0 +1,153 @@
+"""Three sentences about a choice: each says what the figures say, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+
+from xgpt.job import FixedSchedule
+from xgpt.schedule import Rejected
+from xscheduler.explanation import binding_limits, explain_choice, next_batch_breaks
+from xsimulator import memory
+
+ROWS = (
+    Rejected(label="policy waa-c: encode_batch 3, decode_micro_batches 2", throughput_qps=80.0,
+             latency_s=1.0, reason="lower throughput"),
+    Rejected(label="policy waa-m", throughput_qps=None, latency_s=None, reason="memory"),
+    Rejected(label="tp_degree 2: encode_batch 4", throughput_qps=90.0, latency_s=1.0, reason="x"),
+    Rejected(label="tp_degree 4", throughput_qps=None, latency_s=None, reason="x"),
+    Rejected(label="without a latency bound: encode_batch 9", throughput_qps=200.0, latency_s=7.0,
+             reason="latency above 1 s"),
+)
+
+
+def sentences(problem=None, *, timing=None, rejected=ROWS, unbounded_qps=None, **figures):
+    problem = problem or toy_problem(latency_s=2.0)
+    figures = {"throughput_qps": 100.0, "latency_s": 1.0, **figures}
+    schedule = replace(schedule_of(problem, **figures), rejected=rejected,
+                       unbounded_qps=unbounded_qps)
+    return explain_choice(schedule, problem, timing)
+
+
+def test_the_policy_is_compared_with_each_other_one():
+    policy = sentences()[0]
+    assert policy.startswith("RRA (every device encodes and decodes in turn")
+    assert "25.0% more than the best of WAA-C (encode_batch 3, decode_micro_batches 2)" in policy
+    assert "WAA-M has no schedule" in policy
+
+
+@pytest.mark.parametrize(("qps", "words"), [(125.0, "20.0% less than the best of WAA-C"),
+                                            (100.0, "as many as the best of WAA-C")])
+def test_a_policy_is_never_said_to_be_better_than_it_is(qps, words):
+    row = Rejected(label="policy waa-c", throughput_qps=qps, latency_s=1.0, reason="x")
+    assert words in sentences(rejected=(row,))[0]
+
+
+def test_without_rows_of_other_policies_none_is_compared():
+    assert "no other policy was compared" in sentences(rejected=())[0]
+    fixed = toy_problem(latency_s=2.0, fixed=FixedSchedule(policy="rra"))
+    assert "the job fixes the policy" in sentences(fixed, rejected=())[0]
+    assert "only policy that can be used" in sentences(rejected=ROWS[1:2])[0]
+
+
+def test_the_share_of_encoding_is_that_of_the_period():
+    assert "encoding for 25% of the time" in sentences(encode_s=0.5, period_s=2.0)[0]
+
+
+def test_a_waa_schedule_names_its_pools():
+    problem = toy_problem(latency_s=2.0)
+    found = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
+    encode = sum(len(s.ranks) for s in found.stages if s.role == "encode")
+    policy, variables, _ = explain_choice(schedule_of(problem, found), problem)
+    assert policy.startswith("WAA-C") and f"while {4 - encode} decode" in policy
+    assert policy.count(f"{encode} device") == 1
+    assert "4 queries are encoded at a time" in variables
+    assert f"which keeps {found.decode_batch:.0f} decoding" in variables
+
+
+def test_the_control_variables_are_said_with_what_they_keep_at_work():
+    words = sentences(decode_batch=17.4, encode_batch=6, decode_iterations=5)[1]
+    assert "6 queries are encoded together once every 5 iterations" in words
+    assert "keeps 17 decoding" in words
+    assert "4 groups on 4 decoding stages: each has one to work on" in words
+    assert "degree 2, the next best, would lose 10.0%" in words
+    assert "1 to 2 layers each" in words
+    assert "one query is" in sentences(encode_batch=1)[1]
+
+
+@pytest.mark.parametrize(("groups", "words"), [(1, "75% of the stages idle"),
+                                               (3, "25% of the stages idle"),
+                                               (8, "2 for each to work on")])
+def test_bubbles_are_told(groups, words):
+    assert words in sentences(decode_micro_batches=groups)[1]
+
+
+def test_the_cost_of_the_bound_is_against_none():
+    assert "the bound costs 50% of the 200 queries/s" in sentences(unbounded_qps=200.0)[2]
+    assert "at 7.00 s" in sentences(unbounded_qps=200.0)[2]
+    assert "no more than 100.1" in sentences(unbounded_qps=100.1)[2]
+    assert "there is no latency bound" in sentences(toy_problem())[2]
+
+
+# --- what binds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("figures", "binds"), [
+    ({"latency_s": 1.995}, ["the latency bound"]), ({"latency_s": 1.9}, []),
+    ({"memory_bytes": (10, 10, 536_000_000, 10)}, ["memory"]),
+    ({"latency_s": 1.995, "memory_bytes": (10, 10, 536_000_000, 10)},
+     ["the latency bound", "memory"]),
+])
+def test_what_binds_by_what_is_left(figures, binds):
+    problem = toy_problem(latency_s=2.0)
+    schedule = schedule_of(problem, **{"latency_s": 1.0, **figures})
+    assert binding_limits(schedule, problem, 2.0) == binds
+    assert ("No limit is reached" in explain_choice(schedule, problem)[2]) == (not binds)
+
+
+def test_memory_binds_where_another_query_would_not_find_room():
+    problem = toy_problem()
+    found = schedule_of(problem).estimate
+    weights = memory.weight_bytes(problem.model, found.stages, problem.dtype)[0]
+    room = found.memory_capacity_bytes - weights
+    # of two queries in a batch each takes half of what is not weights: a third needs as much
+    for share, binds in ((0.70, ["memory"]), (0.62, [])):
+        used = int(weights + room * share)
+        schedule = schedule_of(problem, encode_batch=2, memory_bytes=(used, 1, 1, 1))
+        assert binding_limits(schedule, problem, math.inf) == binds
+
+
+def test_the_number_of_queries_binds_where_another_batch_would_exceed_it():
+    schedule = schedule_of(toy_problem(), encode_batch=4, decode_batch=10.0)
+    assert binding_limits(schedule, toy_problem(num_queries=11), math.inf) == [
+        "the number of queries"]
+    assert binding_limits(schedule, toy_problem(num_queries=20), math.inf) == []
+
+
+@pytest.mark.parametrize("policy", ["rra", "waa-c", "waa-m"])
+def test_with_times_the_next_batch_is_looked_at(policy):
+    problem, timing = toy_problem(), roofline_of(toy_problem())
+    variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
+    estimate = estimate_of(problem, policy, encode_batch=6, **variables)
+    next_one = estimate_of(problem, policy, encode_batch=7, **variables)
+    between = (estimate.latency_s + next_one.latency_s) / 2
+    assert estimate.latency_s < next_one.latency_s
+    for bound_s, broken in ((between, ["the latency bound"]), (next_one.latency_s * 1.01, [])):
+        bounded = toy_problem(latency_s=bound_s)
+        schedule = schedule_of(bounded, estimate)
+        assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken
+        words = explain_choice(schedule, bounded, timing)[2]
+        assert words.startswith("The latency bound binds" if broken else "No limit binds")
+    schedule = schedule_of(problem, estimate, memory_capacity_bytes=max(estimate.memory_bytes))
+    assert next_batch_breaks(schedule, problem, timing, math.inf) == ["memory"]
+
+
+def test_a_margin_is_a_limit_of_its_own():
+    problem = toy_problem(latency_s=2.0)
+    schedule = schedule_of(problem, latency_s=1.79)
+    words = explain_choice(schedule, problem, latency_limit_s=1.8)[2]
+    assert words.startswith("The latency bound binds") and "1.80 s with its margin" in words
+    assert explain_choice(schedule, problem)[2].startswith("No limit is reached")

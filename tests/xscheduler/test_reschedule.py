@@ -1,0 +1,232 @@
+"""Keep, adjust or redeploy: the search on given stages against brute force, and the choice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+
+from xgpt.errors import InfeasibleError, InputError
+from xgpt.job import FixedSchedule
+from xscheduler.deployment import redeployment
+from xscheduler.pinned import PinnedSearch, pinned_policy
+from xscheduler.reschedule import break_even, reschedule
+from xsimulator.policies.rra import RraConfig
+from xsimulator.policies.waa import WaaConfig
+
+LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
+BATCHES, GROUPS = range(1, 41), range(1, 9)
+
+
+def rra(problem=None, **variables):
+    return estimate_of(problem or toy_problem(), "rra", **{
+        "encode_batch": 6, "decode_iterations": 5, **variables})
+
+
+def waa(policy="waa-c", **variables):
+    return estimate_of(toy_problem(), policy, **{
+        "encode_batch": 6, "decode_micro_batches": 2, **variables})
+
+
+def uneven():
+    """RRA on stages that no lengths would suggest."""
+    found = rra()
+    counts, first, stages = [3, 1, 1, 1], 0, []
+    for stage, count in zip(found.stages, counts, strict=True):
+        stages.append(replace(stage, first_layer=first, num_layers=count))
+        first += count
+    return replace(found, stages=tuple(stages))
+
+
+def brute_force(deployed, problem):
+    """(throughput, tightest latency) over the whole grid."""
+    plan = {"tp_degree": deployed.tp_degree, "tp_gpus": deployed.tp_gpus}
+    iterations = range(1, problem.lengths.outputs.max) if deployed.policy == "rra" else [None]
+    configs = [
+        RraConfig(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
+        else WaaConfig(encode_batch=b, decode_micro_batches=g, **plan)
+        for b, n, g in itertools.product(BATCHES, iterations, GROUPS)]
+    arrays = pinned_policy(deployed, problem, roofline_of(problem)).evaluate(configs)
+    most = problem.num_queries or math.inf
+    roomy = arrays.fits & (arrays.present <= most)
+    free = roomy & (arrays.latency_s <= problem.constraint.latency_s)
+    return (float(arrays.throughput_qps[free].max(initial=0.0)),
+            float(arrays.latency_s[roomy].min(initial=math.inf)))
+
+
+def adjusted(deployed, problem):
+    limit_s = problem.constraint.latency_s
+    return PinnedSearch(deployed, problem, roofline_of(problem), limit_s).best()
+
+
+DEPLOYED = {
+    "rra": rra, "rra in groups": lambda: rra(tp_degree=2, tp_gpus=4),
+    "rra in part": lambda: rra(tp_degree=2, tp_gpus=2), "uneven": uneven, "waa-c": waa,
+    "waa-m": lambda: waa("waa-m"), "waa in groups": lambda: waa(tp_degree=2, tp_gpus=2),
+}
+
+
+@pytest.mark.parametrize(("outputs", "case"), [
+    (LONGER, {"tightness": 1.05}), (SHORTER, {"tightness": 1.6, "num_queries": 70}),
+    (SHORTER, {"tightness": math.inf, "memory": 1.2e8})])
+@pytest.mark.parametrize("name", DEPLOYED)
+def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
+    deployed, case = DEPLOYED[name](), dict(case)
+    tightness = case.pop("tightness")
+    problem = toy_problem(outputs=outputs, **case)
+    _, tightest_s = brute_force(deployed, problem)
+    problem = toy_problem(outputs=outputs, latency_s=tightest_s * tightness, **case)
+    expected, _ = brute_force(deployed, problem)
+    found = adjusted(deployed, problem)
+    if expected == 0.0:
+        assert found.reason is not None and found.qps == 0.0
+        return
+    assert found.reason is None and found.estimate is not None
+    assert found.estimate.encode_batch > BATCHES[-1] or (
+        found.qps == pytest.approx(expected, rel=1e-9))
+    assert found.qps >= expected * (1 - 1e-9)
+    assert found.estimate.latency_s <= problem.constraint.latency_s and found.estimate.fits
+    assert found.estimate.stages == deployed.stages and found.estimate.policy == deployed.policy
+
+
+@pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
+def test_figures_on_given_stages_are_those_of_the_policy_itself(name):
+    deployed = DEPLOYED[name]()
+    pinned = PinnedSearch(deployed, toy_problem(), roofline_of(toy_problem()), math.inf).current()
+    assert pinned.estimate == deployed
+
+
+def test_stages_stay_where_new_lengths_would_place_layers_elsewhere():
+    deployed = uneven()
+    found = adjusted(deployed, toy_problem(outputs=LONGER))
+    assert found.estimate.stages == deployed.stages
+    # the fullest stage holds half of the layers: an even split must be quicker
+    even = adjusted(rra(), toy_problem(outputs=LONGER))
+    assert even.qps > found.qps * 1.1
+
+
+def test_out_of_reach_names_the_tightest_latency():
+    problem = toy_problem(outputs=LONGER)
+    deployed = rra()
+    _, tightest_s = brute_force(deployed, problem)
+    found = adjusted(deployed, toy_problem(outputs=LONGER, latency_s=tightest_s * 0.99))
+    assert found.estimate.latency_s == pytest.approx(tightest_s) and found.qps == 0.0
+    assert f"{tightest_s:.4g} s" in found.reason
+
+
+def test_what_the_job_fixes_stays_fixed():
+    fixed = FixedSchedule(decode_iterations=3, decode_micro_batches=2, encode_batch=5)
+    found = adjusted(rra(), toy_problem(outputs=LONGER, fixed=fixed)).estimate
+    assert (found.decode_iterations, found.decode_micro_batches, found.encode_batch) == (3, 2, 5)
+    other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policy="waa-c")))
+    assert other.estimate is None and "policy waa-c" in other.reason
+
+
+def test_too_little_memory_for_any_batch_is_said():
+    found = adjusted(rra(), toy_problem(memory=2e7))
+    assert found.qps == 0.0 and "memory" in found.reason
+
+
+# --- the choice -------------------------------------------------------------------------------
+
+
+def answer(problem, estimate):
+    return lambda *_: schedule_of(problem, estimate)
+
+
+def test_break_even_is_where_both_have_answered_as_many():
+    queries = break_even(10.0, 15.0, 2.0)
+    assert queries / 10 == pytest.approx(2.0 + queries / 15)
+    assert math.isinf(break_even(10.0, 10.0, 2.0)) and break_even(0.0, 5.0, 2.0) == 0.0
+
+
+@pytest.mark.parametrize(("factor", "choice"), [(0.9, "adjust"), (1.1, "redeploy")])
+def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
+    problem = toy_problem(outputs=LONGER)
+    # so slow that far more queries must be left than are ever present
+    problem = replace(problem, cluster=replace(problem.cluster, host_bytes_per_s=1e6))
+    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    free = reschedule(rra(), problem, roofline_of(problem), search=answer(problem, better))
+    assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
+    assert free.loading == redeployment(rra().stages, better.stages, problem.model, problem.dtype,
+                                        problem.cluster)
+    assert free.cost_s == free.loading.from_dram_s > 0
+    left = replace(problem, num_queries=int(factor * free.break_even_queries))
+    found = reschedule(rra(), left, roofline_of(problem), search=answer(left, better))
+    assert found.adjust == free.adjust
+    assert found.choice == choice
+    assert ("pays after" in found.sentence) == (choice == "adjust")
+
+
+def test_a_slower_source_takes_longer_to_pay():
+    problem = toy_problem(outputs=LONGER)
+    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    dram, ssd = (reschedule(rra(), problem, roofline_of(problem), source=source,
+                            search=answer(problem, better)) for source in ("dram", "ssd"))
+    assert ssd.cost_s > dram.cost_s and ssd.break_even_queries > dram.break_even_queries
+
+
+def test_keeps_what_is_still_best():
+    problem = toy_problem()
+    best = adjusted(rra(), problem).estimate
+    found = reschedule(schedule_of(problem, best), problem, roofline_of(problem),
+                       search=answer(problem, best))
+    assert found.choice == "keep" and found.chosen == best and found.loading is None
+    assert found.redeploy.reason == "no layer would move" and found.cost_s == 0.0
+
+
+def test_adjusts_where_the_current_variables_break_the_bound():
+    old = rra(encode_batch=40, decode_iterations=2)
+    _, tightest_s = brute_force(old, toy_problem(outputs=LONGER))
+    problem = toy_problem(outputs=LONGER, latency_s=tightest_s * 1.3)
+
+    def none(*_):
+        raise InfeasibleError("no schedule")
+
+    found = reschedule(old, problem, roofline_of(problem), search=none)
+    assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
+    assert found.choice == "adjust" and found.chosen.latency_s <= problem.constraint.latency_s
+    assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
+    tighter = reschedule(old, problem, roofline_of(problem), search=none,
+                         latency_limit_s=found.chosen.latency_s * 0.9)
+    assert tighter.adjust.estimate.latency_s <= found.chosen.latency_s * 0.9
+    impossible = reschedule(old, problem, roofline_of(problem), search=none, latency_limit_s=1e-9)
+    assert impossible.choice is None and impossible.chosen is None
+    assert "No schedule meets the bound" in impossible.sentence
+
+
+def test_redeploys_where_nothing_else_is_admissible():
+    problem = toy_problem(outputs=LONGER, latency_s=1e-9)
+    other = rra(problem, tp_degree=4, tp_gpus=4)
+    found = reschedule(rra(), problem, roofline_of(problem), search=answer(problem, other))
+    assert found.choice == "redeploy" and found.break_even_queries == 0.0
+    assert "Without moving layers no schedule is admissible" in found.sentence
+
+
+def test_the_real_search_never_loses_to_what_is_deployed():
+    problem = toy_problem(outputs=SHORTER)
+    found = reschedule(rra(), problem, roofline_of(problem))
+    best = max(found.keep.qps, found.adjust.qps, found.redeploy.qps)
+    assert found.chosen.throughput_qps >= best * 0.99
+    assert found.adjust.qps >= found.keep.qps > 0
+
+
+def test_a_schedule_that_cannot_be_deployed_here_is_refused():
+    problem = toy_problem()
+    with pytest.raises(InputError, match="devices of cluster"):
+        reschedule(rra(), toy_problem(per_node=2), roofline_of(problem))
+    fewer = replace(problem, model=replace(problem.model, num_layers=5))
+    with pytest.raises(InputError, match="layers of toy"):
+        reschedule(rra(), fewer, roofline_of(fewer))
+    with pytest.raises(InputError, match="policy"):
+        reschedule(replace(rra(), policy="orca"), problem, roofline_of(problem))
+
+
+def test_the_same_question_has_the_same_answer():
+    problem = toy_problem(outputs=LONGER)
+    first, second = (adjusted(rra(), problem) for _ in range(2))
+    assert first == second and np.isfinite(first.qps)

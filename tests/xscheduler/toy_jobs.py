@@ -1,0 +1,58 @@
+"""A small job and schedules of it, for the tests of what follows a search."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from xgpt.cluster import Cluster, Device, Link
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import JointLengths, truncated_normal
+from xgpt.model import ModelSpec
+from xgpt.problem import Problem
+from xgpt.schedule import Schedule
+from xprofiler.roofline import Roofline
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra import RraConfig
+from xsimulator.policies.waa import WaaConfig
+
+TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
+                vocab_size=8000, intermediate_size=4096, max_positions=512,
+                has_learned_positions=True)
+LINK = Link(name="fast", bandwidth_bytes_per_s=200e9, latency_s=3e-6)
+MEMORY = 600_000_000
+
+
+def toy_problem(*, latency_s=math.inf, memory=MEMORY, kind="gpu", nodes=1, per_node=4,
+                outputs=(9, 4, 20), num_queries=None, fixed=None) -> Problem:
+    device = Device(name="toy", kind=kind, memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
+                    flops_per_s=(("float32", 1e13), ("float16", 5e13)))
+    cluster = Cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=per_node,
+                      intra_link=LINK, inter_link=LINK)
+    return Problem(
+        model=TOY, cluster=cluster, dtype="float16", num_queries=num_queries,
+        lengths=JointLengths(inputs=truncated_normal(40, 20, 80),
+                             outputs=truncated_normal(*outputs)),
+        constraint=Constraint(latency_s=latency_s), fixed=fixed or FixedSchedule(),
+        default_max_tokens=outputs[2])
+
+
+def roofline_of(problem: Problem) -> Roofline:
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+def estimate_of(problem: Problem, policy="rra", **variables):
+    config = (RraConfig if policy == "rra" else WaaConfig)(**variables)
+    return make_policy(policy, problem, roofline_of(problem)).estimate(config)
+
+
+def schedule_of(problem: Problem, estimate=None, **changes) -> Schedule:
+    """A schedule as a search would answer; `changes`: of the estimate's figures."""
+    if estimate is None:
+        estimate = estimate_of(problem, encode_batch=4, decode_iterations=4)
+    estimate = replace(estimate, **changes)
+    return Schedule(
+        estimate=estimate, latency_bound_s=problem.constraint.latency_s,
+        constraint_kind="sequence", quantile=0.99, status="optimal",
+        bound_qps=estimate.throughput_qps, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint)

@@ -1,0 +1,170 @@
+"""What becomes of a schedule when output lengths are not those it was planned for (paper section
+7.6, Figure 11): mean, standard deviation or skewness change, the other two stay.
+
+The schedule is replayed as it is, layers and control variables, on queries of the changed
+distribution, and so is the best schedule for that distribution. Two promises are looked at, as in
+the paper: (a) `queries_s`, the constraint's quantile of all latencies, and (b) `sequence_s`, the
+mean latency of a query of a fixed length, the planned distribution's at that quantile. All replays
+draw from the same random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from xgpt.errors import InfeasibleError
+from xgpt.lengths import JointLengths, Lengths, with_output_moments
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xsimulator.replay.job import Replayer
+from xsimulator.replay.steady import steady_figures
+
+Statistic = Literal["mean", "std", "skewness"]
+FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
+SKEWNESS_CHANGES = (-0.4, -0.2, 0.0, 0.2, 0.4)
+LEAST_QUERIES = 6000
+ROUNDS = 16  # queries replayed over queries in the system
+MOST_QUERIES = 60_000
+SEED = 0
+TOLERANCE = 0.02  # of the bound: a replay's figure scatters about the planned one by as much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftFigures:
+    """One schedule in the steady state of a replay; nan for a length that hardly occurs."""
+
+    throughput_qps: float
+    queries_s: float
+    sequence_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftRow:
+    """One changed distribution. `change`: factor of mean or std, or what is added to the skewness.
+    `best` None: no schedule keeps the bound. `tighter_*`: share by which a bound must be tightened
+    beforehand for this change to break it no more than the unchanged distribution does."""
+
+    statistic: Statistic
+    change: float
+    kept: DriftFigures
+    best: DriftFigures | None
+    queries_ratio: float  # kept.queries_s over that of the unchanged distribution
+    sequence_ratio: float
+    keeps_queries: bool
+    keeps_sequence: bool | None  # None: the length hardly occurs
+
+    @property
+    def tighter_queries(self) -> float:
+        return max(1 - 1 / self.queries_ratio, 0.0)
+
+    @property
+    def tighter_sequence(self) -> float:
+        tighter = 1 - 1 / self.sequence_ratio
+        return tighter if math.isnan(tighter) else max(tighter, 0.0)
+
+    @property
+    def latency_difference(self) -> float:
+        """As throughput_difference, of the latency at the quantile of all queries."""
+        return math.nan if self.best is None else self.kept.queries_s / self.best.queries_s - 1
+
+    @property
+    def throughput_difference(self) -> float:
+        """Of the kept schedule to the best, as a share of the best; nan without one."""
+        if self.best is None:
+            return math.nan
+        return self.kept.throughput_qps / self.best.throughput_qps - 1
+
+
+def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
+               search: Callable[[Problem], Estimate], padded: bool | None = None,
+               least_queries: int = LEAST_QUERIES) -> tuple[DriftRow, ...]:
+    """Rows for FACTORS of mean and std and SKEWNESS_CHANGES, in this order.
+
+    search: the best estimate for a problem with other lengths; raises InfeasibleError. padded: see
+    xsimulator.policies.rra.Rra; None: as the timing source's kernels are. Of a length that the
+    changed distribution has, the bound's quantile is its own to the search, not the planned one.
+    """
+    replays = _Replays(problem, timing, search, padded, least_queries)
+    usual = replays.figures(problem.lengths, estimate)
+    assert usual is not None, "no steady state on the planned lengths"
+    rows = []
+    for statistic, change, lengths in changed_lengths(problem.lengths):
+        is_usual = lengths is problem.lengths
+        kept = usual if is_usual else replays.figures(lengths, estimate)
+        if kept is None:
+            continue
+        rows.append(_row(problem, statistic, change, usual, kept,
+                         replays.best(problem.lengths if is_usual else lengths)))
+    return tuple(rows)
+
+
+def changed_lengths(lengths: JointLengths) -> list[tuple[Statistic, float, JointLengths]]:
+    """(statistic, change, distribution); the unchanged one is the same object in each."""
+    found: list[tuple[Statistic, float, JointLengths]] = []
+    for factor in FACTORS:
+        found.append(("mean", factor, with_output_moments(lengths, mean_factor=factor)
+                      if factor != 1 else lengths))
+    for factor in FACTORS:
+        found.append(("std", factor, with_output_moments(lengths, std_factor=factor)
+                      if factor != 1 else lengths))
+    for change in SKEWNESS_CHANGES:
+        found.append(("skewness", change, with_output_moments(lengths, skewness_change=change)
+                      if change != 0 else lengths))
+    return found
+
+
+class _Replays:
+    """Replays on changed lengths; keeps the unchanged distribution's best."""
+
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 search: Callable[[Problem], Estimate], padded: bool | None,
+                 least_queries: int) -> None:
+        self._problem, self._timing, self._search = problem, timing, search
+        self._padded, self._least_queries = padded, least_queries
+        self._known: dict[int, DriftFigures | None] = {}
+
+    def best(self, lengths: JointLengths) -> DriftFigures | None:
+        if id(lengths) not in self._known:
+            try:
+                found = self._search(replace(self._problem, lengths=lengths))
+            except InfeasibleError:
+                return None
+            figures = self.figures(lengths, found)
+            if lengths is not self._problem.lengths:
+                return figures
+            self._known[id(lengths)] = figures
+        return self._known[id(lengths)]
+
+    def figures(self, lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
+        """None where the replay has no steady state."""
+        problem = replace(self._problem, lengths=lengths)
+        present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+        count = min(max(self._least_queries, math.ceil(ROUNDS * present)), MOST_QUERIES)
+        inputs, outputs = lengths.sample(count, np.random.default_rng(SEED))
+        result = Replayer(problem, self._timing, estimate, padded=self._padded).run(inputs, outputs)
+        planned: Lengths = self._problem.lengths.outputs
+        constraint = problem.constraint
+        of_all = steady_figures(result, replace(constraint, kind="queries"), planned)
+        of_one = steady_figures(result, replace(constraint, kind="sequence"), planned)
+        if of_all is None or of_one is None:
+            return None
+        return DriftFigures(throughput_qps=of_all.throughput_qps, queries_s=of_all.latency_s,
+                            sequence_s=of_one.latency_s)
+
+
+def _row(problem: Problem, statistic: Statistic, change: float, usual: DriftFigures,
+         kept: DriftFigures, best: DriftFigures | None) -> DriftRow:
+    bound_s = problem.constraint.latency_s
+    return DriftRow(
+        statistic=statistic, change=change, kept=kept, best=best,
+        queries_ratio=kept.queries_s / usual.queries_s,
+        sequence_ratio=kept.sequence_s / usual.sequence_s,
+        keeps_queries=kept.queries_s <= bound_s * (1 + TOLERANCE),
+        keeps_sequence=(None if math.isnan(kept.sequence_s)
+                        else kept.sequence_s <= bound_s * (1 + TOLERANCE)))

@@ -1,0 +1,158 @@
+"""The price of the bound: what a little more of each limit would bring, each found by a search.
+
+    latency   the bound 10 % later (not offered where there is none)
+    devices   one GPU more in a cluster of one node, else one node more: GPUs come in nodes
+    memory    10 % more on every device
+
+An offer that brings nothing says why. Where the problem itself has no schedule, the offers say
+which of them would give it one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from xgpt.errors import InfeasibleError, InputError
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate, Schedule
+from xgpt.units import format_bytes, format_seconds
+from xprofiler.timing import TimingSource
+from xscheduler.search import find_schedule
+
+STEP = 0.1  # by which a limit is relaxed
+NOTHING = 0.005  # share of throughput that counts as nothing: the search's gap
+VARIABLES = ("policy", "encode_batch", "decode_iterations", "decode_micro_batches", "tp_degree",
+             "tp_gpus")
+Search = Callable[[Problem, TimingSource], Schedule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A control variable that differs between two schedules."""
+
+    variable: str
+    old: str | int
+    new: str | int
+
+    def __str__(self) -> str:
+        return f"{self.variable} {self.old} -> {self.new}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one relaxed limit brings. `throughput_qps` None: the changed problem has no schedule, or
+    was not searched; `gain` None: there is nothing to compare with, or nothing found. `reason`: why
+    it brings nothing, or no more than the search's gap; None where it does bring something."""
+
+    what: str
+    throughput_qps: float | None
+    gain: float | None  # share of the base's throughput; below 0 where it would cost
+    changes: tuple[Change, ...]  # of the control variables, against the base
+    reason: str | None
+
+    @property
+    def sentence(self) -> str:
+        """The offer in words."""
+        if self.throughput_qps is None:
+            return f"{self.what}: {self.reason}"
+        found = f"{self.what}: {self.throughput_qps:.4g} queries/s"
+        if self.gain is None:
+            return f"{found}, where there is no schedule now"
+        changed = f" ({', '.join(map(str, self.changes))})" if self.changes else ""
+        end = f"; {self.reason}" if self.reason else ""
+        return f"{found}, {self.gain:+.1%}{changed}{end}"
+
+
+def price(problem: Problem, timing: TimingSource, *, search: Search | None = None,
+          base: Schedule | None = None) -> tuple[Offer, ...]:
+    """Offers in the order latency, devices, memory. base: the problem's schedule, where it is known
+    already; `search` finds schedules, by default find_schedule for the timing source's kernels.
+    `timing` serves them all: the device stays what it is, and plans of a tensor-parallel degree
+    that it cannot time are left out."""
+    find = search if search is not None else _find
+    why_not = None
+    if base is None:
+        try:
+            base = find(problem, timing)
+        except InfeasibleError as cause:
+            why_not = str(cause)
+    offers = []
+    for what, changed in _relaxed(problem):
+        if isinstance(changed, str):
+            offers.append(_none(what, changed))
+        else:
+            offers.append(_offer(what, changed, timing, find, base))
+    if why_not is not None:  # first of all: what binds, and the tightest bound that can be met
+        offers.insert(0, _none("as it is", why_not))
+    return tuple(offers)
+
+
+def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
+    """Each (words, problem with one limit relaxed, or why it is not offered)."""
+    constraint, cluster = problem.constraint, problem.cluster
+    found: list[tuple[str, Problem | str]] = []
+    if not math.isinf(constraint.latency_s):
+        later = constraint.latency_s * (1 + STEP)
+        found.append((f"{STEP:.0%} more latency ({format_seconds(later)})", replace(
+            problem, constraint=replace(constraint, latency_s=later))))
+    if cluster.device.kind == "cpu":
+        found.append(("one more device", "not offered: the workers share this machine's cores, one "
+                                         "more would have to take its cores from the others"))
+    elif cluster.num_nodes == 1:
+        found.append((f"one more GPU ({cluster.num_devices + 1})", replace(problem, cluster=replace(
+            cluster, devices_per_node=cluster.devices_per_node + 1))))
+    else:
+        more = replace(cluster, num_nodes=cluster.num_nodes + 1)
+        found.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
+    size = round(cluster.device.memory_bytes * (1 + STEP))
+    found.append((f"{STEP:.0%} more memory ({format_bytes(size)} a device)", replace(
+        problem, cluster=replace(cluster, device=replace(cluster.device, memory_bytes=size)))))
+    return found
+
+
+def _offer(what: str, changed: Problem, timing: TimingSource, find: Search,
+           base: Schedule | None) -> Offer:
+    try:
+        found = find(changed, timing).estimate
+    except InfeasibleError as cause:
+        return _none(what, f"no schedule then either: {cause}" if base is None else str(cause))
+    except InputError as cause:  # what the job fixes does not go with the changed cluster
+        return _none(what, "; ".join(mistake.allowed for mistake in cause.mistakes))
+    if base is None:
+        return Offer(what=what, throughput_qps=found.throughput_qps, gain=None, reason=None,
+                     changes=())
+    gain = found.throughput_qps / base.estimate.throughput_qps - 1
+    return Offer(what=what, throughput_qps=found.throughput_qps, gain=gain,
+                 changes=changes(base.estimate, found),
+                 reason=_why_nothing(gain, changed, base))
+
+
+def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
+    """The control variables in which two schedules differ."""
+    pairs = ((name, getattr(old, name), getattr(new, name)) for name in VARIABLES)
+    return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
+
+
+def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
+    if gain > NOTHING:
+        return None
+    estimate, bound_s = base.estimate, changed.constraint.latency_s
+    if changed.cluster.num_devices != len(estimate.memory_bytes):
+        return ("all devices must be used, and the layers do not divide as well over these"
+                if gain < -NOTHING else "the time of a stage does not fall: its layers do not "
+                                        "divide, or its collectives grow")
+    used = max(estimate.memory_bytes) / estimate.memory_capacity_bytes
+    if bound_s > base.latency_bound_s:
+        return (f"latency does not bind: {estimate.latency_s / base.latency_bound_s:.0%} of the "
+                f"bound is used, and {used:.0%} of the fullest device's memory")
+    return f"memory does not bind: {used:.0%} of the fullest device's is used"
+
+
+def _none(what: str, reason: str) -> Offer:
+    return Offer(what=what, throughput_qps=None, gain=None, changes=(), reason=reason)
+
+
+def _find(problem: Problem, timing: TimingSource) -> Schedule:
+    return find_schedule(problem, timing, padded=timing.is_padded)
