@@ -102,16 +102,18 @@ class Outcome:
 
 def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *,
              gap: float, max_nodes: int | None = None, max_seconds: float | None = None,
-             split: Callable[[Box], Sequence[Box]] = Box.split) -> Outcome:
+             split: Callable[[Box], Sequence[Box]] = Box.split, floor: float = 0.0) -> Outcome:
     """The best admissible point of the roots, within the relative `gap` of the optimum.
 
-    roots: numbered 0, 1, ... by their `root`. The roots are always examined; `max_nodes` and
-    `max_seconds` are looked at after each batch of boxes.
+    roots: numbered 0, 1, ... by their `root`. They are always examined; `max_nodes` and
+    `max_seconds` are looked at after each batch of boxes. floor: an objective that is had
+    elsewhere: boxes that are no better are given up too, so that a best point worse than it is the
+    best only of those looked at.
     """
     assert gap >= 0, f"{gap = }"
     assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
-    search = _Search(gap, len(roots))
+    search = _Search(gap, len(roots), floor)
     search.add(examine(roots) if roots else [])
     while search.is_open:
         if (max_nodes is not None and search.nodes >= max_nodes) or time.monotonic() > deadline:
@@ -124,8 +126,9 @@ def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[N
 class _Search:
     """Open boxes, the incumbent, and what was closed and why."""
 
-    def __init__(self, gap: float, num_roots: int) -> None:
+    def __init__(self, gap: float, num_roots: int, floor: float) -> None:
         self.best: Candidate | None = None
+        self._floor = floor if floor > 0 else -math.inf
         self.nodes = 0
         self._gap = gap
         self._queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
@@ -140,7 +143,9 @@ class _Search:
 
     @property
     def _cutoff(self) -> float:
-        return -math.inf if self.best is None else self.best.objective * (1 + self._gap)
+        found = -math.inf if self.best is None else self.best.objective
+        most = max(found, self._floor)
+        return most * (1 + self._gap) if most > 0 else most
 
     def add(self, results: Sequence[NodeResult]) -> None:
         for result in results:

@@ -27,7 +27,7 @@ from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays, Rra, RraConfig
-from xsimulator.policies.waa import Boxes, Waa, WaaConfig
+from xsimulator.policies.waa import Waa, WaaConfig
 from xsimulator.stage_times import StageTimes
 from xsimulator.waa_plans import WaaPlans
 
@@ -93,10 +93,6 @@ class PinnedWaa(Waa):
 
     def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
         return np.full(len(points.batch), self.encode_devices)
-
-    def divisions(self, split: WaaPlans, boxes: Boxes, degree: int) -> tuple[IntArray, IntArray]:
-        fixed: IntArray = np.full(len(boxes.least), self.encode_devices)
-        return fixed, fixed
 
 
 def pinned_policy(deployed: Estimate, problem: Problem, timing: TimingSource) -> Rra | PinnedWaa:

@@ -24,8 +24,11 @@ from xscheduler.waa_search import WaaPointFigures, WaaSearch, group_range
 from xsimulator.policies import policy_class
 from xsimulator.waa_plans import WaaPlans
 
-LATENCY_SAMPLES = 64  # values of decode_iterations looked at for the tightest latency
-SMALL_BATCHES = (1, 2, 3, 4, 8)  # at which latencies are tightest
+# For the tightest latency, at small batches: values of decode_iterations looked at over all plans
+# (and at least of one), and numbers of decode_micro_batches.
+LATENCY_SAMPLES, LEAST_SAMPLES = 512, 16
+SMALL_BATCHES = (1, 2, 4)
+MOST_GROUPS = 4
 
 
 class Examiner(Protocol):
@@ -76,7 +79,7 @@ class PolicySearch(ABC):
     def capacity_bytes(self) -> int: ...
 
     @abstractmethod
-    def examiner(self, latency_bound_s: float, gap: float) -> Examiner: ...
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> Examiner: ...
 
     @abstractmethod
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate: ...
@@ -90,11 +93,12 @@ class PolicySearch(ABC):
         """Configurations among which the tightest latencies are."""
 
     def search(self, latency_bound_s: float, *, gap: float, max_nodes: int | None,
-               max_seconds: float | None) -> Found:
-        """The best point within the bound, within the relative `gap`."""
-        own = self.examiner(latency_bound_s, gap)
+               max_seconds: float | None, floor_qps: float = 0.0) -> Found:
+        """The best point within the bound, within the relative `gap`; what is no better than
+        `floor_qps`, had by another policy, is not looked into."""
+        own = self.examiner(latency_bound_s, gap, floor_qps)
         outcome = maximise(own.roots, own.examine, gap=gap, max_nodes=max_nodes,
-                           max_seconds=max_seconds, split=own.split)
+                           max_seconds=max_seconds, split=own.split, floor=floor_qps)
         return Found(outcome, tuple(own.plan_of(root) for root in range(len(own.roots))))
 
     def beyond(self, tight: Tight) -> str:
@@ -141,8 +145,8 @@ class RraPolicySearch(PolicySearch):
     def capacity_bytes(self) -> int:
         return self.points.rra.capacity_bytes
 
-    def examiner(self, latency_bound_s: float, gap: float) -> RraSearch:
-        return RraSearch(self.points, latency_bound_s, gap=gap)
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> RraSearch:
+        return RraSearch(self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.points.rra.estimate(self.points.config(plan, point))
@@ -163,7 +167,8 @@ class RraPolicySearch(PolicySearch):
         problem = self.problem
         least, most = batch_range(problem.fixed, problem.num_queries)
         first, last = iteration_range(problem.fixed, self.points.rra.flow.max_iterations)
-        samples = np.linspace(first, last, min(last - first + 1, LATENCY_SAMPLES))
+        count = max(LATENCY_SAMPLES // len(self.plans), LEAST_SAMPLES)
+        samples = np.linspace(first, last, min(last - first + 1, count))
         batches = sorted({min(max(size, least), most) for size in SMALL_BATCHES})
         keys = np.array([(plan, batch, round(n)) for plan in range(len(self.plans))
                          for batch in batches for n in samples], np.int64)
@@ -196,8 +201,8 @@ class WaaPolicySearch(PolicySearch):
     def capacity_bytes(self) -> int:
         return self.known.waa.capacity_bytes
 
-    def examiner(self, latency_bound_s: float, gap: float) -> WaaSearch:
-        return WaaSearch(self.known, latency_bound_s, gap=gap)
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> WaaSearch:
+        return WaaSearch(self.known, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.known.waa.estimate(self.known.config(plan, point))
@@ -213,7 +218,7 @@ class WaaPolicySearch(PolicySearch):
         for plan, split in enumerate(self.known.splits):
             fewest, highest = group_range(self.problem, split)
             keys += [(plan, batch, groups) for batch in batches
-                     for groups in range(fewest, highest + 1)]
+                     for groups in range(fewest, min(highest, fewest + MOST_GROUPS) + 1)]
         return [Tight(latency, reason, qps, plan, (batch, groups))
                 for (qps, latency, reason), (plan, batch, groups) in zip(
                     self.known.evaluate(keys), keys, strict=True)]

@@ -48,11 +48,14 @@ class _Boxes(NamedTuple):
 class RraSearch:
     """Examines boxes under one latency bound."""
 
-    def __init__(self, points: RraPoints, latency_bound_s: float, *, gap: float) -> None:
+    def __init__(self, points: RraPoints, latency_bound_s: float, *, gap: float,
+                 floor_qps: float = 0.0) -> None:
+        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
+        """
         self._points, self._bound_s, self._gap = points, latency_bound_s, gap
         problem = points.problem
         self._batches = batch_range(problem.fixed, problem.num_queries)
-        self._best_qps = 0.0
+        self._best_qps = floor_qps
         # (plan, N_D, least, most batch) -> where the line is split, for it is the last admissible
         self._frontier: dict[tuple[int, int, int, int], int] = {}
         self._plan_of_root: list[int] = []

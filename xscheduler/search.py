@@ -86,13 +86,13 @@ class Scheduler:
                         "and a decode pool for this model and plan")])
         self._free: dict[str, Found] = {}
 
-    def find(self, latency_bound_s: float | None = None) -> Schedule:
-        """The best schedule within a bound, by default the problem's. Raises InfeasibleError."""
+    def find(self, latency_bound_s: float | None = None, *, compares: bool = True) -> Schedule:
+        """The best schedule within a bound, by default the problem's. `compares`: also with the
+        best without a bound. Raises InfeasibleError."""
         began = time.monotonic()
         bound_s = (self.problem.constraint.latency_s if latency_bound_s is None
                    else latency_bound_s)
-        results = {policy.name: self._search(policy, bound_s, self._gap)
-                   for policy in self._policies}
+        results = self._search_all(bound_s)
         bests = [self._best(policy, results[policy.name]) for policy in self._policies]
         admissible = [best for best in bests if best is not None]
         if not admissible:
@@ -105,7 +105,7 @@ class Scheduler:
         estimate = best.policy.estimate(best.plan, best.candidate.point)
         nodes = sum(policy.num_evaluated for policy in self._policies)
         seconds = time.monotonic() - began
-        free = self._unbounded(bound_s, results)
+        free = self._unbounded(bound_s, results) if compares else None
         constraint = self.problem.constraint
         return Schedule(
             estimate=estimate, latency_bound_s=bound_s, constraint_kind=constraint.kind,
@@ -116,9 +116,20 @@ class Scheduler:
             rejected=self._rejected(best, results, free, bound_s),
             pruned=_pruned(results))
 
-    def _search(self, policy: PolicySearch, bound_s: float, gap: float) -> Found:
+    def _search_all(self, bound_s: float) -> dict[str, Found]:
+        """Each policy in turn. One that is shown not to win is not searched to its own best: its
+        runner-up is the best seen, and its upper bound says how much better it may be."""
+        results: dict[str, Found] = {}
+        for policy in self._policies:
+            floor = max((found.outcome.best.objective for found in results.values()
+                         if found.outcome.best is not None), default=0.0)
+            results[policy.name] = self._search(policy, bound_s, self._gap, floor)
+        return results
+
+    def _search(self, policy: PolicySearch, bound_s: float, gap: float,
+                floor_qps: float = 0.0) -> Found:
         return policy.search(bound_s, gap=gap, max_nodes=self._max_nodes,
-                             max_seconds=self._max_seconds)
+                             max_seconds=self._max_seconds, floor_qps=floor_qps)
 
     def _best(self, policy: PolicySearch, found: Found) -> _Best | None:
         best = found.outcome.best
@@ -128,10 +139,11 @@ class Scheduler:
         """The best without a latency bound, of any policy."""
         if math.isinf(bound_s):
             self._free.update(results)
-        found = []
+        found: list[_Best | None] = []
         for policy in self._policies:
             if policy.name not in self._free:
-                self._free[policy.name] = self._search(policy, math.inf, FREE_GAP)
+                floor = max((one.candidate.objective for one in found if one), default=0.0)
+                self._free[policy.name] = self._search(policy, math.inf, FREE_GAP, floor)
             found += [self._best(policy, self._free[policy.name]),
                       self._best(policy, results[policy.name])]
         return max((best for best in found if best is not None),
@@ -168,7 +180,7 @@ class Scheduler:
             is_proved = upper == -math.inf
             return Rejected(label=label, throughput_qps=None, latency_s=None,
                             reason="no admissible schedule" if is_proved else
-                            f"none found; no more than {upper:.4g} queries/s")
+                            f"not looked into: no more than {upper:.4g} queries/s")
         plan = found.plan_of_root[candidate.root]
         qps, latency_s = policy.figures(plan, candidate.point)
         lost = 1 - qps / best.candidate.objective

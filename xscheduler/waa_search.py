@@ -64,9 +64,12 @@ class WaaPointFigures:
 class WaaSearch:
     """Examines boxes under one latency bound."""
 
-    def __init__(self, figures: WaaPointFigures, latency_bound_s: float, *, gap: float) -> None:
+    def __init__(self, figures: WaaPointFigures, latency_bound_s: float, *, gap: float,
+                 floor_qps: float = 0.0) -> None:
+        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
+        """
         self._figures, self._bound_s, self._gap = figures, latency_bound_s, gap
-        self._best_qps = 0.0
+        self._best_qps = floor_qps
         self.roots: list[Box] = []
         self._plan_of_root: list[int] = []
         problem = figures.waa.problem

@@ -217,9 +217,17 @@ class StageTimes:
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
         """[..., stages]: one layer's seconds per degree, times each stage's `layers`."""
-        columns = [of_degree[stage.tp_degree] * count
-                   for stage, count in zip(self.stages, layers, strict=True)]
-        return np.stack(columns, axis=-1)
+        total: FloatArray | None = None
+        for degree, is_own in self._stages_of_degree.items():
+            # what is refused is infinite, and none of the business of stages without a layer of it
+            own_layers = layers * is_own
+            with np.errstate(invalid="ignore"):
+                own = np.multiply.outer(of_degree[degree], own_layers)
+            if not own_layers.all():
+                own[..., own_layers == 0] = 0.0
+            total = own if total is None else np.add(total, own, out=total)
+        assert total is not None
+        return total
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -233,6 +241,12 @@ class StageTimes:
     @cached_property
     def degrees(self) -> tuple[int, ...]:
         return tuple(sorted({stage.tp_degree for stage in self.stages}))
+
+    @cached_property
+    def _stages_of_degree(self) -> dict[int, FloatArray]:
+        """[stages] 1 where a stage is of that degree."""
+        return {degree: np.array([float(stage.tp_degree == degree) for stage in self.stages])
+                for degree in self.degrees}
 
     @cached_property
     def decoder_layers(self) -> FloatArray:
@@ -260,8 +274,11 @@ class StageTimes:
 
     def _onward_s(self, moved_bytes: FloatArray) -> FloatArray:
         """Each stage's message to the next; the last sends none."""
-        columns = [self._timing.transfer_s(moved_bytes, link) for link in self._links[:-1]]
-        return np.stack([*columns, np.zeros_like(moved_bytes)], axis=-1)
+        links = dict.fromkeys(self._links[:-1])
+        found = np.stack([*(self._timing.transfer_s(moved_bytes, link) for link in links),
+                          np.zeros_like(moved_bytes)], axis=-1)
+        place = {link: index for index, link in enumerate(links)}
+        return np.take(found, [*(place[link] for link in self._links[:-1]), -1], axis=-1)
 
     def _operator_s(self, operator: Operator, size: ArrayLike, stage: int) -> FloatArray:
         return self._timing.operator_s(operator, size, tp_degree=self.stages[stage].tp_degree)

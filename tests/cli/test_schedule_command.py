@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xgpt.cli import schedule as command
-from xgpt.cli.planning import Limits, Planner
+from xgpt.cli.planning import Limits, Planner, in_the_same_lengths
 from xgpt.cli.session import open_session, timing_of
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schedule import Schedule, load_schedule
+from xgpt.schedule import Schedule, load_schedule, with_estimate
 from xscheduler import drift
 
 OPT_13B = """
@@ -79,6 +79,20 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
     assert "the margin costs" in " ".join(shown.stdout.split())
 
 
+def test_alternatives_found_for_longer_outputs_keep_the_share_that_they_lose(job: Path) -> None:
+    origin = planned(job)
+    judged = with_estimate(origin, throughput_qps=2 * origin.estimate.throughput_qps)
+    for row in origin.rejected:
+        scaled = in_the_same_lengths(row, judged, origin)
+        if row.throughput_qps is None:
+            assert scaled == row
+            continue
+        assert scaled.throughput_qps == pytest.approx(2 * row.throughput_qps)
+        assert scaled.latency_s is None and "with the margin" in scaled.reason
+        if row.label.startswith("policy "):
+            assert scaled.reason.split(",")[0] == row.reason.split(":")[0]
+
+
 def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
     session = open_session(job, ["constraint.drift=10%"], fetch=False)
     planner = Planner(session.problem, timing_of(session))
@@ -88,18 +102,21 @@ def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
         assert together.latency_bound_s == bound_s
         assert together.estimate.throughput_qps == pytest.approx(
             alone.estimate.throughput_qps, rel=0.006)
-        assert together.nodes <= alone.nodes
         assert f"bound of {bound_s:.3g}" in together.explanation[2].replace(".00 s", " s")
+    again = planner.find(8.0)
+    assert again.estimate == together.estimate
+    assert again.nodes < together.nodes / 2, "what was evaluated is known"
 
 
 def test_more_latency_gpus_and_memory_have_their_price(job: Path) -> None:
-    one = {"schedule__tp_degree": 1}
+    one = {"schedule__policy": "rra", "schedule__tp_degree": 1}
     found = json.loads(run(job, "--price", "--json", **one).stdout)
     offers = found["price"]
     assert [offer["what"].split(" (")[0] for offer in offers] == [
         "10% more latency", "one more GPU", "10% more memory"]
     later = planned(job, constraint__latency_s=8.8, **one).estimate.throughput_qps
     assert offers[0]["throughput_qps"] == pytest.approx(later, rel=0.006)
+    assert offers[0]["gain"] > 0.02, "else this test shows nothing"
     assert offers[0]["gain"] == pytest.approx(
         offers[0]["throughput_qps"] / found["throughput_qps"] - 1)
     shown = run(job, "--price", **one).stdout
@@ -141,19 +158,22 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
     file, out = str(tmp_path / "s.json"), tmp_path / "next.json"
     assert run(job, "--out", file, schedule__policy="rra", schedule__encode_batch=8,
                schedule__tp_degree=1).exit_code == 0
-    done = json.loads(run(job, "--from", file, "--out", str(out), "--json",
-                          schedule__policy="rra", schedule__tp_degree=1).stdout)
-    ways, written = done["reschedule"], load_schedule(out).estimate
-    assert ways["choice"] == "adjust", "the layers may stay, the batch of 8 may not"
+    found = json.loads(run(job, "--from", file, "--out", str(out), "--json",
+                           workload__requests__count=60).stdout)
+    ways, written = found["reschedule"], load_schedule(out)
+    assert ways["choice"] == "adjust", "60 queries do not make up for loading"
     chosen = ways["adjust"]["estimate"]
-    assert (written.encode_batch, written.throughput_qps) == (
+    assert chosen["throughput_qps"] < found["throughput_qps"]
+    assert (written.estimate.encode_batch, written.estimate.throughput_qps) == (
         chosen["encode_batch"], chosen["throughput_qps"])
+    assert written.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
 
 
 def test_drifting_lengths_are_a_table(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "FACTORS", (0.7, 1.0, 1.3))
     monkeypatch.setattr(drift, "SKEWNESS_CHANGES", (0.0, 0.4))
-    monkeypatch.setattr(command, "drift_rows", functools.partial(drift.drift_rows, least_queries=300))
+    monkeypatch.setattr(command, "drift_rows",
+                        functools.partial(drift.drift_rows, least_queries=300))
     fixed: dict[str, Any] = {"schedule__policy": "rra", "schedule__encode_batch": 2,
                              "schedule__tp_degree": 1, "schedule__decode_iterations": 16}
     done = run(job, "--drift", **fixed)

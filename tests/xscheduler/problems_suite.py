@@ -19,9 +19,10 @@ from xprofiler.profile import STEP_OVERHEAD, Profile, ProfileMetadata, Sample, T
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
-from xscheduler.space import tensor_plans, timed_plans
+from xscheduler.space import TensorPlan, tensor_plans, timed_plans
 from xsimulator.policies import policy_class
 from xsimulator.policies.envelope import SINGLES
+from xsimulator.policies.waa import WaaConfig
 from xsimulator.waa_plans import WaaPlans
 
 PAPER = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",
@@ -203,8 +204,8 @@ def toy_case(seed: int, *, largest: int = 48) -> Case:
 
 def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3000,
                is_planted: bool = False) -> Case | None:
-    """A paper model and task under one tensor plan; None if no plan can be divided for WAA. RRA
-    either keeps few queries, or one N_D or B_E is given."""
+    """A paper model and task under one tensor plan; None if WAA has room under none. RRA either
+    keeps few queries, or one N_D or B_E is given."""
     rng = np.random.default_rng([17, seed])
     lengths = catalog.task(task)
     problem = Problem(
@@ -217,45 +218,53 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
         timing = planted(rng, roofline_of(problem))
     plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
                         problem.cluster, timing)
-    most = 0
-    if policy == "rra":
-        plan = plans[int(rng.integers(len(plans)))]
-    else:
-        made = policy_class(policy)(problem, timing, padded=False)
-        able = [plan for plan in plans if len(
-            WaaPlans(made.plans, plan.tp_degree, plan.tp_gpus).encode_devices)]
-        if not able:
-            return None
-        plan = able[int(rng.integers(len(able)))]
-    fixed = replace(problem.fixed, tp_degree=plan.tp_degree, tp_gpus=plan.tp_gpus)
-    way = int(rng.integers(3))
-    iterations = lengths.outputs.max
+    fixed, way, longest = problem.fixed, int(rng.integers(3)), lengths.outputs.max
     if policy != "rra":
-        if way == 0:
+        # present are about as many batches as a query has tokens
+        most = int(rng.uniform(4, 12) * (lengths.outputs.mean + 2))
+        if way == 0 or most * 2 * problem.cluster.num_devices > 5 * points:
             fixed = replace(fixed, decode_micro_batches=int(rng.integers(1, 9)))
-            most = points
-        else:
-            most = max(points // (2 * problem.cluster.num_devices), 20)
+        plans = _with_room(policy, problem, timing, plans, fixed.decode_micro_batches or 1)
+        if not plans:
+            return None
     elif way == 0:  # many queries, one N_D
-        fixed = replace(fixed, decode_iterations=int(rng.integers(1, iterations)))
+        fixed = replace(fixed, decode_iterations=int(rng.integers(1, longest)))
         most = points
     elif way == 1:
         most = 1000
         fixed = replace(fixed, encode_batch=int(np.exp(rng.uniform(0, 6))))
     else:
-        most = max(points // iterations, 8)
+        most = max(points // longest, 8)
+    plan = plans[int(rng.integers(len(plans)))]
+    fixed = replace(fixed, tp_degree=plan.tp_degree, tp_gpus=plan.tp_gpus)
     problem = replace(problem, fixed=fixed, num_queries=most)
     return Case(name=f"{model}-{task}-{policy}-{seed}", problem=problem, timing=timing,
                 policy=policy, padded=bool(rng.random() < 0.3))
 
 
+def _with_room(policy: str, problem: Problem, timing: TimingSource,
+               plans: list[TensorPlan], groups: int) -> list[TensorPlan]:
+    """Those under which WAA has room for batches of one query."""
+    made = policy_class(policy)(problem, timing, padded=False)
+    able = [plan for plan in plans if len(
+        WaaPlans(made.plans, plan.tp_degree, plan.tp_gpus).encode_devices)]
+    if not able:
+        return []
+    found = made.evaluate([WaaConfig(encode_batch=1, decode_micro_batches=groups,
+                                     tp_degree=plan.tp_degree, tp_gpus=plan.tp_gpus)
+                           for plan in able])
+    return [plan for plan, fits in zip(able, found.fits, strict=True) if fits]
+
+
 def paper_cases(first_seed: int = 0, **options) -> Iterator[Case]:
-    """Six models, five tasks, each under one policy."""
+    """Six models, five tasks, each under one policy, in turn; where WAA has no room, RRA."""
     for place, (model, task) in enumerate((m, t) for m in PAPER for t in TASKS):
         seed = first_seed + place
-        case = paper_case(model, task, POLICIES[(place + first_seed) % 3], seed, **options)
-        if case is not None:
-            yield case
+        policy = POLICIES[(place + first_seed // 30) % 3]
+        case = (paper_case(model, task, policy, seed, **options)
+                or paper_case(model, task, "rra", seed, **options))
+        assert case is not None
+        yield case
 
 
 def bounds_of(grid, seed: int) -> list[float]:

@@ -53,7 +53,7 @@ CASES = [
     ("opt-13b", "S", WaaM, "queries", False, WaaConfig(
         encode_batch=10, decode_micro_batches=2, tp_degree=2, tp_gpus=2)),
     ("gpt3-39b", "S", WaaM, "sequence", False, WaaConfig(
-        encode_batch=24, decode_micro_batches=6, tp_degree=4, tp_gpus=8)),
+        encode_batch=3, decode_micro_batches=3, tp_degree=4, tp_gpus=8)),
     ("t5-11b", "S", WaaM, "queries", False, WaaConfig(encode_batch=8, decode_micro_batches=2))]
 
 

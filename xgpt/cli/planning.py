@@ -114,7 +114,7 @@ def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
     origin = next(found for found in searched if found.rejected is schedule.rejected)
     rows = [row for row in origin.rejected if not row.label.startswith(FREE_ROW)]
     if schedule.estimate != origin.estimate:
-        rows = [_scaled(row, schedule, origin) for row in rows]
+        rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
     rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
     rows.append(Rejected(
         label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.latency_s,
@@ -124,8 +124,9 @@ def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
     return replace(schedule, rejected=tuple(rows), status=status)
 
 
-def _scaled(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:
-    """An alternative with the share that it loses to the schedule where both were searched."""
+def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:
+    """An alternative to `origin`, which was searched for longer outputs, beside `schedule`, which is
+    the same with the problem's own: with the share that it loses there."""
     if row.throughput_qps is None:
         return row
     share = row.throughput_qps / origin.estimate.throughput_qps

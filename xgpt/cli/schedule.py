@@ -65,7 +65,7 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> f
 @click.option("--price", "with_price", is_flag=True,
               help="What 10 % more latency, a GPU or node, and 10 % more memory would bring.")
 @click.option("--drift", "with_drift", is_flag=True,
-              help="What becomes of the schedule when output lengths change (replayed: a minute).")
+              help="What becomes of it when output lengths change (replays: a minute or two).")
 @click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
               help="A schedule that is deployed: keep it, adjust it, or deploy another?")
 @click.option("--gap", default=f"{GAP:.1%}", show_default=True, metavar="SHARE", callback=_share,
@@ -145,18 +145,18 @@ def _write(session: Session, answer: _Answer, out: Path) -> None:
 
 def _show(session: Session, timing: TimingSource, answer: _Answer) -> None:
     problem, found = session.problem, answer.schedule
+    parts = []
     if found is not None:
-        click.echo(f"{problem.model.name} on {problem.cluster.name} "
-                   f"({problem.cluster.num_devices} x {problem.cluster.device.name}), "
-                   f"{problem.dtype}")
-        click.echo(f"times: {timing.provenance()}")
-        click.echo(schedule_table(found))
-        if choice := choice_table(found):
-            click.echo(choice)
-        click.echo(stage_table(found))
+        cluster = problem.cluster
+        head = (f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
+                f"{cluster.device.name}), {problem.dtype}\ntimes: {timing.provenance()}")
+        tables = [head, schedule_table(found), choice_table(found), stage_table(found)]
+        parts.append("\n".join(filter(None, tables)))
     if answer.ways is not None:
-        click.echo("\n" + reschedule_table(answer.ways))
+        parts.append(reschedule_table(answer.ways))
     if answer.offers is not None:
-        click.echo("\n" + offers_table(answer.offers))
+        parts.append(offers_table(answer.offers))
     if answer.drift is not None:
-        click.echo("\n" + drift_table(answer.drift, problem.constraint))
+        parts.append(drift_table(answer.drift, problem.constraint))
+    if parts:
+        click.echo("\n\n".join(parts))

@@ -23,7 +23,7 @@ _REASONS = {
     "memory": "over memory",
     "number of queries": "over the job's queries",
     "measured range": "beyond what was measured",
-    "decided at its corner": "decided at their best corner",
+    "decided at its corner": "decided at the best corner",
     "each point evaluated": "evaluated point by point",
 }
 # C0 controls but tab and newline, DEL and C1 controls, lone surrogates, non-characters

@@ -40,7 +40,7 @@ from xsimulator.handover import HandoverCost
 from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.plans import Plans
 from xsimulator.policies.grids import geometric, group_counts
-from xsimulator.policies.rra import EstimateArrays
+from xsimulator.policies.rra import BoolArray, EstimateArrays
 from xsimulator.policies.waa_memory import WaaMemory
 from xsimulator.waa_plans import WaaPlan, WaaPlans
 
@@ -194,9 +194,10 @@ class Waa(ABC):
     def divide(self, split: WaaPlans, points: WaaPoints, degree: int) -> IntArray:
         """[configs] devices that encode."""
 
-    @abstractmethod
-    def divisions(self, split: WaaPlans, boxes: Boxes, degree: int) -> tuple[IntArray, IntArray]:
-        """[boxes] fewest and most devices that encode in any configuration of each box."""
+    def divisions(self, split: WaaPlans, boxes: Boxes, wanted: BoolArray) -> BoolArray:
+        """[counts of encode devices, boxes] which of those wanted may be the division of a
+        configuration of each box."""
+        return wanted
 
     # --- for bounds ---------------------------------------------------------------------------
 

@@ -89,21 +89,27 @@ class WaaBounds:
         tightly."""
         limit = np.zeros(len(boxes))
         latency, held = (np.full(len(boxes), np.inf) for _ in range(2))
-        rows = np.flatnonzero(self.least_bytes(split, boxes.least) <= self.waa.capacity_bytes)
-        if not len(rows):
-            return limit, latency, held
-        fewest, most = (np.zeros(len(boxes), np.int64) for _ in range(2))
-        most -= 1  # the others are of no division
-        fewest[rows], most[rows] = self.waa.divisions(split, boxes.take(rows), split.tp_degree)
-        quick = self._quick_by_division(split, boxes)
         even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
                                       np.ceil(0.5 * boxes.least))
+        fits = even <= self.waa.capacity_bytes  # [counts of encode devices, boxes]
+        quick = np.where(fits, self._quick_by_division(split, boxes), 0.0)
+        most_quick = quick.max(axis=0)
+        is_low = fits.any(axis=0) & (most_quick <= worth_qps)
+        limit[is_low] = most_quick[is_low]
+        latency[is_low] = held[is_low] = 0.0  # not looked at
+        rows = np.flatnonzero(fits.any(axis=0) & ~is_low)
+        if not len(rows):
+            return limit, latency, held
+        wanted = fits & (quick > worth_qps)
+        wanted[:, is_low] = False
+        # those that are not worth it are no better than their quick bound
+        limit[rows] = np.where(fits & ~wanted, quick, 0.0).max(axis=0)[rows]
+        latency[rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
+        held[rows] = latency[rows]
+        may_be = np.zeros(wanted.shape, bool)
+        may_be[:, rows] = self.waa.divisions(split, boxes.take(rows), wanted[:, rows])
         for place, count in enumerate(split.encode_devices):
-            is_one = (fewest <= count) & (count <= most) & (even[place] <= self.waa.capacity_bytes)
-            is_low = is_one & (quick[place] <= worth_qps)
-            limit[is_low] = np.maximum(limit[is_low], quick[place][is_low])
-            latency[is_low] = held[is_low] = 0.0  # not looked at
-            rows = np.flatnonzero(is_one & ~is_low)
+            rows = np.flatnonzero(may_be[place])
             if not len(rows):
                 continue
             tables = self._tables(split.plan(int(count)))
@@ -181,6 +187,10 @@ class WaaBounds:
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, _leap(most) + 1, dtype=float)
             each = self.waa.encode_query_s(batch, degree)
+            times = self.waa.plans.pool([tuple(range(degree))], "both").times
+            if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
+                tokens = batch * self.waa.problem.lengths.inputs.mean
+                each = each - times.cross_kv_s(tokens)[..., 0] / batch
             count = int(np.log(max(2 * rows, 2.0)) / np.log(ROWS_RATIO)) + 3
             sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
             per_query = self.waa.decode_query_s(sizes, degree) / self.waa.mean_iterations

@@ -25,21 +25,23 @@ class WaaC(Waa):
             np.maximum(points.batch * self.mean_iterations / points.groups, 1.0), degree)
         return self._nearest(split, encode_s, decode_s)
 
-    def divisions(self, split: WaaPlans, boxes: Boxes, degree: int) -> tuple[IntArray, IntArray]:
+    def divisions(self, split: WaaPlans, boxes: Boxes, wanted: BoolArray) -> BoolArray:
+        degree, counts = split.tp_degree, split.encode_devices[:, None]
         batches, each = self._encode_table(int(boxes.most.max()), degree)
         encode = [each[low - 1:up] for low, up in zip(boxes.least, boxes.most, strict=True)]
-        fewest = np.maximum(boxes.least * self.mean_iterations / boxes.highest, 1.0)
-        most = np.maximum(boxes.most * self.mean_iterations / boxes.fewest, 1.0)
-        sizes = ROWS_RATIO ** np.arange(int(np.log(most.max()) / np.log(ROWS_RATIO)) + 3)
+        fewest_rows = np.maximum(boxes.least * self.mean_iterations / boxes.highest, 1.0)
+        most_rows = np.maximum(boxes.most * self.mean_iterations / boxes.fewest, 1.0)
+        sizes = ROWS_RATIO ** np.arange(int(np.log(most_rows.max()) / np.log(ROWS_RATIO)) + 3)
         per_row = self.decode_query_s(np.asarray(sizes, float), degree)
         # rows between two sizes cost no less, and no more, than at one of those around them
-        first = np.maximum(np.searchsorted(sizes, fewest, side="right") - 1, 0)
-        last = np.searchsorted(sizes, most) + 1
+        first = np.maximum(np.searchsorted(sizes, fewest_rows, side="right") - 1, 0)
+        last = np.searchsorted(sizes, most_rows) + 1
         decode = [per_row[low:up] for low, up in zip(first, last, strict=True)]
         least, largest = ([np.array([pick(part) for part in parts]) for parts in (encode, decode)]
                           for pick in (np.min, np.max))
-        return (self._nearest(split, least[0], largest[1]),
-                self._nearest(split, largest[0], least[1]))
+        fewest = self._nearest(split, least[0], largest[1])
+        return np.asarray(wanted & (counts >= fewest)
+                          & (counts <= self._nearest(split, largest[0], least[1])))
 
     def _nearest(self, split: WaaPlans, encode_s: FloatArray, decode_s: FloatArray) -> IntArray:
         with np.errstate(invalid="ignore"):
@@ -70,15 +72,14 @@ class WaaM(Waa):
         found: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
         return found
 
-    def divisions(self, split: WaaPlans, boxes: Boxes, degree: int) -> tuple[IntArray, IntArray]:
+    def divisions(self, split: WaaPlans, boxes: Boxes, wanted: BoolArray) -> BoolArray:
         low = WaaPoints(batch=boxes.least.astype(float), groups=boxes.highest.astype(float))
         high = WaaPoints(batch=boxes.most.astype(float), groups=boxes.fewest.astype(float))
-        wanted = self._may_be(split, low, high)
+        # the fewer are looked at, the less is ruled out: that is sound
+        wanted = wanted & self._may_be(split, low, high)
         least = self._fullest(split, low.batch, low.groups, wanted)
         most = self._fullest(split, high.batch, high.groups, wanted)
-        may_be = wanted & (least <= most.min(axis=0))  # [counts, boxes]
-        last = len(may_be) - 1 - np.argmax(may_be[::-1], axis=0)
-        return (split.encode_devices[np.argmax(may_be, axis=0)], split.encode_devices[last])
+        return np.asarray(wanted & (least <= most.min(axis=0)))
 
     def _may_be(self, split: WaaPlans, low: WaaPoints, high: WaaPoints) -> BoolArray:
         """[counts of encode devices, boxes] those that may be the best: even with all bytes spread

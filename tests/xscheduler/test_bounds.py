@@ -1,0 +1,199 @@
+"""No point of a box is better than the box's bounds: random boxes of random problems, over the
+paper's models and tasks and toys with planted dips and jumps (xsimulator.policies.rra_bounds,
+waa_bounds)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems_suite import PAPER, TASKS, Case, noisy_profile, paper_case, toy_case, toy_problem
+
+from xgpt.job import FixedSchedule
+from xprofiler.interpolation import REFUSED_BEYOND
+from xscheduler.space import tensor_plans, timed_plans
+from xsimulator.policies import policy_class
+from xsimulator.policies.rra import Rra, RraConfigs
+from xsimulator.policies.rra_bounds import SIDES, RraBounds
+from xsimulator.policies.waa import WaaConfig
+from xsimulator.policies.waa_bounds import WaaBounds, WaaBoxes
+
+BOXES, POINTS = 24, 30  # of a problem; of a box
+
+
+def case_of(policy: str, seed: int) -> Case:
+    """A toy or, by turns, a paper model with and without planted defects."""
+    rng = np.random.default_rng([5, seed])
+    if seed % 2:
+        return toy_case(3 * seed + ("rra", "waa-c", "waa-m").index(policy))
+    model, task = str(rng.choice(list(PAPER))), str(rng.choice(TASKS))
+    planted = bool(rng.random() < 0.5)
+    return (paper_case(model, task, policy, seed, is_planted=planted)
+            or paper_case("opt-13b", "S", policy, seed, is_planted=planted))
+
+
+def some_plan(case: Case, rng: np.random.Generator):
+    problem = case.problem
+    fixed = replace(problem.fixed, tp_degree=None, tp_gpus=None)
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, fixed), problem.cluster,
+                        case.timing)
+    if case.policy != "rra":
+        plans = [plan for plan in plans if plan.tp_gpus == (problem.fixed.tp_gpus or 0)
+                 and plan.tp_degree == (problem.fixed.tp_degree or 1)]
+    return plans[int(rng.integers(len(plans)))]
+
+
+def ranges(rng: np.random.Generator, largest: float, widest: float):
+    """([boxes] least, most) in even ratios, narrow and wide ones."""
+    least = np.maximum(np.exp(rng.uniform(0, np.log(largest), BOXES)).astype(np.int64), 1)
+    width = np.exp(rng.uniform(0, widest, BOXES) * rng.choice([0.02, 0.3, 1.0], BOXES))
+    return least, np.maximum((least * width).astype(np.int64), least)
+
+
+def inside(rng: np.random.Generator, least, most, corners):
+    """[boxes, points] from `least` to `most`; the first ones as `corners` say (False: least)."""
+    found = rng.integers(least[:, None], most[:, None] + 1, (len(least), POINTS))
+    for place, is_most in enumerate(corners):
+        found[:, place] = most if is_most else least
+    return found
+
+
+def check_rra(case: Case, seed: int, *, groups: int = 0, is_line: bool) -> int:
+    rng = np.random.default_rng([6, seed])
+    problem, plan = replace(case.problem, num_queries=None), some_plan(case, rng)
+    rra = Rra(problem, case.timing, padded=case.padded)
+    bounds = RraBounds(rra)
+
+    def configs(batch, iterations):
+        batch, iterations = np.ravel(batch), np.ravel(iterations)
+        return RraConfigs(
+            encode_batch=batch, decode_iterations=iterations,
+            tp_degree=np.full(len(batch), plan.tp_degree),
+            tp_gpus=np.full(len(batch), plan.tp_gpus),
+            decode_micro_batches=np.full(len(batch), groups))
+
+    longest = rra.flow.max_iterations
+    least, most = ranges(rng, 800, 3.0)
+    most = np.where((least < SIDES) & (most >= SIDES), SIDES - 1, most)  # a box is on one side
+    first, last = ranges(rng, longest + 0.5, 1.0)
+    last = first if is_line else np.minimum(last + 1, longest)
+    with_room = rra.room(configs(most, first)).stretch <= REFUSED_BEYOND
+    with_room &= is_line | (last > first)
+    least, most, first, last = (ends[with_room] for ends in (least, most, first, last))
+    if not len(least):
+        return 0
+    batch = inside(rng, least, most, (True, False))
+    iterations = inside(rng, first, last, (False, True))
+    found = rra.evaluate(configs(batch, iterations))
+    qps, latency_s = (figures.reshape(batch.shape)
+                      for figures in (found.throughput_qps, found.latency_s))
+    upper = [bounds.throughput_qps(configs(most, first), least, None if is_line else last)]
+    lower = [bounds.latency_s(configs(least, last), most, None if is_line else first)]
+    if is_line:
+        upper.append(bounds.line_throughput_qps(configs(most, first), least))
+        lower.append(bounds.line_latency_s(configs(least, last), most))
+    where = f"{case.name} {plan} {groups = } {is_line = }"
+    for bound in upper:
+        row = int(np.argmax(qps.max(axis=1) / bound))
+        assert qps[row].max() <= bound[row], (where, least[row], most[row], first[row], last[row])
+    for bound in lower:
+        row = int(np.argmax(bound / latency_s.min(axis=1)))
+        assert bound[row] <= latency_s[row].min(), (where, least[row], most[row], first[row],
+                                                    last[row])
+    return len(least)
+
+
+def check_waa(case: Case, seed: int) -> int:
+    rng = np.random.default_rng([7, seed])
+    problem, plan = replace(case.problem, num_queries=None), some_plan(case, rng)
+    waa = policy_class(case.policy)(problem, case.timing, padded=case.padded)
+    split = waa.split(plan.tp_degree, plan.tp_gpus)
+    least, most = ranges(rng, 500, 3.0)
+    fewest, highest = ranges(rng, 2 * problem.cluster.num_devices, 2.0)
+    boxes, bounds = WaaBoxes(least=least, most=most, fewest=fewest, highest=highest), WaaBounds(waa)
+    limit, least_s, least_bytes = bounds.bound(split, boxes)
+    low_qps = bounds.bound(split, boxes, worth_qps=math.inf)[0]  # loose, for nothing is worth more
+    singles = {1} if plan.tp_gpus < problem.cluster.num_devices else set()
+    quick_qps, quick_s = bounds.quick(split, boxes, sorted({plan.tp_degree} | singles))
+    batch = inside(rng, least, most, (False, False, True, True))
+    groups = inside(rng, fewest, highest, (False, True, False, True))
+    found = waa.evaluate([
+        WaaConfig(encode_batch=int(b), decode_micro_batches=int(g), tp_degree=plan.tp_degree,
+                  tp_gpus=plan.tp_gpus) for b, g in zip(batch.ravel(), groups.ravel(),
+                                                        strict=True)])
+    # points there is no room for are no business of a bound
+    has_room = (found.fits & (found.stretch <= REFUSED_BEYOND)).reshape(batch.shape)
+    where = f"{case.name} {plan}"
+    for row in np.flatnonzero(has_room.any(axis=1)):
+        own = has_room[row]
+        box = (where, least[row], most[row], fewest[row], highest[row])
+        qps, latency_s, held = (figures.reshape(batch.shape)[row][own] for figures in (
+            found.throughput_qps, found.latency_s, found.memory_bytes))
+        assert qps.max() <= min(limit[row], low_qps[row], quick_qps[row]), box
+        assert max(least_s[row], quick_s[row]) <= latency_s.min(), box
+        assert least_bytes[row] <= held.min(), box
+    return int(has_room.any(axis=1).sum())
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("is_line", [True, False], ids=["lines", "ranges"])
+def test_rra_boxes(seed, is_line):
+    assert check_rra(case_of("rra", seed), seed, is_line=is_line) > 0 or seed % 2
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 20])
+@pytest.mark.parametrize("is_line", [True, False], ids=["lines", "ranges"])
+def test_rra_boxes_of_a_given_number_of_groups(groups, is_line):
+    """Fewer than stages, and more: the closed form is then further off (see rra_bounds)."""
+    boxes = sum(check_rra(case_of("rra", seed), seed, groups=groups, is_line=is_line)
+                for seed in range(40, 46))
+    assert boxes > 20
+
+
+@pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
+@pytest.mark.parametrize("seed", range(12))
+def test_waa_boxes(seed, policy):
+    check_waa(case_of(policy, seed), seed)
+
+
+def test_waa_boxes_are_not_all_without_room():
+    assert sum(check_waa(case_of(policy, seed), seed) for policy in ("waa-c", "waa-m")
+               for seed in range(4)) > 20
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3])
+def test_rra_boxes_of_tiny_outputs(longest):
+    pairs = np.stack([np.arange(100) % 70 + 5, np.arange(100) % longest + 1], axis=1)
+    for padded in (False, True):
+        problem = toy_problem(pairs=pairs)
+        case = Case(name=f"tiny {longest}", problem=problem, policy="rra", padded=padded,
+                    timing=noisy_profile(np.random.default_rng(longest), problem, noise=0.1))
+        assert check_rra(case, longest, is_line=True) > 0
+
+
+def test_where_the_corner_is_refused_nothing_is_claimed():
+    problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
+    timing = noisy_profile(np.random.default_rng(0), problem, noise=0.02)
+    rra = Rra(problem, timing)
+    corner = RraConfigs(encode_batch=np.array([9000]), decode_iterations=np.array([4]),
+                        tp_degree=np.array([1]), tp_gpus=np.array([0]),
+                        decode_micro_batches=np.array([0]))
+    assert rra.evaluate(corner).throughput_qps == 0
+    bounds, smallest = RraBounds(rra), np.array([20])
+    assert np.isinf(bounds.throughput_qps(corner, smallest)).all()
+    assert np.isinf(bounds.line_throughput_qps(corner, smallest)).all()
+    assert (bounds.latency_s(corner, corner.encode_batch) == 0).all()
+    assert (bounds.line_latency_s(corner, corner.encode_batch) == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(30))
+def test_many_boxes(chunk):
+    for seed in range(100 + 20 * chunk, 120 + 20 * chunk):
+        for is_line in (True, False):
+            check_rra(case_of("rra", seed), seed, is_line=is_line)
+            check_rra(case_of("rra", seed), seed, groups=(1, 3, 9, 40)[seed % 4], is_line=is_line)
+        for policy in ("waa-c", "waa-m"):
+            check_waa(case_of(policy, seed), seed)
