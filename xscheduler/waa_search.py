@@ -24,7 +24,7 @@ from xsimulator.waa_plans import WaaPlans
 FEW_POINTS = 6  # that are evaluated one by one
 SIDE_PARTS = 3  # into which either side of a box is split
 ROOT_PARTS = (8, 4)  # and of a root: encode_batch, decode_micro_batches
-LOOKED_AT = 8  # boxes, the most promising, at whose corners points are evaluated
+LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
 GROUPS_PER_STAGE = 2  # at most
 
 

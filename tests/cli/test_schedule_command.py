@@ -169,6 +169,17 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
     assert written.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
 
 
+def test_what_is_adjusted_keeps_the_margin(job: Path, tmp_path: Path) -> None:
+    file, fixed = str(tmp_path / "s.json"), {"schedule__policy": "rra", "schedule__tp_degree": 1}
+    assert run(job, "--out", file, **fixed).exit_code == 0
+    found = json.loads(run(job, "--from", file, "--json", constraint__drift="15%",
+                           **fixed).stdout)
+    ways, limit_s = found["reschedule"], 8 / found["margin"]
+    assert limit_s < 7.9, "else this test shows nothing"
+    assert ways["keep"]["reason"] is not None, "planned without a margin"
+    assert ways["adjust"]["estimate"]["latency_s"] <= limit_s
+
+
 def test_drifting_lengths_are_a_table(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "FACTORS", (0.7, 1.0, 1.3))
     monkeypatch.setattr(drift, "SKEWNESS_CHANGES", (0.0, 0.4))

@@ -26,7 +26,7 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
-from xscheduler.brute_force import best_of_grid
+from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
 from xsimulator.policies.rra import Rra, RraConfig
 
@@ -139,7 +139,11 @@ GRID = range(1, 130)
 
 
 def oracle(problem, timing):
-    return best_of_grid(problem, timing, encode_batches=GRID, decode_iterations=range(1, 20))
+    return evaluate_grid("rra", problem, timing, encode_batches=GRID, others=range(1, 20))
+
+
+def rra_alone(problem):
+    return replace(problem, fixed=replace(problem.fixed, policy="rra"))
 
 
 def stretch_of(problem, timing, estimate):
@@ -152,17 +156,17 @@ def stretch_of(problem, timing, estimate):
 @pytest.mark.parametrize("sizes", [{}, {"queries": (1, 8)}, {"tokens": (8, 64, 100)}],
                          ids=["both", "coarse", "tokens bind"])
 def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tightness, sizes):
-    problem = toy_problem()
+    problem = rra_alone(toy_problem())
     timing = profiled(problem, **sizes)
+    grid = oracle(problem, timing)
     if tightness < math.inf:
-        tightest = best_of_grid(problem, timing, encode_batches=[1],
-                                decode_iterations=range(1, 20)).tightest_latency_s
-        problem = replace(problem, constraint=Constraint(latency_s=tightest * tightness))
-    expected = oracle(problem, timing)
+        problem = replace(problem, constraint=Constraint(
+            latency_s=grid.tightest_latency_s * tightness))
+    _, expected = grid.best(problem.constraint.latency_s)
     found = find_schedule(problem, timing, gap=0.0)
-    assert found.estimate.throughput_qps == pytest.approx(expected.throughput_qps, rel=1e-9)
+    assert found.estimate.throughput_qps == pytest.approx(expected, rel=1e-9)
     assert found.estimate.encode_batch < GRID[-1] and found.estimate.fits
-    assert found.bound_qps >= expected.throughput_qps * (1 - 1e-9)
+    assert found.bound_qps >= expected
     stretch = stretch_of(problem, timing, found.estimate)
     assert stretch <= REFUSED_BEYOND
     if tightness == math.inf:
@@ -184,11 +188,12 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
             inputs=truncated_normal(150, 40, 250), outputs=truncated_normal(*outputs)))
     timing = profiled(problem, queries=queries, tokens=(8, 64, 256, 4096),
                       contexts=(10, 100, 300), lengths=(5, 60, 250))
-    expected = best_of_grid(problem, timing, encode_batches=range(1, 140),
-                            decode_iterations=range(1, outputs[-1]))
+    problem = rra_alone(problem)
+    _, expected = evaluate_grid("rra", problem, timing, encode_batches=range(1, 140),
+                                others=range(1, outputs[-1])).best(math.inf)
     found = find_schedule(problem, timing, gap=0.0)
-    assert found.estimate.throughput_qps >= expected.throughput_qps * (1 - 1e-9)
-    assert found.bound_qps >= expected.throughput_qps * (1 - 1e-9)
+    assert found.estimate.throughput_qps >= expected * (1 - 1e-9)
+    assert found.bound_qps >= expected
 
 
 def test_what_rests_on_extrapolated_times_says_so():

@@ -125,8 +125,8 @@ def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
 
 
 def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:
-    """An alternative to `origin`, which was searched for longer outputs, beside `schedule`, which is
-    the same with the problem's own: with the share that it loses there."""
+    """An alternative to `origin`, which was searched for longer outputs, beside `schedule`, which
+    is the same with the problem's own: with the share that it loses there."""
     if row.throughput_qps is None:
         return row
     share = row.throughput_qps / origin.estimate.throughput_qps

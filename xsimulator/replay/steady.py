@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.job import Constraint
-from xgpt.lengths import FloatArray, Lengths
+from xgpt.lengths import FloatArray, IntArray, Lengths
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 LEAST_NEAR = 30  # queries of about the bound's output length that a mean is taken of
@@ -55,12 +55,8 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
     counts = (start_s >= begin_s - slow_s) & (start_s <= end_s)
     latency_s = result.latency_s[counts]
     if constraint.kind == "sequence":
-        length = outputs.quantile(constraint.quantile)
-        # the nearest: RRA's latency leaps where a length takes one phase more
-        off = np.abs(result.output_tokens[counts] - length)
-        enough = np.sort(off)[min(LEAST_NEAR, len(off)) - 1] if len(off) else 0
-        near = off <= min(enough, max(_NEAR_TOKENS, NEAR * length))
-        bound_s = float(latency_s[near].mean()) if near.any() else float("nan")
+        bound_s = _latency_of_length(result.output_tokens[counts], latency_s,
+                                     outputs.quantile(constraint.quantile))
     else:
         bound_s = float(np.quantile(latency_s, constraint.quantile))
     return SteadyFigures(
@@ -69,6 +65,23 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
         in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
         window_s=(begin_s, end_s),
         utilisation=np.concatenate([_busy(pool, begin_s, end_s) for pool in result.pools]))
+
+
+def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) -> float:
+    """Mean latency of the queries of that output length; where they are few, of those that are
+    nearest to it and no longer, plus what the tokens they lack take in the mean. No longer: RRA's
+    latency leaps where a length takes one phase more, and of those nothing was promised."""
+    off = length - outputs
+    below = off >= 0
+    if not below.any():
+        return float("nan")
+    enough = np.sort(off[below])[min(LEAST_NEAR, int(below.sum())) - 1]
+    near = below & (off <= min(enough, max(_NEAR_TOKENS, NEAR * length)))
+    if not near.any():
+        return float("nan")
+    spread = float(outputs.var())
+    slope = float(np.cov(outputs, latency_s, bias=True)[0, 1]) / spread if spread > 0 else 0.0
+    return float(latency_s[near].mean() + max(slope, 0.0) * off[near].mean())
 
 
 def _busy(pool: PoolRecords, begin_s: float, end_s: float) -> FloatArray:
