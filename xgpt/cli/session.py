@@ -101,16 +101,16 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
     return ProfileTiming(found, fallback, marks)
 
 
-def executable(session: Session) -> Session:
-    """The session restricted to what XRunner executes in this version: no tensor parallelism."""
+def executable(session: Session, schedule: Schedule | None = None) -> Session:
+    """The session as a run plans and measures it: with tensor parallelism where the job, or the
+    `schedule` it is to execute, asks for it. Every degree more is one more to measure."""
     fixed = session.problem.fixed
-    if fixed.tp_degree not in (None, 1):
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="schedule.tp_degree",
-            value=fixed.tp_degree, allowed="1: this version plans tensor parallelism, but does not "
-            "execute it yet")])
-    return replace(session, problem=replace(session.problem, fixed=replace(fixed, tp_degree=1,
-                                                                           tp_gpus=0)))
+    if schedule is not None:
+        degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
+        fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
+    elif fixed.tp_degree == 1 or (fixed.tp_degree is None and not fixed.tp_gpus):
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(session, problem=replace(session.problem, fixed=fixed))
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:
