@@ -15,17 +15,19 @@ import torch
 from xgpt.model import ModelSpec, from_hf_config
 from xgpt.schedule import StageAssignment
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.comm import local_comms
+from xrunner.comm import Comm, local_comms
 from xrunner.head import Head
 from xrunner.io.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.pipeline import Neighbours, await_start, serve_stage
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.route import routes
+from xrunner.route import Route, routes
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
 from xrunner.stage import StageExecutor
+
+torch.set_num_threads(1)  # ranks are threads or processes already; more than cores is a disaster
 
 T = TypeVar("T")
 VOCAB, EOS = 97, 5
@@ -34,10 +36,11 @@ T5_FAMILIES = ("t5", "t5-1.1")
 
 
 def make_model(family: str, directory: Path) -> Any:
-    """Writes a model of `family`, of 5 layers (T5: 3 and 2, see make_t5), to `directory`; returns
-    transformers' own instance."""
+    """Writes a model of `family`, of 5 layers (T5: 5 and 4), to `directory`; returns transformers'
+    own instance."""
     if family in T5_FAMILIES:
-        return make_t5("1.1" if family == "t5-1.1" else "1.0", directory)
+        return make_t5("1.1" if family == "t5-1.1" else "1.0", directory, encoder_layers=5,
+                       decoder_layers=4)
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -176,43 +179,64 @@ def split_stages(num_layers: int, num_stages: int, *, encoder_layers: int = 0,
 
 
 def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_stages: int = 0,
-                   num_groups: int, encode_batch: int = 4, decode_iterations: int = 5,
+                   num_groups: int = 1, encode_batch: int = 4, decode_iterations: int = 5,
                    max_active: int = 12, kv_tokens: int = 10_000, sink: Collector | None = None,
                    dtype: torch.dtype = torch.float32, degrees: Sequence[int] | None = None,
                    stages: Sequence[StageAssignment] | None = None,
                    rule: BatchingRule | None = None) -> tuple[Collector, list[StageExecutor]]:
     """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
     Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks."""
-    torch.set_num_threads(1)  # the ranks are threads already, and more than cores is a disaster
-    spec, sink = spec_of(directory), sink or Collector()
-    stages = stages or split_stages(spec.num_layers, len(degrees) if degrees else num_stages,
-                                    encoder_layers=spec.num_encoder_layers, degrees=degrees)
+    stages = stages or stages_of(directory, degrees or [1] * num_stages)
     executors: list[StageExecutor] = []
     for stage in stages:
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
-        executors += [StageExecutor(load_stage(spec, CheckpointReader(directory, dtype), stage,
-                                               dtype, shard), check=True) for shard in shards]
+        executors += [executor_of(directory, stage, shard, dtype) for shard in shards]
     comms, route = local_comms(len(executors)), routes(stages)
     rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                            num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
-    head = Head(rule=rule, executor=executors[0], comm=comms[0], route=route[0], sink=sink,
-                eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)),
-                start_token=start_token(directory) if spec.is_encoder_decoder else None)
-    for query in queries:
-        assert head.submit(query)
-    threads = [threading.Thread(target=_serve, args=(Neighbours(comms[r], route[r]), executors[r]),
-                                daemon=True) for r in range(1, len(executors))]
+    threads = [threading.Thread(target=serve, args=(comms[r], route[r], executors[r]), daemon=True)
+               for r in range(1, len(executors))]
     for thread in threads:
         thread.start()
-    head.start()
-    head.run()
+    sink = lead(directory, comms[0], route[0], executors[0], rule, queries, sink)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
     return sink, executors
 
 
-def _serve(neighbours: Neighbours, executor: StageExecutor) -> None:
+def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
+    """The model's layers over stages of these tensor-parallel degrees."""
+    spec = spec_of(directory)
+    return split_stages(spec.num_layers, len(degrees), degrees=degrees,
+                        encoder_layers=spec.num_encoder_layers)
+
+
+def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
+                dtype: torch.dtype = torch.float32) -> StageExecutor:
+    """One rank's, which checks its caches after every step."""
+    reader = CheckpointReader(directory, dtype)
+    return StageExecutor(load_stage(spec_of(directory), reader, stage, dtype, shard), check=True)
+
+
+def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
+         queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
+    """What the first rank does."""
+    sink = sink or Collector()
+    is_encoder_decoder = executor.model.spec.is_encoder_decoder
+    head = Head(rule=rule, executor=executor, comm=comm, route=route, sink=sink,
+                eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)),
+                start_token=start_token(directory) if is_encoder_decoder else None)
+    for query in queries:
+        assert head.submit(query)
+    head.start()
+    head.run()
+    return sink
+
+
+def serve(comm: Comm, route: Route, executor: StageExecutor) -> None:
+    """What every other rank does."""
+    neighbours = Neighbours(comm, route)
     await_start(neighbours, executor)
     serve_stage(neighbours, executor)
 
