@@ -11,18 +11,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 
+from xgpt.job_file import load_job  # noqa: E402
+from xgpt.problem import resolve  # noqa: E402
+from xgpt.schedule import Estimate, load_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xsimulator.replay.job import replay_job  # noqa: E402
+
 pytestmark = pytest.mark.mpi
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
-              encode_batch: int = 3, decode_iterations: int = 4) -> Path:
+              encode_batch: int = 3, decode_iterations: int = 4, more: str = "") -> Path:
+    """`more`: of the schedule's keys."""
     (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
     job = folder / "job.yaml"
     job.write_text(f"""
@@ -31,7 +39,8 @@ cluster: local
 workload:
   requests: requests.jsonl
   output_tokens: {{mean: 15, std: 8, max: 40}}
-schedule: {{policy: rra, encode_batch: {encode_batch}, decode_iterations: {decode_iterations}}}
+schedule: {{policy: rra, encode_batch: {encode_batch}, {more}
+           decode_iterations: {decode_iterations}}}
 run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
 output: out
 """)
@@ -95,6 +104,60 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks:
     size = (directory / "model.safetensors").stat().st_size
     assert ranks == 1 or max(read) < size, "a rank loaded the whole model"
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("family", "ranks", "layout"), [("opt", 2, [[0, 1]]),
+                                                         ("t5", 3, [[0, 1], [2]])])
+def test_submit_runs_tensor_parallel_stages_where_the_job_asks_for_them(
+        family: str, ranks: int, layout: list[list[int]], tmp_path: Path,
+        cache: dict[str, str]) -> None:
+    directory = tmp_path / "model"
+    reference = toys.make_model(family, directory)
+    queries = toys.random_queries(20, seed=ranks)
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=ranks,
+                    more="tp_degree: 2, tp_gpus: 2,")
+    measure_briefly(job, cache)
+    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
+                          env=cache, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+        q.id: toys.generate(reference, q) for q in queries}
+    schedule, measured = load_schedule(out / "schedule.json"), json.loads(
+        (out / "measured.json").read_text())
+    assert [list(stage.ranks) for stage in schedule.estimate.stages] == layout
+    assert [s["ranks"] for s in measured["stages"]] == layout
+    assert [(r["rank"], r["stage"]) for r in measured["ranks"]] == [
+        (rank, s) for s, group in enumerate(layout) for rank in group]
+    size = (directory / "model.safetensors").stat().st_size
+    assert max(r["bytes_read"] for r in measured["ranks"]) < 0.8 * size, "each reads its slice"
+    check_against_replay(job, schedule.estimate, queries, out)
+    if family == "opt":  # `run` executes such a schedule for a job that does not ask for it, too
+        (out / "schedule.json").rename(tmp_path / "given.json")
+        job = write_job(tmp_path, directory, as_requests(queries), ranks=ranks)
+        run = subprocess.run([*XGPT, "run", str(job), "--schedule", str(tmp_path / "given.json")],
+                             capture_output=True, text=True, env=cache, timeout=240, check=False)
+        assert run.returncode == 0, run.stderr
+        check_against_replay(job, schedule.estimate, queries, out)
+
+
+def check_against_replay(job: Path, estimate: Estimate, queries: list[Any], out: Path) -> None:
+    """The run's steps are those of the simulator's replay with the lengths it recorded."""
+    results = {r["id"]: r["output_tokens"] for r in read_lines(out / "results.jsonl")}
+    problem = resolve(load_job(job, ()))
+    replayed = replay_job(
+        problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
+        inputs=np.array([len(q.input_ids) for q in queries]),
+        outputs=np.array([results[q.id] for q in queries]),
+        max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+    expected = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
+                for step, encoded, decoded in zip(replayed.steps, replayed.encoded,
+                                                  replayed.decoded, strict=True)]
+    for stage in estimate.stages:
+        taken = [(r["kind"], r["group"], r["phase"], r["iteration"], r["queries"])
+                 for r in read_lines(out / "steps.jsonl")
+                 if r["stage"] == stage.index and r["kind"] != "cross_kv"]
+        assert taken == expected
 
 
 def start_long_run(folder: Path, directory: Path, cache: dict[str, str]) -> subprocess.Popen[str]:
