@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,10 +19,14 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 
+from xgpt.errors import XgptError  # noqa: E402
 from xgpt.job_file import load_job  # noqa: E402
+from xgpt.launch.local import run_ranks  # noqa: E402
 from xgpt.problem import resolve  # noqa: E402
-from xgpt.schedule import Estimate, load_schedule  # noqa: E402
+from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.plan import RunPlan  # noqa: E402
+from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -106,43 +111,72 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks:
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("family", "ranks", "layout"), [("opt", 2, [[0, 1]]),
-                                                         ("t5", 3, [[0, 1], [2]])])
-def test_submit_runs_tensor_parallel_stages_where_the_job_asks_for_them(
-        family: str, ranks: int, layout: list[list[int]], tmp_path: Path,
-        cache: dict[str, str]) -> None:
-    directory = tmp_path / "model"
-    reference = toys.make_model(family, directory)
-    queries = toys.random_queries(20, seed=ranks)
-    job = write_job(tmp_path, directory, as_requests(queries), ranks=ranks,
-                    more="tp_degree: 2, tp_gpus: 2,")
+def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
+        tmp_path: Path, cache: dict[str, str]) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("opt", directory)
+    queries = toys.random_queries(20, seed=2)
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=2, more="tp_degree: 2,")
     measure_briefly(job, cache)
-    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
-                          env=cache, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    out = tmp_path / "out"
+
+    def run(*command: str) -> None:
+        done = subprocess.run([*XGPT, *command], capture_output=True, text=True, env=cache,
+                              timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        check_layout(out, [[0, 1]], (directory / "model.safetensors").stat().st_size)
+        check_against_replay(job, queries, out)
+        assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+            q.id: toys.generate(reference, q) for q in queries}
+
+    run("submit", str(job))
+    (out / "schedule.json").rename(tmp_path / "given.json")
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=2)
+    run("run", str(job), "--schedule", str(tmp_path / "given.json"))
+
+
+def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
+    """Without the command around them: a group of two and a rank alone, encoder and decoder."""
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("t5", directory)
+    queries = toys.random_queries(20, seed=3)
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=3)
+    problem = resolve(load_job(job, ()))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = Rra(problem, timing).estimate(RraConfig(
+        encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
+    out.mkdir()
+    save_schedule(Schedule(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), out / "schedule.json")
+    plan = RunPlan(
+        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
+        requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=40, dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+    run_ranks("xrunner.worker", plan.save(), 3, watch=lambda: None)
+    check_layout(out, [[0, 1], [2]], (directory / "model.safetensors").stat().st_size)
+    check_against_replay(job, queries, out)
     assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
         q.id: toys.generate(reference, q) for q in queries}
-    schedule, measured = load_schedule(out / "schedule.json"), json.loads(
-        (out / "measured.json").read_text())
-    assert [list(stage.ranks) for stage in schedule.estimate.stages] == layout
+    with pytest.raises(XgptError, match="launcher started 2"):
+        run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+
+
+def check_layout(out: Path, layout: list[list[int]], model_bytes: int) -> None:
+    """Schedule and measurement speak of these ranks, of which each read its slice."""
+    measured = json.loads((out / "measured.json").read_text())
+    stages = load_schedule(out / "schedule.json").estimate.stages
+    assert [list(stage.ranks) for stage in stages] == layout
     assert [s["ranks"] for s in measured["stages"]] == layout
     assert [(r["rank"], r["stage"]) for r in measured["ranks"]] == [
         (rank, s) for s, group in enumerate(layout) for rank in group]
-    size = (directory / "model.safetensors").stat().st_size
-    assert max(r["bytes_read"] for r in measured["ranks"]) < 0.8 * size, "each reads its slice"
-    check_against_replay(job, schedule.estimate, queries, out)
-    if family == "opt":  # `run` executes such a schedule for a job that does not ask for it, too
-        (out / "schedule.json").rename(tmp_path / "given.json")
-        job = write_job(tmp_path, directory, as_requests(queries), ranks=ranks)
-        run = subprocess.run([*XGPT, "run", str(job), "--schedule", str(tmp_path / "given.json")],
-                             capture_output=True, text=True, env=cache, timeout=240, check=False)
-        assert run.returncode == 0, run.stderr
-        check_against_replay(job, schedule.estimate, queries, out)
+    assert max(r["bytes_read"] for r in measured["ranks"]) < 0.75 * model_bytes
 
 
-def check_against_replay(job: Path, estimate: Estimate, queries: list[Any], out: Path) -> None:
+def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
     """The run's steps are those of the simulator's replay with the lengths it recorded."""
+    estimate = load_schedule(out / "schedule.json").estimate
     results = {r["id"]: r["output_tokens"] for r in read_lines(out / "results.jsonl")}
     problem = resolve(load_job(job, ()))
     replayed = replay_job(
