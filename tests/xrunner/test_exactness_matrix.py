@@ -49,7 +49,7 @@ def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
 def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, family: str,
                                             degrees: tuple[int, ...]) -> None:
     queries, expected = answered(family)
-    for groups, (batch, iterations) in product((1, 2, 3, 4), ((1, 1), (3, 2), (4, 5), (9, 30))):
+    for groups, (batch, iterations) in product((1, 2, 3, 4), ((1, 1), (3, 2), (9, 30))):
         sink, _ = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=groups,
                                  encode_batch=batch, decode_iterations=iterations)
         assert answers(sink) == expected, f"{groups = } {batch = } {iterations = }"
