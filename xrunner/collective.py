@@ -1,4 +1,4 @@
-"""Sums of a tensor over the ranks of a tensor-parallel group, over MPI.
+"""What the ranks of a tensor-parallel group do together: sums of a tensor, over MPI, and gathers.
 
 Sums are taken in float32 in the order of the ranks, so every rank holds the same bits, whatever
 the dtype (MPI has no bfloat16). Small messages are gathered whole, in one exchange; large ones are
@@ -8,7 +8,7 @@ ranks poll and sleep (xrunner.comm).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,18 @@ from torch import Tensor
 from xrunner.comm import as_bytes, wait_politely
 
 _GATHER_UP_TO_BYTES = 32 * 1024  # below this the second exchange costs more than its bytes save
+
+
+class Group(Protocol):
+    """The ranks of a tensor-parallel group. All take part in each call, in the same order."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of every rank's `tensor` (same shape and dtype on each)."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[ranks, *shape] on the group's first rank, None on the others."""
+        ...
 
 
 class MpiGroup:
@@ -34,6 +46,14 @@ class MpiGroup:
         total = (self._gathered(flat) if flat.nbytes <= _GATHER_UP_TO_BYTES
                  else self._scattered(flat))
         return total.view(tensor.shape).to(tensor.device)
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[ranks, *shape] on the group's first rank, in the host's memory; None on the others."""
+        mine = tensor.cpu().contiguous()
+        parts = torch.empty((self.size, *mine.shape), dtype=mine.dtype) if self.rank == 0 else None
+        self._wait(self._comm.Igather(
+            as_bytes(mine), None if parts is None else as_bytes(parts), root=0))
+        return parts
 
     def _gathered(self, flat: Tensor) -> Tensor:
         return _sum(self._all_gather(flat), flat.dtype)

@@ -1,14 +1,14 @@
-"""Point-to-point messages between stages: a header and, with it, at most one tensor.
+"""Point-to-point messages between ranks: a header and, with it, at most one tensor.
 
 Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working rank may need.
 """
 
 from __future__ import annotations
 
-import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,8 +35,9 @@ class Comm(Protocol):
         """Starts the transfer and returns; `tensor` must not be written to afterwards."""
         ...
 
-    def receive(self, source: int) -> tuple[Message, Tensor | None]:
-        """The next message from `source`, waiting politely."""
+    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
+        """The next message from any of `sources`, waiting politely; those of one source come in
+        the order in which they were sent."""
         ...
 
     def flush(self) -> None:
@@ -75,8 +76,8 @@ class MpiComm:
             data = as_bytes(tensor.contiguous())
             self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
 
-    def receive(self, source: int) -> tuple[Message, Tensor | None]:
-        wait_politely(lambda: bool(self._comm.Iprobe(source=source, tag=_TAG_HEADER)))
+    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
+        source = self._next_source(sources)
         message, shape = self._comm.recv(source=source, tag=_TAG_HEADER)
         self._reap()
         if shape is None:
@@ -85,6 +86,17 @@ class MpiComm:
         request = self._comm.Irecv(as_bytes(tensor), source=source, tag=_TAG_TENSOR)
         wait_politely(lambda: bool(request.Test()))
         return message, tensor
+
+    def _next_source(self, sources: Sequence[int]) -> int:
+        found: list[int] = []
+
+        def look() -> bool:
+            found.extend(source for source in sources
+                         if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
+            return bool(found)
+
+        wait_politely(look)
+        return found[0]
 
     def flush(self) -> None:
         while self._pending:
@@ -99,29 +111,50 @@ class MpiComm:
             self._pending.popleft()
 
 
+class _Inbox:
+    """What was sent to one in-process rank: (source, message, tensor), in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, Message, Tensor | None]] = []
+        self._changed = threading.Condition()
+
+    def put(self, source: int, message: Message, tensor: Tensor | None) -> None:
+        with self._changed:
+            self._items.append((source, message, tensor))
+            self._changed.notify()
+
+    def take(self, sources: Sequence[int]) -> tuple[Message, Tensor | None]:
+        with self._changed:
+            while (at := self._find(sources)) is None:
+                self._changed.wait()
+            _, message, tensor = self._items.pop(at)
+        return message, tensor
+
+    def _find(self, sources: Sequence[int]) -> int | None:
+        return next((at for at, (source, _, _) in enumerate(self._items) if source in sources),
+                    None)
+
+
 class LocalComm:
     """In-process ranks (threads), for tests and for a single rank that needs no MPI."""
 
-    def __init__(self, rank: int, size: int,
-                 boxes: dict[tuple[int, int], queue.Queue[Any]]) -> None:
-        self.rank, self.size, self._boxes = rank, size, boxes
+    def __init__(self, rank: int, inboxes: Sequence[_Inbox]) -> None:
+        self.rank, self.size, self._inboxes = rank, len(inboxes), inboxes
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
-        self._boxes[self.rank, target].put((message, tensor))
+        self._inboxes[target].put(self.rank, message, tensor)
 
-    def receive(self, source: int) -> tuple[Message, Tensor | None]:
-        message, tensor = self._boxes[source, self.rank].get()
-        return message, tensor
+    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
+        return self._inboxes[self.rank].take(sources)
 
     def flush(self) -> None:
-        """Nothing is ever in flight: a queue holds what was sent."""
+        """Nothing is ever in flight: an inbox holds what was sent."""
 
 
 def local_comms(size: int) -> list[LocalComm]:
     """One connected LocalComm a rank."""
-    boxes: dict[tuple[int, int], queue.Queue[Any]] = {
-        (a, b): queue.Queue() for a in range(size) for b in range(size)}
-    return [LocalComm(rank, size, boxes) for rank in range(size)]
+    inboxes = [_Inbox() for _ in range(size)]
+    return [LocalComm(rank, inboxes) for rank in range(size)]
 
 
 def as_bytes(tensor: Tensor) -> Any:

@@ -1,4 +1,5 @@
-"""The head: rank 0 decides by the batching rule, executes stage 0, and commits what comes back."""
+"""The head: the pool's first rank decides by the batching rule, executes its part of the first
+stage, and commits what comes back."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from xrunner.comm import Comm
-from xrunner.messages import Joined, StartMessage, StepMessage, StopMessage, TokensMessage
+from xrunner.messages import Joined, StartMessage, StepMessage
+from xrunner.pipeline import Executor, Neighbours
 from xrunner.query import ActiveQuery, FinishedQuery, PreparedQuery
+from xrunner.route import ALONE, Route
 from xrunner.rules.compaction import apply_moves
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 
@@ -28,21 +31,17 @@ class Sink(Protocol):
     def should_stop(self) -> bool: ...
 
 
-class Executor(Protocol):
-    """The first stage: xrunner.stage.StageExecutor."""
-
-    def start(self, message: StartMessage) -> None: ...
-
-    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor: ...
-
-
 class Head:
     """decide -> execute -> commit, until the rule has no query left."""
 
     def __init__(self, *, rule: BatchingRule, executor: Executor, comm: Comm, sink: Sink,
                  eos_ids: frozenset[int], decode_text: Callable[[Sequence[int]], str],
+                 route: Route = ALONE, start_token: int | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
-        self._rule, self._executor, self._comm, self._sink = rule, executor, comm, sink
+        """`start_token`: what an encoder-decoder model's decoder is fed first; None for a
+        decoder-only model."""
+        self._rule, self._executor, self._sink = rule, executor, sink
+        self._neighbours, self._start_token = Neighbours(comm, route), start_token
         self._eos_ids, self._decode_text, self._clock = eos_ids, decode_text, clock
         self._queries: dict[int, PreparedQuery] = {}
         self._active: dict[int, ActiveQuery] = {}
@@ -73,29 +72,37 @@ class Head:
             if step is not None:
                 self._execute(step)
             self._sink.progress(self._clock(), self._output_tokens)
-        if self._comm.size > 1:
-            self._comm.send(1, StopMessage())
+        self._neighbours.stop()
+        self._drain()
         return is_complete
 
     def start(self, spare_bytes: int = 0) -> None:
         """Every stage sets up its caches for what was submitted. `spare_bytes` of memory a rank
         may be taken for them at once."""
-        longest = max((q.reserve_tokens for q in self._queries.values()), default=1)
+        waiting = self._queries.values()
+        longest, encoded = max((q.reserve_tokens for q in waiting), default=1), 0
+        if self._start_token is not None:
+            longest = max((q.max_new_tokens for q in waiting), default=1)
+            encoded = max((len(q.input_ids) for q in waiting), default=1)
         message = StartMessage(num_groups=self._rule.num_groups, capacity=longest,
-                               slots=self._rule.group_max_active, spare_bytes=spare_bytes)
-        if self._comm.size > 1:
-            self._comm.send(1, message)
+                               slots=self._rule.group_max_active, encoded_capacity=encoded,
+                               spare_bytes=spare_bytes)
+        self._neighbours.share(message)
+        self._neighbours.pass_on(message)
         self._executor.start(message)
 
     def _execute(self, step: Step) -> None:
-        message, tokens = self._compose(step)
-        out = self._executor.execute(message, tokens)
-        slots = self._slots[step.group]
-        self._outstanding[step.group] = list(step.joined or slots)
-        if self._comm.size == 1:
+        message, inputs = self._compose(step)
+        self._neighbours.share(message, inputs)
+        out = self._executor.execute(message, inputs)
+        gives_tokens = self._executor.gives_tokens(message)
+        if gives_tokens:
+            self._outstanding[step.group] = list(step.joined or self._slots[step.group])
+        if self._neighbours.route.tokens_from is not None:
+            self._neighbours.pass_on(message, out)
+        elif gives_tokens:
+            assert out is not None, f"{step = }"
             self._returned[step.group] = out
-        else:
-            self._comm.send(1, message, out)
 
     def _compose(self, step: Step) -> tuple[StepMessage, Tensor]:
         """The step's header and its input tokens, [T] of an encode or [n] of a decode."""
@@ -112,26 +119,44 @@ class Head:
             slots += step.joined
             ids = [t for index in step.joined for t in self._active[index].query.input_ids]
         else:
-            ids = [self._active[index].output_ids[-1] for index in slots]
+            ids = [self._last_token(self._active[index]) for index in slots]
         message = StepMessage(kind=step.kind, group=step.group, phase=step.phase,
                               iteration=step.iteration, removed=tuple(removed),
                               joined=tuple(joined))
         return message, torch.tensor(ids)
+
+    def _last_token(self, active: ActiveQuery) -> int:
+        if active.output_ids:
+            return active.output_ids[-1]
+        assert self._start_token is not None, f"{active.query.index = } has no first token"
+        return self._start_token
 
     def _compact(self, group: int, removed: list[int]) -> list[int]:
         self._slots[group] = apply_moves(self._slots.get(group, []), removed)
         return self._slots[group]
 
     def _collect(self, group: int) -> None:
-        """Wait for the tokens of the group's last step, if any, and commit them."""
+        """Wait for what the group's last step yields, if any, and commit its tokens."""
+        while self._executor.awaits_encoded(group):
+            self._take_up()
         awaiting = self._outstanding.pop(group, None)
         if awaiting is None:
             return
         while group not in self._returned:
-            message, tokens = self._comm.receive(self._comm.size - 1)
-            assert isinstance(message, TokensMessage) and tokens is not None, f"{message = }"
-            self._returned[message.group] = tokens
+            self._take_up()
         self._commit(group, awaiting, self._returned.pop(group).tolist())
+
+    def _take_up(self) -> None:
+        result = self._neighbours.await_result(self._executor)
+        if result is not None:
+            group, tokens = result
+            self._returned[group] = tokens
+
+    def _drain(self) -> None:
+        """What is still under way when a run is stopped arrives, and is dropped: who sends it
+        would wait for ever."""
+        while self._outstanding.keys() - self._returned.keys() or self._executor.awaits_encoded():
+            self._take_up()
 
     def _commit(self, group: int, queries: list[int], tokens: list[int]) -> None:
         assert len(queries) == len(tokens), f"{group = } {len(queries) = } {len(tokens) = }"

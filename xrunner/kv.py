@@ -82,12 +82,13 @@ class KvCache:
         self.lengths = apply_moves(self.lengths, removed)
         return len(moves)
 
-    def check_integrity(self) -> None:
-        """Slots, lengths and storage agree. Called when idle, and after every step in tests."""
+    def check_integrity(self, least: int = 1) -> None:
+        """Slots, lengths and storage agree; every query has `least` tokens or more. Called when
+        idle, and after every step in tests."""
         assert len(self.queries) == len(self.lengths) == len(set(self.queries)), (
             f"{self.queries = } {self.lengths = }")
         assert self.num_active <= self._slots, f"{self.num_active = } {self._slots = }"
-        assert all(0 < n <= self._capacity for n in self.lengths), (
+        assert all(least <= n <= self._capacity for n in self.lengths), (
             f"{self.lengths = } {self._capacity = }")
 
 

@@ -1,24 +1,32 @@
-"""What a run measured: measured.json (figures) and steps.jsonl (every stage's steps)."""
+"""What a run measured: measured.json (figures) and steps.jsonl (every stage's steps).
+
+A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
+steps are those of its first rank, since all of a group take the same ones at the same time.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from xrunner.pipeline import StageReport
+from xrunner.pipeline import RankReport
 from xrunner.plan import write_atomically
 
 
 def write_measured(output: Path, *, state: str, wall_s: float,
                    finished: Sequence[tuple[int, float]], queries_before: int, num_errors: int,
-                   reports: Sequence[StageReport]) -> None:
+                   reports: Sequence[RankReport]) -> None:
     """`finished`: (output tokens, latency_s) of each query of this run."""
     latencies = [latency for _, latency in finished]
     tokens = sum(count for count, _ in finished)
     p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
+    stages = [list(group) for _, group in groupby(
+        sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
     busiest_s = max((report.busy_s for report in reports), default=0.0)
     figures = {
         "version": 1, "state": state, "queries": len(finished), "queries_before": queries_before,
@@ -30,11 +38,36 @@ def write_measured(output: Path, *, state: str, wall_s: float,
         "loaded_bytes": sum(report.bytes_read for report in reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
-        "stages": [{"stage": r.stage, "busy_s": r.busy_s, "load_s": r.load_s,
-                    "bytes_read": r.bytes_read, "rows_compacted": r.rows_compacted,
-                    "peak_memory_bytes": r.peak_memory_bytes} for r in reports],
+        "stages": [_of_stage(group) for group in stages],
+        "ranks": [{"rank": r.rank, "stage": r.stage, **_figures(r)} for r in reports],
     }
     write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
-    lines = [json.dumps({"stage": report.stage, **record._asdict()})
-             for report in reports for record in report.log]
+    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, **record._asdict()})
+             for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
+
+
+def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """One stage's figures, of the reports of its ranks."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        orders = [_order(first), _order(other)]
+        kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
+        assert orders[0][-kept:] == orders[1][-kept:], (
+            f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
+    return {"stage": first.stage, "ranks": [r.rank for r in ranks],
+            "busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
+            "bytes_read": sum(r.bytes_read for r in ranks),
+            "rows_compacted": first.rows_compacted,
+            "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks)}
+
+
+def _figures(report: RankReport) -> dict[str, Any]:
+    return {"busy_s": report.busy_s, "load_s": report.load_s, "bytes_read": report.bytes_read,
+            "rows_compacted": report.rows_compacted,
+            "peak_memory_bytes": report.peak_memory_bytes}
+
+
+def _order(report: RankReport) -> list[tuple[object, ...]]:
+    """What the rank executed, in which order. Encoder output is taken up as it arrives."""
+    return [record[:6] for record in report.log if record.kind != "cross_kv"]

@@ -23,8 +23,9 @@ class PreparedQuery:
 
     @property
     def reserve_tokens(self) -> int:
-        """KV entries it may need at most: the last token is never fed back."""
-        return len(self.input_ids) + self.max_new_tokens - 1
+        """KV entries it may need at most, as the planner counts them. (A decoder-only model's last
+        token leaves none; an encoder-decoder model's first is fed a token of its own.)"""
+        return len(self.input_ids) + self.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xrunner.models.shard import Shard
+
 _GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
 _MASK64 = (1 << 64) - 1
 
@@ -26,15 +28,67 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
+    @property
+    def is_drawn(self) -> bool:
+        return self.temperature > _GREEDY_BELOW
+
 
 def sample(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """logits [n, V], one Sampling and one position (tokens before this one) a row -> tokens [n]."""
     assert len(logits) == len(choices) == len(positions), f"{logits.shape = } {len(choices) = }"
     tokens = logits.argmax(dim=-1)
-    drawn = [row for row, c in enumerate(choices) if c.temperature > _GREEDY_BELOW]
-    for row in drawn:
-        tokens[row] = _draw(logits[row].float(), choices[row], positions[row])
+    for row, choice in enumerate(choices):
+        if choice.is_drawn:
+            tokens[row] = _draw(logits[row].float(), choice, positions[row])
     return tokens
+
+
+def sample_shards(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int],
+                  shard: Shard, vocab_size: int) -> Tensor | None:
+    """As `sample`, of logits [n, V_local] of each rank's share of the vocabulary: the tokens on the
+    group's first rank, None on the others.
+
+    Each rank sends its best candidate of each row (the first rank's wins a tie, as the lowest token
+    does on one rank), and of rows that are drawn as many as top-k can keep.
+    """
+    if shard.degree == 1:
+        return sample(logits, choices, positions)
+    assert len(logits) == len(choices) == len(positions), f"{logits.shape = } {len(choices) = }"
+    first, share = shard.index * shard.vocabulary_share(vocab_size), shard.vocabulary_share(
+        vocab_size)
+    best = shard.gather(_candidates(logits, 1, first))
+    drawn = [row for row, choice in enumerate(choices) if choice.is_drawn]
+    most = max((min(choices[row].top_k or share, share) for row in drawn), default=0)
+    kept = shard.gather(_candidates(logits[drawn], most, first)) if drawn else None
+    if best is None:
+        return None
+    values, found = _merged(best)
+    tokens = found.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
+    if kept is not None:
+        for row, row_values, row_tokens in zip(drawn, *_merged(kept), strict=True):
+            tokens[row] = row_tokens[_draw(row_values, choices[row], positions[row])]
+    return tokens
+
+
+def _candidates(logits: Tensor, count: int, first_token: int) -> Tensor:
+    """logits [n, V_local] -> [2, n, count]: the largest of each row and their tokens, -inf where
+    there are fewer. As float32, which holds every token of a vocabulary exactly."""
+    out = torch.zeros((2, len(logits), count), dtype=torch.float32, device=logits.device)
+    out[0] = float("-inf")
+    held = min(count, logits.shape[1])
+    if held == 1:  # argmax names the first of equals, topk any
+        tokens = logits.argmax(dim=-1, keepdim=True)
+        out[0, :, :1], out[1, :, :1] = logits.gather(1, tokens), tokens + first_token
+    elif held:
+        values, tokens = torch.topk(logits, held)
+        out[0, :, :held], out[1, :, :held] = values, tokens + first_token
+    return out
+
+
+def _merged(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """[ranks, 2, n, count] -> values and tokens, each [n, ranks * count]."""
+    values, tokens = parts.permute(1, 2, 0, 3).flatten(2)
+    return values, tokens.long()
 
 
 def uniform(seed: int, position: int) -> float:

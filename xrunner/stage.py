@@ -12,11 +12,12 @@ from torch import Tensor
 
 from xrunner.kv import KvCache, cache_bytes
 from xrunner.messages import StartMessage, StepMessage
-from xrunner.models.attention import decode_context
+from xrunner.models.attention import cross_context, decode_context
+from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.rules.compaction import apply_moves
 from xrunner.rules.steps import StepKind
-from xrunner.sampling import Sampling, sample
+from xrunner.sampling import Sampling, sample_shards
 
 # Steps kept for the report; a longer job keeps its last ones.
 _LOG_LIMIT = 200_000
@@ -35,14 +36,24 @@ class StepRecord(NamedTuple):
     end_s: float
 
 
+class _Pending(NamedTuple):
+    """Inputs whose encoder output has not come yet, in slots from `first` on."""
+
+    first: int
+    lengths: list[int]
+    message: StepMessage
+
+
 class StageExecutor:
     """Applies steps to the stage's layers and caches; on the last stage, samples."""
 
-    def __init__(self, model: StageModel, *, clock: Callable[[], float] = time.perf_counter,
-                 check: bool = False) -> None:
+    def __init__(self, model: StageModel | EncoderDecoderStage, *,
+                 clock: Callable[[], float] = time.perf_counter, check: bool = False) -> None:
         """`check` verifies every cache after every step (tests)."""
         self.model, self._clock, self._check = model, clock, check
         self.caches: list[KvCache] = []  # by group
+        self.encoded: list[KvCache] = []  # by group, of the inputs: encoder-decoder models only
+        self._pending: list[deque[_Pending]] = []  # by group
         self._sampling: list[list[Sampling]] = []  # by group, then slot
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
@@ -50,63 +61,139 @@ class StageExecutor:
 
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
-        model = self.model
-        full_bytes = message.num_groups * cache_bytes(
-            model.spec, len(model.layers), model.dtype, slots=message.slots,
-            capacity=message.capacity, kv_heads=model.kv_heads)
-        self.caches = [KvCache(model.spec, len(model.layers), model.dtype, slots=message.slots,
-                               capacity=message.capacity, kv_heads=model.kv_heads,
-                               is_resident=full_bytes <= message.spare_bytes,
-                               device=model.device)
-                       for _ in range(message.num_groups)]
-        self._sampling = [[] for _ in range(message.num_groups)]
+        is_resident = self._cache_bytes(message) <= message.spare_bytes
+        groups = range(message.num_groups)
+        self.caches = [self._cache(message, message.capacity, is_resident) for _ in groups]
+        if self.model.spec.is_encoder_decoder:
+            self.encoded = [self._cache(message, message.encoded_capacity, is_resident)
+                            for _ in groups]
+        self._pending = [deque() for _ in groups]
+        self._sampling = [[] for _ in groups]
 
     def adopt(self, group: int, choices: Sequence[Sampling]) -> None:
         """How the queries in the group's cache are sampled, by slot, where they were put there
         by other means than an encode step of this stage."""
         self._sampling[group] = list(choices)
 
+    def gives_tokens(self, message: StepMessage) -> bool:
+        """Whether the step ends with a token of each query: an encoder's does not."""
+        return message.kind is not StepKind.ENCODE or not self.model.spec.is_encoder_decoder
+
+    def awaits_encoded(self, group: int | None = None) -> bool:
+        """Whether inputs of `group` (None: of any) were encoded, and the encoder's output has not
+        come yet."""
+        return any(self._pending) if group is None else bool(self._pending[group])
+
     @torch.inference_mode()
-    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
+    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
         """inputs: tokens [rows] on the first stage, hidden [rows, H] after it. Returns hidden
-        [rows, H], or on the last stage the sampled tokens of the step's queries, [n]."""
+        [rows, H]; on the last stage the encoder's output, or the sampled tokens of the step's
+        queries, [n] (None on all but the first rank of a tensor-parallel group)."""
         start_s = self._clock()
         self._remove(message)
-        run = self._encode if message.kind is StepKind.ENCODE else self._decode
-        out = run(message, inputs)
-        cache = self.caches[message.group]
-        queries = len(message.joined) if message.kind is StepKind.ENCODE else cache.num_active
-        self.log.append(StepRecord(message.kind.value, message.group, message.phase,
-                                   message.iteration, queries, len(inputs), start_s, self._clock()))
-        self.busy_s += self.log[-1].end_s - start_s
-        if self._check:
-            cache.check_integrity()
+        is_encode = message.kind is StepKind.ENCODE
+        out = (self._encode if is_encode else self._decode)(message, inputs)
+        queries = len(message.joined) if is_encode else self.caches[message.group].num_active
+        self._record(message.kind.value, message, queries, len(inputs), start_s)
         return out
 
-    def _remove(self, message: StepMessage) -> None:
-        if message.removed:
-            self.rows_compacted += self.caches[message.group].free(message.removed)
-            kept = apply_moves(list(range(len(self._sampling[message.group]))), message.removed)
-            self._sampling[message.group] = [self._sampling[message.group][i] for i in kept]
+    @torch.inference_mode()
+    def take_encoded(self, group: int, encoded: Tensor) -> None:
+        """The encoder's output [T, H] of the group's oldest encode step still without."""
+        start_s = self._clock()
+        first, lengths, message = self._pending[group].popleft()
+        assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
+        self.model.store_encoded(encoded, self.encoded[group].store, first, lengths)
+        self._record("cross_kv", message, len(lengths), len(encoded), start_s)
 
-    def _encode(self, message: StepMessage, inputs: Tensor) -> Tensor:
-        cache, joined = self.caches[message.group], message.joined
-        lengths = [j.input_tokens for j in joined]
-        first = cache.allocate([j.query for j in joined], lengths)
+    def _record(self, kind: str, message: StepMessage, queries: int, tokens: int,
+                start_s: float) -> None:
+        self.log.append(StepRecord(kind, message.group, message.phase, message.iteration, queries,
+                                   tokens, start_s, self._clock()))
+        self.busy_s += self.log[-1].end_s - start_s
+        if self._check:
+            self._check_integrity(message.group)
+
+    def _check_integrity(self, group: int) -> None:
+        if not self.encoded:
+            self.caches[group].check_integrity()
+            return
+        own, encoded = self.caches[group], self.encoded[group]
+        own.check_integrity(least=0)  # an input leaves nothing there
+        encoded.check_integrity()
+        assert own.queries == encoded.queries, f"{own.queries = } {encoded.queries = }"
+
+    def _remove(self, message: StepMessage) -> None:
+        if not message.removed:
+            return
+        group = message.group
+        assert not self._pending[group], f"{group = }: slots move that are still to be filled"
+        self.rows_compacted += self.caches[group].free(message.removed)
+        if self.encoded:
+            self.encoded[group].free(message.removed)
+        kept = apply_moves(list(range(len(self._sampling[group]))), message.removed)
+        self._sampling[group] = [self._sampling[group][i] for i in kept]
+
+    def _encode(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
+        group, joined = message.group, message.joined
+        queries, lengths = [j.query for j in joined], [j.input_tokens for j in joined]
         choices = [j.sampling for j in joined]
-        self._sampling[message.group] += choices
+        self._sampling[group] += choices
+        if isinstance(self.model, EncoderDecoderStage):
+            return self._encode_apart(self.model, message, queries, lengths, inputs)
+        cache = self.caches[group]
+        first = cache.allocate(queries, lengths)
         hidden = self.model.encode(inputs, cache.store, first, lengths)
         if not self.model.is_last:
             return hidden
         # only an input's last token predicts the next
         ends = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
-        return sample(self.model.logits(hidden[ends]), choices, lengths)
+        return self._sample(hidden[ends], choices, lengths)
 
-    def _decode(self, message: StepMessage, inputs: Tensor) -> Tensor:
-        cache = self.caches[message.group]
-        contexts = torch.tensor(cache.lengths, device=inputs.device)
-        hidden = self.model.decode(inputs, cache.store, decode_context(contexts, self.model.dtype))
+    def _encode_apart(self, model: EncoderDecoderStage, message: StepMessage,
+                      queries: list[int], lengths: list[int], inputs: Tensor) -> Tensor:
+        group = message.group
+        self.caches[group].allocate(queries, [0] * len(queries))
+        first = self.encoded[group].allocate(queries, lengths)
+        hidden = model.encode(inputs, lengths)
+        if model.is_last:
+            model.store_encoded(hidden, self.encoded[group].store, first, lengths)
+        else:
+            self._pending[group].append(_Pending(first, lengths, message))
+        return hidden
+
+    def _decode(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
+        group, model = message.group, self.model
+        cache = self.caches[group]
+        step = decode_context(torch.tensor(cache.lengths, device=inputs.device), model.dtype)
+        if isinstance(model, EncoderDecoderStage):
+            assert not self._pending[group], f"{group = } decodes inputs that are not encoded"
+            encoded = self.encoded[group]
+            across = cross_context(torch.tensor(encoded.lengths, device=inputs.device),
+                                   model.dtype)
+            hidden = model.decode(inputs, cache.store, encoded.store, step, across)
+        else:
+            hidden = model.decode(inputs, cache.store, step)
         cache.extend()
-        if not self.model.is_last:
+        if not model.is_last:
             return hidden
-        return sample(self.model.logits(hidden), self._sampling[message.group], cache.lengths)
+        return self._sample(hidden, self._sampling[group], cache.lengths)
+
+    def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
+                positions: Sequence[int]) -> Tensor | None:
+        model = self.model
+        return sample_shards(model.logits(hidden), choices, positions, model.shard,
+                             model.spec.vocab_size)
+
+    def _cache(self, message: StartMessage, capacity: int, is_resident: bool) -> KvCache:
+        model = self.model
+        return KvCache(model.spec, len(model.layers), model.dtype, slots=message.slots,
+                       capacity=capacity, kv_heads=model.kv_heads, is_resident=is_resident,
+                       device=model.device)
+
+    def _cache_bytes(self, message: StartMessage) -> int:
+        """Of all groups' caches."""
+        model = self.model
+        return message.num_groups * cache_bytes(
+            model.spec, len(model.layers), model.dtype, slots=message.slots,
+            capacity=message.capacity + message.encoded_capacity, kv_heads=model.kv_heads)

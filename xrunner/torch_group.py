@@ -7,6 +7,7 @@ from __future__ import annotations
 import socket
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, distributed
 
 
@@ -25,6 +26,12 @@ class TorchGroup:
         """The sum of every rank's `tensor`, in its place."""
         distributed.all_reduce(tensor)
         return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """[ranks, *shape] on the group's first rank, None on the others."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
+        distributed.gather(tensor.contiguous(), parts, dst=0)
+        return None if parts is None else torch.stack(parts)
 
     def send(self, target: int, tensor: Tensor) -> None:
         distributed.send(tensor, target)

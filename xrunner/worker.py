@@ -1,7 +1,7 @@
 """One rank: `mpiexec -n N python -m mpi4py -m xrunner.worker OUT/run.json`.
 
-All ranks run this; what differs is their StageAssignment. `-m mpi4py` makes an uncaught error on
-one rank end them all.
+All ranks run this; what differs is the stage they belong to, and their place in it. `-m mpi4py`
+makes an uncaught error on one rank end them all.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from xgpt.schedule import Schedule, load_schedule
 from xgpt.workload import RequestError, read_requests
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
+from xrunner.collective import Group, MpiGroup
 from xrunner.comm import Comm, MpiComm, local_comms, wait_politely
 from xrunner.head import Head
 from xrunner.io.prepare import prepare
 from xrunner.io.progress import Progress, ProgressFile, write_progress
 from xrunner.io.results import ResultWriter, count_results, write_errors
-from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.measured import write_measured
-from xrunner.models.stage_model import StageModel
-from xrunner.pipeline import StageReport, await_start, serve_stage
+from xrunner.models.encoder_decoder import load_stage
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.route import Route, routes
 from xrunner.rules.rra import rra_rule
 from xrunner.stage import StageExecutor
 
@@ -43,13 +46,16 @@ class World(NamedTuple):
 
     comm: Comm
     barrier: Callable[[], None]
-    gather: Callable[[StageReport], list[StageReport] | None]  # to rank 0
+    gather: Callable[[RankReport], list[RankReport] | None]  # to rank 0
     abort: Callable[[int], None]
+    split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
 
 
 class Loaded(NamedTuple):
-    """What loading a stage's weights took."""
+    """This rank's part of the model, and what loading it took."""
 
+    executor: StageExecutor
+    route: Route
     seconds: float
     bytes_read: int
 
@@ -111,12 +117,13 @@ def _run(plan: RunPlan, world: World) -> None:
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
     """Every rank but the first: load, then serve its stage until told to stop."""
     clock = Stopwatch()
-    executor, loaded = _load(plan, schedule, world.comm.rank, clock)
-    await_start(world.comm, executor)
+    loaded = _load(plan, schedule, world, clock)
+    neighbours = Neighbours(world.comm, loaded.route)
+    await_start(neighbours, loaded.executor)
     world.barrier()
     clock.restart()
-    serve_stage(world.comm, executor)
-    world.gather(_report(world.comm.rank, executor, loaded))
+    serve_stage(neighbours, loaded.executor)
+    world.gather(_report(loaded))
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
@@ -124,15 +131,17 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     queries, errors, done_before = _read_work(plan)
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
-    executor, loaded = _load(plan, schedule, 0, clock)
+    loaded = _load(plan, schedule, world, clock)
     writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
                           model=plan.model_name)
     progress = ProgressFile(plan.output / "progress.json", total=len(queries),
                             done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
-    head = Head(rule=rra_rule(schedule.estimate), executor=executor, comm=world.comm, sink=sink,
-                eos_ids=eos_ids(plan.model_dir), decode_text=TextTokenizer(plan.model_dir).decode,
-                clock=clock)
+    is_encoder_decoder = loaded.executor.model.spec.is_encoder_decoder
+    head = Head(rule=rra_rule(schedule.estimate), executor=loaded.executor, comm=world.comm,
+                route=loaded.route, sink=sink, eos_ids=eos_ids(plan.model_dir),
+                start_token=start_token(plan.model_dir) if is_encoder_decoder else None,
+                decode_text=TextTokenizer(plan.model_dir).decode, clock=clock)
     for query in queries[done_before:]:
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
@@ -145,7 +154,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     state = "done" if is_complete else "stopped"
     progress.tick(wall_s, sum(tokens for tokens, _ in sink.finished_queries), state)
     world.comm.flush()
-    reports = world.gather(_report(0, executor, loaded)) or []
+    reports = world.gather(_report(loaded)) or []
     write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
                    queries_before=done_before, num_errors=len(errors), reports=reports)
 
@@ -163,41 +172,51 @@ def _read_work(plan: RunPlan) -> tuple[list[PreparedQuery], list[RequestError], 
     return queries, errors + unusable, count_results(plan.output / "results.jsonl")
 
 
-def _load(plan: RunPlan, schedule: Schedule, rank: int, clock: Stopwatch
-          ) -> tuple[StageExecutor, Loaded]:
+def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> Loaded:
+    stages, rank = schedule.estimate.stages, world.comm.rank
+    stage = next(stage for stage in stages if rank in stage.ranks)
+    shard = WHOLE
+    if any(stage.tp_degree > 1 for stage in stages):
+        index = stage.ranks.index(rank)
+        group = world.split(stage.index, index)
+        if stage.tp_degree > 1:
+            shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
     start = time.perf_counter()
     spec = read_spec(plan.model_dir, plan.model_name)
     dtype = getattr(torch, plan.dtype)
     reader = CheckpointReader(plan.model_dir, dtype)
-    model = StageModel(spec, reader, schedule.estimate.stages[rank], dtype)
+    model = load_stage(spec, reader, stage, dtype, shard)
     reader.close()
-    executor = StageExecutor(model, clock=clock)
-    return executor, Loaded(time.perf_counter() - start, reader.bytes_read)
+    return Loaded(StageExecutor(model, clock=clock), routes(stages)[rank],
+                  time.perf_counter() - start, reader.bytes_read)
 
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
     estimate = schedule.estimate
     if estimate.policy != "rra":
         raise XgptError(f"policy {estimate.policy!r} cannot be executed yet; can be: rra")
-    if any(stage.tp_degree > 1 for stage in estimate.stages):
-        raise XgptError("the schedule has tensor-parallel stages, which cannot be executed yet: "
-                        "set schedule.tp_degree to 1")
-    if len(estimate.stages) != comm.size:
-        raise XgptError(f"the schedule has {len(estimate.stages)} stages, the launcher started "
-                        f"{comm.size} ranks")
+    ranks = sorted(rank for stage in estimate.stages for rank in stage.ranks)
+    if ranks != list(range(comm.size)):
+        raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
+                        f"{comm.size}")
+    if estimate.stages[0].ranks[0] != 0:
+        raise XgptError(f"the schedule's first stage has the ranks {estimate.stages[0].ranks}: "
+                        "rank 0 must be its first, since it decides")
 
 
-def _report(rank: int, executor: StageExecutor, loaded: Loaded) -> StageReport:
+def _report(loaded: Loaded) -> RankReport:
+    executor = loaded.executor
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return StageReport(stage=rank, log=tuple(executor.log), busy_s=executor.busy_s,
-                       load_s=loaded.seconds, bytes_read=loaded.bytes_read,
-                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak)
+    return RankReport(rank=loaded.route.rank, stage=loaded.route.stage, log=tuple(executor.log),
+                      busy_s=executor.busy_s, load_s=loaded.seconds, bytes_read=loaded.bytes_read,
+                      rows_compacted=executor.rows_compacted, peak_memory_bytes=peak)
 
 
 def _connect() -> World:
     """All ranks of the launcher; a single rank started without one needs no MPI."""
     if "mpi4py" not in sys.modules:
-        return World(local_comms(1)[0], lambda: None, lambda report: [report], lambda code: None)
+        return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
+                     abort=lambda code: None, split=_no_group)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -207,7 +226,13 @@ def _connect() -> World:
         request = world.Ibarrier()
         wait_politely(lambda: bool(request.Test()))
 
-    return World(MpiComm(world), barrier, lambda report: world.gather(report, root=0), world.Abort)
+    return World(MpiComm(world), barrier=barrier, abort=world.Abort,
+                 gather=lambda report: world.gather(report, root=0),
+                 split=lambda group, place: MpiGroup(world.Split(group, place)))
+
+
+def _no_group(group: int, place: int) -> Group:
+    raise AssertionError(f"{group = } {place = }: a rank alone is in no group")
 
 
 if __name__ == "__main__":

@@ -118,8 +118,7 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
 
 
 @pytest.mark.parametrize(("fixed", "words"), [
-    ("policy=waa-c", "executes RRA alone"), ("policy=ft", "simulated only"),
-    ("tp_degree=2", "does not execute it yet")])
+    ("policy=waa-c", "executes RRA alone"), ("policy=ft", "simulated only")])
 def test_what_is_planned_but_not_executed_is_refused_in_words(
         job: Path, fixed: str, words: str) -> None:
     from xgpt.cli.session import executable, open_session

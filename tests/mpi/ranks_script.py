@@ -27,6 +27,11 @@ def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...]) ->
                 assert torch.equal(mine, parts[world.Get_rank()]), "the input is left alone"
             else:
                 assert torch.allclose(total, expected, atol=1e-5)
+            gathered = group.gather(parts[world.Get_rank()])
+            if world.Get_rank() == 0:
+                assert gathered is not None and torch.equal(gathered, torch.stack(parts))
+            else:
+                assert gathered is None
             bits = world.allgather(total.float().numpy().tobytes())
             assert len(set(bits)) == 1, f"ranks disagree: {dtype = } {shape = }"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,18 +12,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 
+from xgpt.errors import XgptError  # noqa: E402
+from xgpt.job_file import load_job  # noqa: E402
+from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.problem import resolve  # noqa: E402
+from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.plan import RunPlan  # noqa: E402
+from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
+from xsimulator.replay.job import replay_job  # noqa: E402
+
 pytestmark = pytest.mark.mpi
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
-              encode_batch: int = 3, decode_iterations: int = 4) -> Path:
+              encode_batch: int = 3, decode_iterations: int = 4, more: str = "") -> Path:
+    """`more`: of the schedule's keys."""
     (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
     job = folder / "job.yaml"
     job.write_text(f"""
@@ -31,7 +44,8 @@ cluster: local
 workload:
   requests: requests.jsonl
   output_tokens: {{mean: 15, std: 8, max: 40}}
-schedule: {{policy: rra, encode_batch: {encode_batch}, decode_iterations: {decode_iterations}}}
+schedule: {{policy: rra, encode_batch: {encode_batch}, {more}
+           decode_iterations: {decode_iterations}}}
 run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
 output: out
 """)
@@ -95,6 +109,89 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks:
     size = (directory / "model.safetensors").stat().st_size
     assert ranks == 1 or max(read) < size, "a rank loaded the whole model"
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+
+
+def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
+        tmp_path: Path, cache: dict[str, str]) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("opt", directory)
+    queries = toys.random_queries(20, seed=2)
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=2, more="tp_degree: 2,")
+    measure_briefly(job, cache)
+
+    def run(*command: str) -> None:
+        done = subprocess.run([*XGPT, *command], capture_output=True, text=True, env=cache,
+                              timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        check_layout(out, [[0, 1]], (directory / "model.safetensors").stat().st_size)
+        check_against_replay(job, queries, out)
+        assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+            q.id: toys.generate(reference, q) for q in queries}
+
+    run("submit", str(job))
+    (out / "schedule.json").rename(tmp_path / "given.json")
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=2)
+    run("run", str(job), "--schedule", str(tmp_path / "given.json"))
+
+
+def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
+    """Without the command around them: a group of two and a rank alone, encoder and decoder."""
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("t5", directory)
+    queries = toys.random_queries(20, seed=3)
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=3)
+    problem = resolve(load_job(job, ()))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = Rra(problem, timing).estimate(RraConfig(
+        encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
+    out.mkdir()
+    save_schedule(Schedule(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), out / "schedule.json")
+    plan = RunPlan(
+        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
+        requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=40, dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+    run_ranks("xrunner.worker", plan.save(), 3, watch=lambda: None)
+    check_layout(out, [[0, 1], [2]], (directory / "model.safetensors").stat().st_size)
+    check_against_replay(job, queries, out)
+    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+        q.id: toys.generate(reference, q) for q in queries}
+    with pytest.raises(XgptError, match="launcher started 2"):
+        run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+
+
+def check_layout(out: Path, layout: list[list[int]], model_bytes: int) -> None:
+    """Schedule and measurement speak of these ranks, of which each read its slice."""
+    measured = json.loads((out / "measured.json").read_text())
+    stages = load_schedule(out / "schedule.json").estimate.stages
+    assert [list(stage.ranks) for stage in stages] == layout
+    assert [s["ranks"] for s in measured["stages"]] == layout
+    assert [(r["rank"], r["stage"]) for r in measured["ranks"]] == [
+        (rank, s) for s, group in enumerate(layout) for rank in group]
+    assert max(r["bytes_read"] for r in measured["ranks"]) < 0.75 * model_bytes
+
+
+def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
+    """The run's steps are those of the simulator's replay with the lengths it recorded."""
+    estimate = load_schedule(out / "schedule.json").estimate
+    results = {r["id"]: r["output_tokens"] for r in read_lines(out / "results.jsonl")}
+    problem = resolve(load_job(job, ()))
+    replayed = replay_job(
+        problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
+        inputs=np.array([len(q.input_ids) for q in queries]),
+        outputs=np.array([results[q.id] for q in queries]),
+        max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+    expected = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
+                for step, encoded, decoded in zip(replayed.steps, replayed.encoded,
+                                                  replayed.decoded, strict=True)]
+    for stage in estimate.stages:
+        taken = [(r["kind"], r["group"], r["phase"], r["iteration"], r["queries"])
+                 for r in read_lines(out / "steps.jsonl")
+                 if r["stage"] == stage.index and r["kind"] != "cross_kv"]
+        assert taken == expected
 
 
 def start_long_run(folder: Path, directory: Path, cache: dict[str, str]) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""Sums over ranks, and blocks between them, under real mpiexec."""
+"""Sums and gathers over ranks, and blocks between them, under real mpiexec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "over"), [(2, "mpi"), (3, "mpi"), (2, "gloo"), (3, "gloo")])
-def test_every_rank_holds_the_same_sum(ranks: int, over: str) -> None:
+def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(ranks: int, over: str) -> None:
     done = subprocess.run(
         [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", str(SCRIPT), over],
         capture_output=True, text=True, timeout=120, check=False, env={**os.environ})

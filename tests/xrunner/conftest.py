@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="the runner's tests need the extra `run`")
 
 import toys  # noqa: E402
+
+from xrunner.query import PreparedQuery  # noqa: E402
 
 
 @pytest.fixture(scope="session", params=toys.FAMILIES)
@@ -22,3 +26,28 @@ def toy(request: pytest.FixtureRequest,
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("llama-alone")
     return directory, toys.make_model("llama", directory)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """(directory, transformers' model) of a family, made when first asked for."""
+
+    @cache
+    def make(family: str) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(family)
+        return directory, toys.make_model(family, directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def answered(made: Callable[[str], tuple[Path, Any]],
+             ) -> Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]:
+    """17 queries and what transformers answers to each, by family."""
+
+    @cache
+    def answer(family: str) -> tuple[list[PreparedQuery], dict[int, list[int]]]:
+        queries = toys.random_queries(17)
+        return queries, {q.index: toys.generate(made(family)[1], q) for q in queries}
+
+    return answer

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toys import Collector, generate, random_queries, run_in_process, spec_of
+from toys import (
+    T5_FAMILIES,
+    Collector,
+    Lockstep,
+    generate,
+    random_queries,
+    run_in_process,
+    spec_of,
+    stages_of,
+)
 
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.models.attention import cross_context, decode_context
+from xrunner.models.encoder_decoder import EncoderDecoderStage
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import StageModel
 from xrunner.sampling import Sampling
 
 
@@ -50,16 +65,20 @@ def test_a_query_of_one_output_token_never_joins_decoding(llama: tuple[Path, Any
     assert not [record for e in executors for record in e.log if record.kind == "decode"]
 
 
-def test_the_same_seed_draws_the_same_text_whatever_the_schedule(llama: tuple[Path, Any]) -> None:
-    directory, _ = llama
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(
+        made: Callable[[str], tuple[Path, Any]], family: str) -> None:
+    directory, _ = made(family)
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
-        temperature=0.9, top_k=20, top_p=0.9, seed=q.index)) for q in random_queries(9)]
+        temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
+        for q in random_queries(9)]
     texts = []
-    for stages, groups, batch, iterations in ((1, 1, 9, 30), (2, 2, 3, 4), (3, 3, 1, 2)):
-        sink, _ = run_in_process(directory, queries, num_stages=stages, num_groups=groups,
-                                    encode_batch=batch, decode_iterations=iterations)
+    for degrees, groups, batch, iterations in (((1,), 1, 9, 30), ((1, 1), 2, 3, 4),
+                                               ((1, 1, 1), 3, 1, 2), ((1, 2), 2, 4, 3)):
+        sink, _ = run_in_process(directory, queries, degrees=degrees, num_groups=groups,
+                                 encode_batch=batch, decode_iterations=iterations)
         texts.append({r.query.index: r.output_ids for r in sink.results})
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
     other = [replace(q, sampling=replace(q.sampling, seed=q.index + 1000)) for q in queries]
     sink, _ = run_in_process(directory, other, num_stages=1, num_groups=1)
     assert {r.query.index: r.output_ids for r in sink.results} != texts[0]
@@ -100,27 +119,64 @@ def test_stopping_early_leaves_whole_results_and_ends_every_stage(llama: tuple[P
         assert list(result.output_ids) == generate(model, result.query)
 
 
-def test_bfloat16_logits_stay_near_transformers_in_bfloat16(toy: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_bfloat16_logits_stay_near_transformers_in_bfloat16(toy: tuple[Path, Any],
+                                                            degree: int) -> None:
     directory, model = toy
-    spec = spec_of(directory)
-    from toys import split_stages
+    spec, tokens, dtype = spec_of(directory), torch.arange(6, 30), torch.bfloat16
+    stage = stages_of(directory, [1])[0]
 
-    from xrunner.checkpoint.reader import CheckpointReader
-    from xrunner.models.stage_model import StageModel
+    @torch.inference_mode()  # of the thread that runs it
+    def work(shard: Shard) -> torch.Tensor:
+        ours = StageModel(spec, CheckpointReader(directory, dtype), stage, dtype, shard)
+        cache = torch.zeros(spec.num_layers, 2, 1, ours.kv_heads, 24, spec.head_dim, dtype=dtype)
+        return ours.logits(ours.encode(tokens, cache, 0, [24])).float()
 
-    tokens = torch.arange(6, 30)
-    stage = split_stages(spec.num_layers, 1)[0]
-    dtype = torch.bfloat16
-    ours_model = StageModel(spec, CheckpointReader(directory, dtype), stage, dtype)
-    cache = torch.zeros(spec.num_layers, 2, 1, spec.kv_heads, 24, spec.head_dim, dtype=dtype)
+    rounded = copy.deepcopy(model).to(torch.bfloat16)  # the fixture serves other tests too
     with torch.inference_mode():
-        ours = ours_model.logits(ours_model.encode(tokens, cache, 0, [24])).float()
-        exact = model(tokens[None]).logits[0]
-        rounded = copy.deepcopy(model).to(torch.bfloat16)  # the fixture serves other tests too
-        theirs = rounded(tokens[None]).logits[0].float()
-    # rounding differs with the order of operations; ours may err as much as theirs, not more
+        exact, theirs = model(tokens[None]).logits[0], rounded(tokens[None]).logits[0]
+    assert_as_near(logits_of(work, degree), exact, theirs)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("family", T5_FAMILIES)
+def test_bfloat16_logits_of_t5_stay_near_transformers_in_bfloat16(
+        made: Callable[[str], tuple[Path, Any]], family: str, degree: int) -> None:
+    directory, model = made(family)
+    spec, tokens, fed, dtype = spec_of(directory), torch.arange(6, 30), list(range(9, 21)), (
+        torch.bfloat16)
+    stage = stages_of(directory, [1])[0]
+
+    @torch.inference_mode()  # of the thread that runs it
+    def work(shard: Shard) -> torch.Tensor:
+        ours = EncoderDecoderStage(spec, CheckpointReader(directory, dtype), stage, dtype, shard)
+        caches = torch.zeros(2, spec.num_layers, 2, 1, ours.kv_heads, 24, spec.head_dim,
+                             dtype=dtype)
+        ours.store_encoded(ours.encode(tokens, [24]), caches[1], 0, [24])
+        across, rows = cross_context(torch.tensor([24]), dtype), []
+        for at, token in enumerate(fed):
+            step = decode_context(torch.tensor([at]), dtype)
+            rows.append(ours.logits(ours.decode(torch.tensor([token]), *caches, step, across)))
+        return torch.cat(rows).float()
+
+    rounded, answer = copy.deepcopy(model).to(torch.bfloat16), torch.tensor([fed])
+    with torch.inference_mode():
+        exact = model(tokens[None], decoder_input_ids=answer).logits[0]
+        theirs = rounded(tokens[None], decoder_input_ids=answer).logits[0]
+    assert_as_near(logits_of(work, degree), exact, theirs)
+
+
+def logits_of(work: Callable[[Shard], torch.Tensor], degree: int) -> torch.Tensor:
+    """[tokens, V] of all shards together."""
+    return work(WHOLE) if degree == 1 else torch.cat(Lockstep(degree).run(work), dim=1)
+
+
+def assert_as_near(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Rounding differs with the order of operations: ours may err as much as transformers' do in
+    bfloat16, half as much again at most, and a hundredth of the logits' spread."""
     scale = exact.std()
-    assert (ours - exact).abs().mean() / scale < 1.5 * (theirs - exact).abs().mean() / scale + 0.01
+    error, their_error = ((x.float() - exact).abs().mean() / scale for x in (ours, theirs))
+    assert error < 1.5 * their_error + 0.01, f"{error = } {their_error = }"
 
 
 def _tensors(executor: Any) -> list[torch.Tensor]:

@@ -72,6 +72,9 @@ def drive(rule: VllmRule | SarathiRule, inputs: list[int],
             continue
         steps.append(step)
         model.take(step)
+        # no step names a query whose blocks were taken away while it was encoded in part
+        waiting = {query for query, _ in rule._queue.waiting}
+        model.partial = {q: done for q, done in model.partial.items() if q not in waiting}
         assert rule.reserved_tokens == model.blocks() * BLOCK_TOKENS
         running = Counter(model.group_of[q] for q in (*model.held, *model.partial))
         assert all(count <= rule.group_max_active for count in running.values())

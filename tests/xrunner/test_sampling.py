@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from toys import Lockstep
 
-from xrunner.sampling import Sampling, sample, uniform
+from xrunner.models.shard import Shard
+from xrunner.sampling import Sampling, sample, sample_shards, uniform
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
 
@@ -53,3 +56,25 @@ def test_uniform_numbers_fill_the_interval_evenly() -> None:
 def test_a_vanishing_temperature_is_greedy_and_never_overflows() -> None:
     for temperature in (1e-300, 1e-39, 1e-6):
         assert draw(Sampling(temperature=temperature), 3).tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("vocab", [97, 3])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree: int, vocab: int) -> None:
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(4)) * 2
+    logits[:10] = logits[:10].round()  # equal ones: the lowest token wins
+    choices = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.3, top_k=9),
+               Sampling(temperature=1.0, top_k=500, top_p=0.7, seed=3)]
+    for kinds in ([choices[0]], choices[:3], [choices[2]], choices):
+        chosen = [kinds[row % len(kinds)] if row >= 10 else choices[0] for row in range(40)]
+        positions = list(range(40))
+
+        def work(shard: Shard, chosen=chosen, positions=positions) -> torch.Tensor | None:
+            part = shard.vocabulary_part(vocab)
+            assert part is not None
+            return sample_shards(logits[:, part.start:part.stop], chosen, positions, shard, vocab)
+
+        found = Lockstep(degree).run(work)
+        assert found[1:] == [None] * (degree - 1)
+        assert found[0] is not None
+        assert found[0].tolist() == sample(logits, chosen, positions).tolist()

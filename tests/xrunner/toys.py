@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,20 +17,30 @@ from xgpt.schedule import StageAssignment
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.comm import Comm, local_comms
 from xrunner.head import Head
-from xrunner.models.shard import Shard
-from xrunner.models.stage_model import StageModel
-from xrunner.pipeline import await_start, serve_stage
+from xrunner.io.tokenizer import start_token
+from xrunner.models.encoder_decoder import load_stage
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.pipeline import Neighbours, await_start, serve_stage
 from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.route import Route, routes
 from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import BatchingRule
 from xrunner.stage import StageExecutor
+
+torch.set_num_threads(1)  # ranks are threads or processes already; more than cores is a disaster
 
 T = TypeVar("T")
 VOCAB, EOS = 97, 5
 FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "opt", "gpt2", "gpt2-untied")
+T5_FAMILIES = ("t5", "t5-1.1")
 
 
 def make_model(family: str, directory: Path) -> Any:
-    """Writes a 5-layer model of `family` to `directory`; returns transformers' own instance."""
+    """Writes a model of `family`, of 5 layers (T5: 5 and 4), to `directory`; returns transformers'
+    own instance."""
+    if family in T5_FAMILIES:
+        return make_t5("1.1" if family == "t5-1.1" else "1.0", directory, encoder_layers=5,
+                       decoder_layers=4)
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -70,16 +81,18 @@ def make_model(family: str, directory: Path) -> Any:
     return model
 
 
-def make_t5(version: str, directory: Path) -> Any:
-    """Writes a T5 of 3 encoder and 2 decoder layers to `directory`, of version "1.0" or "1.1", as
-    published checkpoints of it are; returns transformers' own instance."""
+def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
+            decoder_layers: int = 2) -> Any:
+    """Writes a T5 to `directory`, of version "1.0" or "1.1", as published checkpoints of it are;
+    returns transformers' own instance."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
     is_new = version == "1.1"
     # few buckets and a short reach, so that all kinds of distance occur in short inputs
     config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=4, d_ff=36, num_layers=3, num_decoder_layers=2,
+        vocab_size=VOCAB, d_model=32, d_kv=4, d_ff=36, num_layers=encoder_layers,
+        num_decoder_layers=decoder_layers,
         num_heads=6, relative_attention_num_buckets=8, relative_attention_max_distance=10,
         feed_forward_proj="gated-gelu" if is_new else "relu", tie_word_embeddings=not is_new,
         decoder_start_token_id=0, eos_token_id=EOS, pad_token_id=0)
@@ -128,7 +141,9 @@ def generate(model: Any, query: PreparedQuery) -> list[int]:
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
                              max_new_tokens=query.max_new_tokens,
                              eos_token_id=None if query.is_forced else EOS, pad_token_id=0)
-    answer: list[int] = out[0, len(query.input_ids):].tolist()
+    # an encoder-decoder model's answer begins with the token its decoder is fed first
+    before = 1 if model.config.is_encoder_decoder else len(query.input_ids)
+    answer: list[int] = out[0, before:].tolist()
     return answer
 
 
@@ -149,54 +164,90 @@ class Collector:
         return self._stop_after is not None and len(self.results) >= self._stop_after
 
 
-def split_stages(num_layers: int, num_stages: int) -> list[StageAssignment]:
+def split_stages(num_layers: int, num_stages: int, *, encoder_layers: int = 0,
+                 degrees: Sequence[int] | None = None) -> list[StageAssignment]:
+    """Layers spread evenly over stages of these tensor-parallel degrees (None: single ranks)."""
+    degrees = degrees or [1] * num_stages
     cuts = [round(i * num_layers / num_stages) for i in range(num_stages + 1)]
-    return [StageAssignment(index=s, ranks=(s,), first_layer=cuts[s],
-                            num_layers=cuts[s + 1] - cuts[s]) for s in range(num_stages)]
+    encoder = [round(i * encoder_layers / num_stages) for i in range(num_stages + 1)]
+    first = [sum(degrees[:s]) for s in range(num_stages)]
+    return [StageAssignment(index=s, ranks=tuple(range(first[s], first[s] + degrees[s])),
+                            first_layer=cuts[s], num_layers=cuts[s + 1] - cuts[s],
+                            first_encoder_layer=encoder[s],
+                            num_encoder_layers=encoder[s + 1] - encoder[s])
+            for s in range(num_stages)]
 
 
-def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_stages: int,
-                   num_groups: int, encode_batch: int = 4, decode_iterations: int = 5,
+def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_stages: int = 0,
+                   num_groups: int = 1, encode_batch: int = 4, decode_iterations: int = 5,
                    max_active: int = 12, kv_tokens: int = 10_000, sink: Collector | None = None,
-                   dtype: torch.dtype = torch.float32,
-                   ) -> tuple[Collector, list[StageExecutor]]:
-    """The whole runner on threads instead of MPI ranks: (what finished, stages)."""
-    torch.set_num_threads(max(2 // num_stages, 1))  # as many as cores: more is a disaster
-    spec, sink = spec_of(directory), sink or Collector()
-    comms = local_comms(num_stages)
-    executors = [StageExecutor(StageModel(spec, CheckpointReader(directory, dtype), stage, dtype),
-                               check=True)
-                 for stage in split_stages(spec.num_layers, num_stages)]
-    rule = RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
-                   num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
-    head = Head(rule=rule, executor=executors[0], comm=comms[0], sink=sink,
-                eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)))
-    for query in queries:
-        assert head.submit(query)
-    threads = [threading.Thread(target=_serve, args=(comms[s], executors[s]))
-               for s in range(1, num_stages)]
+                   dtype: torch.dtype = torch.float32, degrees: Sequence[int] | None = None,
+                   stages: Sequence[StageAssignment] | None = None,
+                   rule: BatchingRule | None = None) -> tuple[Collector, list[StageExecutor]]:
+    """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
+    Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks."""
+    stages = stages or stages_of(directory, degrees or [1] * num_stages)
+    executors: list[StageExecutor] = []
+    for stage in stages:
+        shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
+        executors += [executor_of(directory, stage, shard, dtype) for shard in shards]
+    comms, route = local_comms(len(executors)), routes(stages)
+    rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
+                           num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
+    threads = [threading.Thread(target=serve, args=(comms[r], route[r], executors[r]), daemon=True)
+               for r in range(1, len(executors))]
     for thread in threads:
         thread.start()
-    head.start()
-    head.run()
+    sink = lead(directory, comms[0], route[0], executors[0], rule, queries, sink)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
     return sink, executors
 
 
-def _serve(comm: Comm, executor: StageExecutor) -> None:
-    await_start(comm, executor)
-    serve_stage(comm, executor)
+def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
+    """The model's layers over stages of these tensor-parallel degrees."""
+    spec = spec_of(directory)
+    return split_stages(spec.num_layers, len(degrees), degrees=degrees,
+                        encoder_layers=spec.num_encoder_layers)
+
+
+def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
+                dtype: torch.dtype = torch.float32) -> StageExecutor:
+    """One rank's, which checks its caches after every step."""
+    reader = CheckpointReader(directory, dtype)
+    return StageExecutor(load_stage(spec_of(directory), reader, stage, dtype, shard), check=True)
+
+
+def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
+         queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
+    """What the first rank does."""
+    sink = sink or Collector()
+    is_encoder_decoder = executor.model.spec.is_encoder_decoder
+    head = Head(rule=rule, executor=executor, comm=comm, route=route, sink=sink,
+                eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)),
+                start_token=start_token(directory) if is_encoder_decoder else None)
+    for query in queries:
+        assert head.submit(query)
+    head.start()
+    head.run()
+    return sink
+
+
+def serve(comm: Comm, route: Route, executor: StageExecutor) -> None:
+    """What every other rank does."""
+    neighbours = Neighbours(comm, route)
+    await_start(neighbours, executor)
+    serve_stage(neighbours, executor)
 
 
 class Lockstep:
-    """All ranks of a tensor-parallel group as threads that meet at every all-reduce."""
+    """All ranks of a tensor-parallel group as threads that meet at every sum and gather."""
 
     def __init__(self, degree: int) -> None:
         self._partials: list[torch.Tensor] = [torch.empty(0)] * degree
         self._barrier = threading.Barrier(degree, timeout=30)
-        self.shards = [Shard(i, degree, lambda partial, i=i: self._sum(i, partial))
+        self.shards = [Shard(i, degree, partial(self._sum, i), partial(self._gather, i))
                        for i in range(degree)]
 
     def run(self, work: Callable[[Shard], T]) -> list[T]:
@@ -204,8 +255,15 @@ class Lockstep:
             return list(pool.map(work, self.shards))
 
     def _sum(self, index: int, partial: torch.Tensor) -> torch.Tensor:
-        self._partials[index] = partial
+        return self._all(index, partial).sum(0)
+
+    def _gather(self, index: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        parts = self._all(index, tensor)
+        return parts if index == 0 else None
+
+    def _all(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        self._partials[index] = tensor
         self._barrier.wait()
-        total = torch.stack(self._partials).sum(0)
-        self._barrier.wait()  # nobody overwrites its partial before all have summed
-        return total
+        parts = torch.stack(self._partials)
+        self._barrier.wait()  # nobody overwrites its own before all have taken them
+        return parts

@@ -145,8 +145,9 @@ def _num_usable(output: Path) -> int | None:
 def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> None:
     output = session.job.output
     bar = RunBar(output / "progress.json", schedule.latency_bound_s)
+    ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
-        run_ranks("xrunner.worker", run_file, len(schedule.estimate.stages), watch=bar.update,
+        run_ranks("xrunner.worker", run_file, ranks, watch=bar.update,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,))
     finally:
         bar.end()

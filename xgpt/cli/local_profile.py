@@ -57,9 +57,12 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     also more than there are devices (a shard needs but one); None: what the job can use."""
     cluster = problem.cluster
     refused = {}
+    fixed = problem.fixed.tp_degree
     if degrees is None:
-        fixed = problem.fixed.tp_degree
-        degrees = [d for d in range(1, cluster.devices_per_node + 1) if fixed in (None, d)]
+        # ranks outside the groups are stages of degree 1
+        has_single = problem.fixed.tp_gpus != cluster.num_devices
+        degrees = [d for d in range(1, cluster.devices_per_node + 1)
+                   if fixed in (None, d) or (d == 1 and has_single)]
     possible = []
     for degree in degrees:
         reason = refuse_tp_degree(problem.model, degree)
@@ -67,7 +70,7 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
             possible.append(degree)
         else:
             refused[degree] = reason
-    if not possible:
+    if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
     return Wanted(metadata=profile_metadata(job, problem), model=problem.model,

@@ -46,6 +46,7 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
             file=str(path), line=None, key="fingerprint", value=schedule.fingerprint,
             allowed=f"this job's is {session.problem.fingerprint}: another model, dtype or number "
             "of ranks; find a schedule for this job with `xgpt schedule`")])
+    session = executable(session, schedule)
     _finish(session, timing_of(session), schedule, as_json)
 
 

@@ -101,23 +101,25 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
     return ProfileTiming(found, fallback, marks)
 
 
-def executable(session: Session) -> Session:
-    """The session restricted to what XRunner executes in this version: RRA without tensor
-    parallelism. Raises InputError for a job that fixes something else."""
+def executable(session: Session, schedule: Schedule | None = None) -> Session:
+    """The session as a run plans and measures it: RRA, with tensor parallelism where the job, or
+    the `schedule` it is to execute, asks for it (every degree more is one more to measure). Raises
+    InputError where either asks for another policy."""
     fixed = session.problem.fixed
-    checks: list[tuple[bool, str, object, str]] = [
-        (fixed.policy not in (None, "rra"), "policy", fixed.policy,
-         "rra: this version plans WAA (`xgpt schedule`, `simulate`, `sweep`), but executes RRA "
-         "alone" if fixed.policy in ("waa-c", "waa-m") else "rra: baselines are simulated only"),
-        (fixed.tp_degree not in (None, 1), "tp_degree", fixed.tp_degree,
-         "1: this version plans tensor parallelism, but does not execute it yet"),
-    ]
-    mistakes = [Mistake(file=str(session.job.source), line=None, key=f"schedule.{key}", value=value,
-                        allowed=allowed) for is_wrong, key, value, allowed in checks if is_wrong]
-    if mistakes:
-        raise InputError(mistakes)
-    return replace(session, problem=replace(session.problem, fixed=replace(
-        fixed, policy="rra", tp_degree=1, tp_gpus=0)))
+    policy = fixed.policy if schedule is None else schedule.estimate.policy
+    if policy not in (None, "rra"):
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="schedule.policy", value=policy,
+            allowed="rra: this version plans WAA (`xgpt schedule`, `simulate`, `sweep`), but "
+            "executes RRA alone" if policy in ("waa-c", "waa-m") else
+            "rra: baselines are simulated only")])
+    fixed = replace(fixed, policy="rra")
+    if schedule is not None:
+        degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
+        fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
+    elif fixed.tp_degree == 1 or (fixed.tp_degree is None and not fixed.tp_gpus):
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(session, problem=replace(session.problem, fixed=fixed))
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:

@@ -47,6 +47,15 @@ class _NoWork:
         rows = len(message.joined) if is_encode else self._active[message.group]
         return torch.zeros(rows, dtype=torch.long)
 
+    def gives_tokens(self, message: StepMessage) -> bool:
+        return True
+
+    def awaits_encoded(self, group: int | None = None) -> bool:
+        return False
+
+    def take_encoded(self, group: int, encoded: Tensor) -> None:
+        """Never called: nothing is encoded apart."""
+
 
 def head_overhead() -> tuple[float, ...]:
     """Seconds of the head's loop for one step of an ordinary micro-batch; one sample a round."""

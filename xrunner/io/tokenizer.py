@@ -78,6 +78,17 @@ def eos_ids(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
+def start_token(directory: Path) -> int:
+    """What an encoder-decoder model's decoder is fed first: generation_config.json's, else
+    config.json's, else the padding token (T5's). Raises XgptError where none is named."""
+    for key in ("decoder_start_token_id", "pad_token_id"):
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(directory / name).get(key)
+            if value is not None:
+                return int(value)
+    raise XgptError(f"{directory}: config.json names no decoder_start_token_id")
+
+
 def _load_backend(directory: Path) -> Any:
     """The `tokenizers` object; None where the directory has no vocabulary. Raises XgptError."""
     if not any((directory / name).is_file() for name in _VOCABULARIES):

@@ -21,13 +21,19 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _alone(tensor: Tensor) -> Tensor | None:
+    return tensor[None]
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `index` of a group of `degree`; `all_reduce` sums a [T, H] tensor over the group."""
+    """Rank `index` of a group of `degree`. `all_reduce` sums a [T, H] tensor over the group;
+    `gather` stacks every rank's tensor on the first one, and gives None on the others."""
 
     index: int = 0
     degree: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _identity
+    gather: Callable[[Tensor], Tensor | None] = _alone
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.degree, f"{self.index = } {self.degree = }"
@@ -54,9 +60,14 @@ class Shard:
         """Rows of the output head: ceil(V / degree) each, fewer (or none) on the last ranks."""
         if self.degree == 1:
             return None
-        share = -(-vocab_size // self.degree)
+        share = self.vocabulary_share(vocab_size)
         start = min(self.index * share, vocab_size)
         return Part(0, start, min(start + share, vocab_size))
+
+
+    def vocabulary_share(self, vocab_size: int) -> int:
+        """Tokens of the vocabulary on every rank but the last ones, which may have fewer."""
+        return -(-vocab_size // self.degree)
 
 
 WHOLE = Shard()

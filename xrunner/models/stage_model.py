@@ -49,7 +49,7 @@ class EncoderDecoder(NamedTuple):
     decoder_ends: Any
 
 
-# Can be timed; StageModel, which knows decoder-only models, does not execute them.
+# Executed by xrunner.models.encoder_decoder.
 ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
     "t5": EncoderDecoder(T5EncoderLayer, T5EncoderEnds, T5DecoderLayer, T5DecoderEnds),
 }
@@ -62,9 +62,7 @@ class StageModel:
                  dtype: torch.dtype, shard: Shard = WHOLE,
                  device: torch.device | str = "cpu") -> None:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`."""
-        if spec.family not in LAYER_CLASSES:
-            raise XgptError(f"model {spec.name!r}: family {spec.family!r} cannot be executed yet; "
-                            f"can be: {', '.join(LAYER_CLASSES)}")
+        assert spec.family in LAYER_CLASSES, f"{spec.family = } is not decoder-only"
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
         layer_class, ends_class = LAYER_CLASSES[spec.family]

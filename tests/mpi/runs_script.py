@@ -1,0 +1,58 @@
+"""What every rank of test_exact_runs.py runs: the cases of a file, one after the other, each on as
+many of the ranks as its stages have. Usage: runs_script.py CASES.json ANSWERS.json"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import toys
+
+from xrunner.collective import MpiGroup
+from xrunner.comm import MpiComm, wait_politely
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.route import routes
+from xrunner.rules.rra import RraRule
+
+
+def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
+    """The answers, on the first rank."""
+    directory = Path(case["directory"])
+    stages, rank = toys.stages_of(directory, case["degrees"]), comm.Get_rank()
+    stage = next(s for s in stages if rank in s.ranks)
+    index = stage.ranks.index(rank)
+    group = MpiGroup(comm.Split(stage.index, index))
+    shard = WHOLE if group.size == 1 else Shard(index, group.size, group.all_reduce, group.gather)
+    executor = toys.executor_of(directory, stage, shard)
+    route, messages = routes(stages)[rank], MpiComm(comm)
+    if rank > 0:
+        toys.serve(messages, route, executor)
+        return None
+    rule = RraRule(encode_batch=case["encode_batch"], max_active=12, kv_tokens=10_000,
+                   decode_iterations=case["decode_iterations"], num_groups=case["num_groups"])
+    queries = toys.random_queries(case["queries"])
+    sink = toys.lead(directory, messages, route, executor, rule, queries)
+    messages.flush()
+    return {r.query.index: list(r.output_ids) for r in sink.results}
+
+
+def main() -> None:
+    world = MPI.COMM_WORLD
+    answers = []
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        takes_part = world.Get_rank() < sum(case["degrees"])
+        comm = world.Split(int(takes_part), world.Get_rank())
+        if takes_part:
+            answers.append(run(case, comm))
+        barrier = world.Ibarrier()  # those left out must not spin on a core meanwhile
+        wait_politely(barrier.Test)
+    if world.Get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+main()

@@ -1,0 +1,129 @@
+"""Greedy float32 tokens equal transformers' `generate`: every family, layout of ranks, number of
+micro-batches, and way in which queries join, leave and are compacted. Caches are checked after
+every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import Collector, generate, random_queries, run_in_process, stages_of
+
+from xrunner.query import PreparedQuery
+from xrunner.stage import StageExecutor
+
+Made = Callable[[str], tuple[Path, Any]]
+Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
+
+FAMILIES = ("llama", "opt", "gpt2", "t5")
+# tensor-parallel degree of each stage, and micro-batches, encode_batch, decode_iterations
+CASES = [((1,), 2, 4, 5), ((2,), 1, 3, 2), ((1, 1), 1, 4, 5), ((2, 1), 2, 4, 1), ((1, 2), 3, 3, 4),
+         ((2, 2), 4, 5, 3), ((1, 1, 1), 3, 9, 30), ((2, 1, 1), 4, 1, 1), ((1, 2, 1), 1, 2, 3),
+         ((1, 1, 2), 2, 6, 2), ((1, 1, 1, 1), 4, 4, 5)]
+
+
+def answers(sink: Collector) -> dict[int, list[int]]:
+    return {r.query.index: list(r.output_ids) for r in sink.results}
+
+
+@pytest.mark.parametrize(("degrees", "groups", "batch", "iterations"), CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
+                               degrees: tuple[int, ...], groups: int, batch: int,
+                               iterations: int) -> None:
+    queries, expected = answered(family)
+    sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=groups,
+                                     encode_batch=batch, decode_iterations=iterations)
+    assert answers(sink) == expected
+    assert len(executors) == sum(degrees)
+    assert all(not any(e.awaits_encoded(group) for group in range(groups)) for e in executors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [case[0] for case in CASES])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "llama3-rope", "gpt2-untied", "t5-1.1"])
+def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, family: str,
+                                            degrees: tuple[int, ...]) -> None:
+    queries, expected = answered(family)
+    for groups, (batch, iterations) in product((1, 2, 3, 4), ((1, 1), (3, 2), (9, 30))):
+        sink, _ = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=groups,
+                                 encode_batch=batch, decode_iterations=iterations)
+        assert answers(sink) == expected, f"{groups = } {batch = } {iterations = }"
+
+
+@pytest.mark.parametrize("degrees", [(1,), (1, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_end_early_in_every_position(made: Made, family: str,
+                                             degrees: tuple[int, ...]) -> None:
+    """Of four queries that are encoded together, every subset leaves after three tokens."""
+    directory, model = made(family)
+    queries = [replace(q, max_new_tokens=7, is_forced=True) for q in random_queries(4, seed=5)]
+    longest = {q.index: generate(model, q) for q in queries}
+    subsets = [set(c) for size in range(1, 5) for c in combinations(range(4), size)]
+    for early in subsets if degrees == (1,) else subsets[::4]:
+        job = [replace(q, max_new_tokens=3) if q.index in early else q for q in queries]
+        sink, executors = run_in_process(directory, job, degrees=degrees, decode_iterations=9)
+        assert answers(sink) == {q.index: longest[q.index][:q.max_new_tokens] for q in job}
+        # the last slots close the gaps before them
+        moved = len({slot for slot in range(4 - len(early)) if slot in early})
+        assert {e.rows_compacted for e in executors} == {moved}, f"{early = }"
+
+
+@pytest.mark.parametrize("degrees", [(1,), (2, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_is_compacted_after_every_iteration(made: Made, family: str,
+                                                  degrees: tuple[int, ...]) -> None:
+    """The query in the first slot ends at each iteration, so that the last one takes its place."""
+    directory, model = made(family)
+    queries = [replace(q, max_new_tokens=3 + (-q.index) % 6, is_forced=True)
+               for q in random_queries(6, seed=7)]
+    sink, executors = run_in_process(directory, queries, degrees=degrees, encode_batch=6,
+                                     decode_iterations=12)
+    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert {e.rows_compacted for e in executors} == {5}
+
+
+def test_ranks_of_a_group_take_the_same_steps_and_share_the_memory(made: Made,
+                                                                   answered: Answered) -> None:
+    for family in ("llama", "t5"):
+        directory, queries = made(family)[0], answered(family)[0]
+        _, executors = run_in_process(directory, queries, degrees=(2, 1), num_groups=2)
+        steps = [[r[:6] for r in e.log if r.kind != "cross_kv"] for e in executors]
+        assert steps[0] == steps[1] == steps[2]
+        shared, whole = executors[0], executors[2]
+        heads = [c.store.shape[3] for c in (shared.caches[0], whole.caches[0])]
+        assert heads[1] == 2 * heads[0]
+        assert _busy(shared) == pytest.approx(shared.busy_s)
+
+
+def test_a_stage_without_an_encoder_layer_passes_on_what_comes(made: Made,
+                                                               answered: Answered) -> None:
+    directory = made("t5")[0]
+    stages = stages_of(directory, (1, 1, 1))
+    counts = [(0, 0), (0, 5), (5, 0)]  # the first stage only embeds the input
+    stages = [replace(stage, first_encoder_layer=first, num_encoder_layers=count)
+              for stage, (first, count) in zip(stages, counts, strict=True)]
+    queries, expected = answered("t5")
+    sink, _ = run_in_process(directory, queries, stages=stages, num_groups=3)
+    assert answers(sink) == expected
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 2)])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: str,
+                                        degrees: tuple[int, ...]) -> None:
+    queries, expected = answered(family)
+    for after in (1, 5):
+        sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, num_groups=3,
+                                         sink=Collector(stop_after=after))
+        assert after <= len(sink.results) < len(queries)
+        assert answers(sink).items() <= expected.items()
+        assert not any(e.awaits_encoded() for e in executors)
+
+
+def _busy(executor: StageExecutor) -> float:
+    return sum(record.end_s - record.start_s for record in executor.log)

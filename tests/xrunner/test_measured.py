@@ -1,0 +1,50 @@
+"""measured.json and steps.jsonl of stages of several ranks: all figures, and each step once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xrunner.measured import write_measured
+from xrunner.pipeline import RankReport
+from xrunner.stage import StepRecord
+
+
+def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:
+    log = tuple(StepRecord("decode", 0, 0, i, 5, 5, i + late_s, i + 0.5 + late_s)
+                for i in range(iterations))
+    return RankReport(rank=rank, stage=stage, log=log, busy_s=1.0 + rank, load_s=0.1 * rank,
+                      bytes_read=100, rows_compacted=3, peak_memory_bytes=10 + rank)
+
+
+def write(folder: Path, reports: list[RankReport]) -> None:
+    write_measured(folder, state="done", wall_s=10.0, finished=[(4, 1.0), (6, 3.0)],
+                   queries_before=0, num_errors=0, reports=reports)
+
+
+def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(
+        tmp_path: Path) -> None:
+    write(tmp_path, [report(0, 0), report(1, 0, late_s=0.1), report(2, 1)])
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    stages, ranks = measured["stages"], measured["ranks"]
+    assert [(s["stage"], s["ranks"]) for s in stages] == [(0, [0, 1]), (1, [2])]
+    assert [s["busy_s"] for s in stages] == [2.0, 3.0]
+    assert [s["bytes_read"] for s in stages] == [200, 100]
+    assert sum(s["bytes_read"] for s in stages) == measured["loaded_bytes"] == sum(
+        r["bytes_read"] for r in ranks)
+    assert [(r["rank"], r["stage"], r["busy_s"]) for r in ranks] == [
+        (0, 0, 1.0), (1, 0, 2.0), (2, 1, 3.0)]
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(s["stage"], s["rank"], s["start_s"]) for s in steps] == [
+        (0, 0, 0.0), (0, 0, 1.0), (1, 2, 0.0), (1, 2, 1.0)]
+
+
+def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ranks 0 and 1 of stage 0"):
+        write(tmp_path, [report(0, 0), report(1, 0, iterations=3)])
+    taken_up = replace(report(1, 0), log=(
+        *report(1, 0).log, StepRecord("cross_kv", 0, 0, 0, 1, 9, 0.0, 0.1)))
+    write(tmp_path, [report(0, 0), taken_up])  # when encoder output comes is each rank's own

@@ -1,0 +1,90 @@
+"""The simulator's replay, fed with a run's lengths, decides what the run decided, step for step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import generate, random_queries, run_in_process, spec_of
+
+from xgpt import catalog
+from xgpt.cluster import Cluster
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import joint_empirical
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate
+from xprofiler.roofline import Roofline
+from xrunner.query import PreparedQuery
+from xrunner.rules.registry import rules_for
+from xrunner.rules.steps import StepKind
+from xrunner.stage import StageExecutor
+from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.records import PoolRecords
+
+Made = Callable[[str], tuple[Path, Any]]
+Work = tuple[Path, list[PreparedQuery], np.ndarray]
+
+
+def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
+    cluster: Cluster = replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=devices)
+    joint = joint_empirical(pairs)
+    return Problem(model=spec_of(directory), cluster=cluster, lengths=joint, dtype="float32",
+                   num_queries=len(pairs), default_max_tokens=joint.outputs.max,
+                   constraint=Constraint(latency_s=math.inf, kind="sequence", quantile=0.99),
+                   fixed=FixedSchedule())
+
+
+def run_steps(executor: StageExecutor) -> list[tuple[object, ...]]:
+    return [(r.kind, r.group, r.phase, r.iteration, r.queries) for r in executor.log
+            if r.kind != "cross_kv"]
+
+
+def replayed_steps(pool: PoolRecords) -> list[tuple[object, ...]]:
+    return [(step.kind.value, step.group, step.phase, step.iteration,
+             int(encoded if step.kind is StepKind.ENCODE else decoded))
+            for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded, strict=True)]
+
+
+@pytest.fixture(scope="module", params=["llama", "t5"])
+def work(request: pytest.FixtureRequest, made: Made) -> Work:
+    """(model, queries, output tokens that transformers gives to each)"""
+    directory, model = made(request.param)
+    queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
+               for q in random_queries(24, seed=11, longest=40)]
+    return directory, queries, np.array([len(generate(model, q)) for q in queries])
+
+
+@pytest.mark.parametrize(("degrees", "config"), [
+    ((1,), RraConfig(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
+    ((1, 1), RraConfig(encode_batch=9, decode_iterations=3)),
+    ((2, 1), RraConfig(encode_batch=5, decode_iterations=7, tp_degree=2, tp_gpus=2)),
+    ((2, 2), RraConfig(encode_batch=3, decode_iterations=2, tp_degree=2, tp_gpus=4,
+                       decode_micro_batches=3))])
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
+                                                  config: RraConfig, is_tight: bool) -> None:
+    directory, queries, outputs = work
+    inputs = np.array([len(q.input_ids) for q in queries])
+    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate: Estimate = Rra(problem, timing).estimate(config)
+    most = max(q.reserve_tokens for q in queries)
+    # tight: the budget holds two or three queries a group, so that admission waits for room
+    kv_tokens = estimate.decode_micro_batches * (2 * most if is_tight else 40 * most)
+    estimate = replace(estimate, kv_tokens=kv_tokens)
+    assert tuple(stage.tp_degree for stage in estimate.stages) == degrees
+    sink, executors = run_in_process(directory, queries, stages=estimate.stages,
+                                     rule=rules_for(estimate)[0])
+    finished = {r.query.index: len(r.output_ids) for r in sink.results}
+    assert [finished[q.index] for q in queries] == outputs.tolist()
+    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
+                        max_outputs=[q.max_new_tokens for q in queries])
+    expected = replayed_steps(result.pools[0])
+    assert all(run_steps(executor) == expected for executor in executors)
+    assert len({step[4] for step in expected}) > 2

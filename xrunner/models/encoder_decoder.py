@@ -1,0 +1,119 @@
+"""The slice of an encoder-decoder model that one stage holds: layers of both kinds, and the ends.
+
+An encode step goes through the encoder's layers, stage after stage; its output then goes to every
+stage that holds decoder layers, which leave its keys and values in their cross-attention's caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xgpt.errors import XgptError
+from xgpt.model import ModelSpec, refuse_tp_degree
+from xgpt.schedule import StageAssignment
+from xrunner.models.attention import (
+    CrossContext,
+    DecodeContext,
+    attend_bidirectional,
+    attend_cross,
+    attend_decode,
+    store_packed,
+)
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel
+from xrunner.models.t5 import SCALE
+from xrunner.models.weights import OnDevice, WeightSource
+
+
+class EncoderDecoderStage:
+    """Both kinds of layer of a stage, as its StageAssignment counts them. Loads only those.
+
+    `is_first` takes tokens, `is_last` gives the encoder's output and the logits. A stage may hold
+    no encoder layer, and then passes the hidden state on as it is.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
+                 dtype: torch.dtype, shard: Shard = WHOLE,
+                 device: torch.device | str = "cpu") -> None:
+        """`shard`: this rank's part of every layer and of the head; weights go to `device`."""
+        if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
+            raise XgptError(f"model {spec.name!r}: {reason}")
+        classes = ENCODER_DECODER_CLASSES[spec.family]
+        self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
+        self.is_first = stage.first_layer == 0
+        self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
+        placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
+        self.encoder_layers: list[Any] = [
+            classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard)
+            for i in range(stage.num_encoder_layers)]
+        self.layers: list[Any] = [
+            classes.decoder_layer(spec, placed, stage.first_layer + i, shard)
+            for i in range(stage.num_layers)]
+        self.ends: Any = classes.decoder_ends(spec, placed, first=self.is_first,
+                                              last=self.is_last, shard=shard)
+        self.encoder_ends: Any = classes.encoder_ends(spec, placed, first=False,
+                                                      last=self.is_last, shard=shard)
+        self.encoder_ends.embedding = self.ends.embedding  # one table serves both
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of this shard, as its caches hold them."""
+        return self.shard.share(self.spec.kv_heads)
+
+    def encode(self, inputs: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Whole inputs, packed, through the encoder's layers. `inputs`: tokens [T] on the first
+        stage, hidden [T, H] after it. Returns hidden [T, H]; on the last stage the encoder's
+        output."""
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
+        hidden = self.encoder_ends.embed(inputs, positions) if self.is_first else inputs
+        if self.encoder_layers:
+            bias = self.encoder_ends.prepare(positions, self.dtype)
+            for layer in self.encoder_layers:
+                query, key, value = layer.qkv(hidden, bias)
+                attended = attend_bidirectional(query, key, value, lengths, bias, SCALE)
+                hidden = layer.finish(hidden, attended)
+        return self.encoder_ends.finish(hidden) if self.is_last else hidden
+
+    def store_encoded(self, encoded: Tensor, cache: Tensor, first_slot: int,
+                      lengths: Sequence[int]) -> None:
+        """The encoder's output [T, H] as keys and values in the cross-attention's cache
+        [layers, 2, slots, k, capacity, d], from `first_slot` on."""
+        counts = torch.tensor(lengths)
+        slots = torch.repeat_interleave(torch.arange(len(lengths)) + first_slot, counts)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        slots, positions = slots.to(encoded.device), positions.to(encoded.device)
+        for layer, (keys, values) in zip(self.layers, cache, strict=True):
+            key, value = layer.cross_kv(encoded)
+            store_packed(key, value, keys, values, slots, positions)
+
+    def decode(self, inputs: Tensor, cache: Tensor, encoded: Tensor, step: DecodeContext,
+               across: CrossContext) -> Tensor:
+        """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
+        after it; `cache` of the tokens so far, `encoded` of the inputs. Returns hidden [n, H]."""
+        hidden = self.ends.embed(inputs, step.positions) if self.is_first else inputs
+        bias = self.ends.prepare(step.positions, self.dtype)
+        for layer, (keys, values), (cross_keys, cross_values) in zip(
+                self.layers, cache, encoded, strict=True):
+            query, key, value = layer.qkv(hidden, bias)
+            attended = attend_decode(query, key, value, keys, values, step, bias, SCALE)
+            hidden, query = layer.cross_query(hidden, attended)
+            attended = attend_cross(query, cross_keys, cross_values, across, SCALE)
+            hidden = layer.finish(hidden, attended)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> logits [n, V_local] of this shard's tokens; last stage only."""
+        logits: Tensor = self.ends.logits(hidden)
+        return logits
+
+
+def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment, dtype: torch.dtype,
+               shard: Shard = WHOLE) -> StageModel | EncoderDecoderStage:
+    """A stage of any family."""
+    if spec.is_encoder_decoder:
+        return EncoderDecoderStage(spec, weights, stage, dtype, shard)
+    return StageModel(spec, weights, stage, dtype, shard)

@@ -1,0 +1,63 @@
+"""Who is before and after a rank: how steps, tokens and encoded inputs travel within a pool.
+
+A stage is a tensor-parallel group, and every rank of it needs the whole hidden state, which every
+rank of the stage before holds. So rank j of a stage takes its steps from rank j mod t of the t
+ranks before it: one hop for every rank, where a message between first ranks and a broadcast behind
+it would move as many bytes in two hops, one after the other, and put all of them on one sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xgpt.schedule import StageAssignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One rank's neighbours. The head is the first rank of the first stage."""
+
+    rank: int
+    stage: int  # its place in the pool
+    steps_from: int | None  # None: the head, which decides them
+    peers: tuple[int, ...] = ()  # of the head: its group, which takes the same inputs
+    following: tuple[int, ...] = ()  # take this rank's outputs; none on the last stage
+    tokens_from: int | None = None  # of the head: the last stage's first rank; None: itself
+    tokens_to: int | None = None  # of the last stage's first rank: the head; None: itself
+    encoded_from: int | None = None  # whose encoder output it takes; None: its own
+    encoded_to: tuple[int, ...] = ()  # of the last stage: who take the encoder's output from it
+
+
+ALONE = Route(rank=0, stage=0, steps_from=None)
+
+
+def routes(stages: Sequence[StageAssignment]) -> dict[int, Route]:
+    """By rank, for the stages of one pool, in order."""
+    groups = [stage.ranks for stage in stages]
+    head, last = groups[0][0], len(groups) - 1
+    found = {}
+    for place, group in enumerate(groups):
+        for index, rank in enumerate(group):
+            is_head, is_last = rank == head, place == last
+            found[rank] = Route(
+                rank=rank, stage=place, peers=group[1:] if is_head else (),
+                steps_from=(None if is_head else head if place == 0
+                            else _sender(groups[place - 1], index)),
+                following=() if is_last else _takers(group, index, groups[place + 1]),
+                tokens_from=groups[last][0] if is_head and last > 0 else None,
+                tokens_to=head if is_last and index == 0 and last > 0 else None,
+                encoded_from=None if is_last else _sender(groups[last], index),
+                encoded_to=tuple(taker for other in groups[:last]
+                                 for taker in _takers(group, index, other)) if is_last else ())
+    return found
+
+
+def _sender(group: Sequence[int], index: int) -> int:
+    """Of `group`, who sends to the rank at `index` of another."""
+    return group[index % len(group)]
+
+
+def _takers(group: Sequence[int], index: int, others: Sequence[int]) -> tuple[int, ...]:
+    """Those of `others` that take from the rank at `index` of `group`."""
+    return tuple(rank for other, rank in enumerate(others) if other % len(group) == index)
