@@ -10,6 +10,8 @@ the constraint's `confidence`, as far as the causes below are known:
   computed source (the roofline) has measured nothing: its error is not covered, and said not to be.
 - *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
   bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
+- *model*: a replay of the schedule (xsimulator.replay, fixed seed) may show a longer latency than
+  the closed form; by so much it is taken to be wrong.
 - *drift*: the mean output length may differ by up to the constraint's `drift`, the std kept: the
   worst of both directions, a factor of its own. The bound's output length drifts along, for it
   is defined by a quantile.
@@ -49,6 +51,7 @@ from xprofiler.profile_timing import TableError
 from xprofiler.timing import Operator, Reach, TimingSource
 from xscheduler.pinned import pinned_policy
 from xsimulator.policies import make_config
+from xsimulator.replay.predict import replay_latency_s
 
 REPLICATES = 40
 MOST_DRAWN = 2000  # of a larger sample's lengths; its replicates then scatter as much less
@@ -56,6 +59,7 @@ ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
 SHRINK = 0.97  # of an unsafe schedule's latency: what is tried next, at least
+NEGLIGIBLE = 0.001  # excess of a replay's latency that counts as none
 LEAST_STEP = 0.01  # by which a table's times are raised, where its error is smaller
 _SEED = 20240427
 
@@ -77,6 +81,7 @@ class Margin:
     drift: float
     confidence: float
     sentence: str
+    model: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +113,10 @@ def margin(problem: Problem, timing: TimingSource, estimate: Estimate, *,
 class Doubts:
     """Margins of one problem's estimates; keeps the resampled distributions between them."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool,
+                 replays: bool = False) -> None:
+        """`replays`: each schedule's latency is checked by a replay."""
+        self.problem, self._replays = problem, replays
         self._timing: TimingSource = timing if timing.is_padded == padded else Raised(
             timing, None, 1.0, padded=padded)
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
@@ -126,9 +133,10 @@ class Doubts:
 
     def margin(self, estimate: Estimate) -> Margin:
         confidence = self.problem.constraint.confidence
+        model = self._model_factor(estimate)
         if self.is_certain:
-            return Margin(factor=1.0, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
-                          sentence=self._sentence(1.0, 1.0, 1.0, 1.0, 0.0))
+            return Margin(factor=model, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
+                          model=model, sentence=self._sentence(model, 1.0, 1.0, 1.0, 0.0, model))
         case = self._case(estimate)
         expected_s = self._latency_s("as planned", self.problem.lengths, case)
         spread, unmeasured = self._timing_spread(case, expected_s)
@@ -137,10 +145,19 @@ class Doubts:
         alone = np.zeros(1)
         timing = math.exp(upper_limit(alone, spread, confidence))
         lengths = max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0)
-        factor = drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)
+        factor = model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)
         return Margin(
             factor=factor, timing=timing, lengths=lengths, drift=drift, confidence=confidence,
-            sentence=self._sentence(factor, timing, lengths, drift, unmeasured))
+            model=model, sentence=self._sentence(factor, timing, lengths, drift, unmeasured, model))
+
+    def _model_factor(self, estimate: Estimate) -> float:
+        """By how much a replay's latency exceeds the closed form's."""
+        if not self._replays or math.isinf(self.problem.constraint.latency_s):
+            return 1.0
+        seen_s = replay_latency_s(self.problem, self._timing, estimate, _SEED,
+                                  padded=self._timing.is_padded)
+        ratio = seen_s / estimate.latency_s
+        return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
     def longer(self) -> JointLengths:
         """Outputs as long as they may have to be reckoned with: drifted up, and moved so that the
@@ -228,7 +245,7 @@ class Doubts:
     # --- words --------------------------------------------------------------------------------
 
     def _sentence(self, factor: float, timing: float, lengths: float, drift: float,
-                  unmeasured: float) -> str:
+                  unmeasured: float, model: float = 1.0) -> str:
         constraint, joint = self.problem.constraint, self.problem.lengths
         if math.isinf(constraint.latency_s):
             return "there is no bound, so none can be broken"
@@ -247,6 +264,8 @@ class Doubts:
         if constraint.drift:
             causes.append(f"{drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer or "
                           "shorter in the mean")
+        if model > 1:
+            causes.append(f"{model - 1:.1%} by which a replay takes longer than the closed form")
         text = "no margin: lengths are given and taken as true" if not causes else (
             f"planned for {format_seconds(constraint.latency_s / factor)}, so that the bound of "
             f"{format_seconds(constraint.latency_s)} is kept with a confidence of "
@@ -277,11 +296,13 @@ def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> flo
 
 def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float], Schedule], *,
                 padded: bool,
-                search_problem: Callable[[Problem], Schedule] | None = None) -> PlannedWithin:
+                search_problem: Callable[[Problem], Schedule] | None = None,
+                replays: bool = False) -> PlannedWithin:
     """The best schedule found whose latency times its own margin keeps the bound.
 
     search: the best schedule within a latency bound in seconds; raises InfeasibleError.
     search_problem: the same for a problem like this one with other lengths and another bound.
+    replays: each schedule's latency is checked by a replay, too.
 
     A margin belongs to a schedule: where a query of one token more waits a whole phase more, it is
     large, and the best schedules sit at such edges. Tighter bounds do not keep the search from
@@ -292,7 +313,7 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
     `latency_bound_s` is the problem's, its `bound_qps` holds for schedules without a margin.
     """
     bound_s = problem.constraint.latency_s
-    doubts = Doubts(problem, timing, padded=padded)
+    doubts = Doubts(problem, timing, padded=padded, replays=replays)
     free = search(bound_s)
     first = doubts.margin(free.estimate)
     if free.estimate.latency_s * first.factor <= bound_s:
@@ -300,7 +321,8 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
     tried = _Tried(bound_s, free, first)
     begin_s, find = bound_s / first.factor, search
     if search_problem is not None and first.lengths * first.drift > 1:
-        begin_s, longer = bound_s / first.timing, replace(problem, lengths=doubts.longer())
+        begin_s = bound_s / (first.timing * first.model)
+        longer = replace(problem, lengths=doubts.longer())
 
         def find(target_s: float) -> Schedule:
             return search_problem(replace(longer, constraint=replace(

@@ -5,6 +5,7 @@ The closed form describes a job without end; one of a few hundred queries is mos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,11 @@ from xgpt.lengths import IntArray, JointLengths
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import Replayer, planned_outputs
+from xsimulator.replay.job import Replayer, planned_outputs, replay_job
+from xsimulator.replay.steady import steady_figures
 
+# of a replay that checks a latency: queries at least and at most, and times what is in the system
+CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS = 8000, 50_000, 12
 MIN_NEIGHBOURS = 8  # observed pairs near a known input among which its output is drawn
 
 
@@ -28,6 +32,18 @@ class JobPrediction:
     latency_p50_s: float
     latency_p99_s: float
     wall_s: float
+
+
+def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int, *,
+                     padded: bool) -> float:
+    """The steady state's latency of the bound's kind and quantile in a replay of sampled queries;
+    nan where none is long enough to count."""
+    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+    count = min(max(CHECKED_QUERIES, math.ceil(CHECKED_ROUNDS * present)), MOST_CHECKED)
+    inputs, outputs = sample_job(problem.lengths, count, np.random.default_rng(seed), None)
+    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs, padded=padded)
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    return float("nan") if steady is None else steady.latency_s
 
 
 def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
