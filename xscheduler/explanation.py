@@ -92,7 +92,8 @@ def _why_variables(schedule: Schedule, problem: Problem) -> str:
     estimate = schedule.estimate
     if estimate.policy == "rra":
         iterations = estimate.decode_iterations
-        work = (f"{_queries(estimate.encode_batch)} encoded together once every "
+        together = "" if estimate.encode_batch == 1 else " together"
+        work = (f"{_queries(estimate.encode_batch)} encoded{together} once every "
                 f"{'iteration' if iterations == 1 else f'{iterations} iterations'}, which keeps "
                 f"{estimate.decode_batch:.0f} decoding when a phase begins")
     else:

@@ -296,11 +296,12 @@ class PinnedSearch:
             why = self._known[min(seen), self._batches[0]][2]
             return Way(estimate=None, reason=f"even the smallest batch is too large ({why})")
         found = self._estimate(*point)
+        iterations = (f"decode_iterations {found.decode_iterations}, "
+                      if found.policy == "rra" else "")
         return Way(estimate=found, reason=(
             f"the tightest latency on these stages is {found.latency_s:.4g} s, with encode_batch "
-            f"{found.encode_batch}, decode_iterations {found.decode_iterations}, "
-            f"decode_micro_batches {found.decode_micro_batches}; the limit is "
-            f"{self._limit_s:.4g} s"))
+            f"{found.encode_batch}, {iterations}decode_micro_batches "
+            f"{found.decode_micro_batches}; the limit is {self._limit_s:.4g} s"))
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
         found: Estimate = self._policy.estimate(self._config(line, batch))

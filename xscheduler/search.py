@@ -82,8 +82,9 @@ class Scheduler:
         if not self._policies:
             raise InputError([Mistake(
                 file="schedule", line=None, key="schedule.policy", value=problem.fixed.policy,
-                allowed=f"{problem.cluster.num_devices} devices cannot be divided into an encode "
-                        "and a decode pool for this model and plan")])
+                allowed=f"rra: cluster {problem.cluster.name} ({problem.cluster.num_devices} x "
+                        f"{problem.cluster.device.name}) cannot be divided into an encode and a "
+                        "decode pool for this model and tensor plan")])
         self._free: dict[str, Found] = {}
 
     def find(self, latency_bound_s: float | None = None, *, compares: bool = True) -> Schedule:

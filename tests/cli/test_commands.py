@@ -65,7 +65,10 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(
     schedule = json.loads(found.stdout)
     assert schedule["policy"] == policy
     assert schedule["latency_s"] <= 11.5 and schedule["fits"]
-    assert schedule["status"] in ("optimal", "within gap") and 0 <= schedule["gap"] <= 0.005
+    assert schedule["status"] in ("optimal", "within gap")
+    # the gap is to schedules without a margin, of which this one may have lost a little to one
+    assert 0 <= schedule["gap"] <= 0.005 + schedule["margin_cost"] / (1 - schedule["margin_cost"])
+    assert schedule["margin_cost"] < 0.03
     assert schedule["bound_qps"] >= schedule["throughput_qps"] > 0
     checked = xgpt("simulate", job, "--json", "--schedule", tmp_path / "s.json")
     assert checked.returncode == 0, checked.stderr
@@ -118,7 +121,7 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
 
 
 @pytest.mark.parametrize(("fixed", "words"), [
-    ("policy=waa-c", "executes RRA alone"), ("policy=ft", "simulated only")])
+    ("policy=waa-c", "executes RRA alone"), ("policy=ft", "executes RRA alone")])
 def test_what_is_planned_but_not_executed_is_refused_in_words(
         job: Path, fixed: str, words: str) -> None:
     from xgpt.cli.session import executable, open_session

@@ -1,164 +1,161 @@
-"""find_schedule against brute force, and what it says about what it found."""
+"""find_schedule: over all policies, and what it says about what it found. That it is right:
+test_against_brute_force.py, test_bounds.py."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from problems_suite import (
+    POLICIES,
+    SLOW,
+    correlated,
+    noisy_profile,
+    planted,
+    roofline_of,
+    toy_problem,
+)
 
 from xgpt import catalog
-from xgpt.cluster import Cluster, Device, Link
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, joint_empirical, truncated_normal
-from xgpt.model import ModelSpec
 from xgpt.problem import Problem
 from xgpt.schedule import schedule_from_dict
-from xprofiler.roofline import Roofline
-from xscheduler.brute_force import best_of_grid
-from xscheduler.search import BATCH_TOLERANCE, find_schedule
+from xscheduler.brute_force import evaluate_grid
+from xscheduler.search import Scheduler, find_schedule
 from xsimulator.policies.rra import Rra, RraConfig
 
-TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
-                vocab_size=8000, intermediate_size=4096, max_positions=512,
-                has_learned_positions=True)
-FAST = Link(name="fast", bandwidth_bytes_per_s=200e9, latency_s=3e-6)
-SLOW = Link(name="slow", bandwidth_bytes_per_s=10e9, latency_s=10e-6)
+QUERIES = 40  # of every job here that is compared with brute force
 
 
-def toy_problem(*, latency_s=math.inf, devices=4, memory=6e8, link=FAST, fixed=None,
-                inputs=(40, 20, 80), outputs=(9, 4, 20), num_queries=None,
-                quantile=0.99, pairs=None):
-    device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
-                    flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    cluster = Cluster(name="toy", device=device, num_nodes=1, devices_per_node=devices,
-                      intra_link=link, inter_link=SLOW)
-    lengths = joint_empirical(pairs) if pairs is not None else JointLengths(
-        inputs=truncated_normal(*inputs), outputs=truncated_normal(*outputs))
-    return Problem(model=TOY, cluster=cluster, lengths=lengths, dtype="float16",
-                   constraint=Constraint(latency_s=latency_s, quantile=quantile),
-                   fixed=fixed or FixedSchedule(), num_queries=num_queries, default_max_tokens=20)
+def oracles(problem: Problem, timing, policies=POLICIES):
+    """By policy."""
+    batches = range(1, QUERIES + 1)
+    if problem.fixed.encode_batch is not None:
+        batches = [problem.fixed.encode_batch]
+    iterations = range(1, max(problem.lengths.outputs.max - 1, 1) + 1)
+    if problem.fixed.decode_iterations is not None:
+        iterations = [problem.fixed.decode_iterations]
+    return {policy: evaluate_grid(policy, problem, timing, encode_batches=batches,
+                                  others=iterations if policy == "rra" else None)
+            for policy in policies}
 
 
-def roofline_of(problem):
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+def optimum(grids, bound_s: float = math.inf) -> float:
+    return max(grid.best(bound_s)[1] for grid in grids.values())
 
 
-GRID = 40  # largest batch of the oracle
-
-
-def oracle(problem, *, largest=GRID, padded=True):
-    fixed, iterations = problem.fixed, problem.lengths.outputs.max - 1
-    batches = range(1, largest + 1) if fixed.encode_batch is None else [fixed.encode_batch]
-    return best_of_grid(
-        problem, roofline_of(problem), encode_batches=batches, padded=padded,
-        decode_iterations=range(1, iterations + 1) if fixed.decode_iterations is None else [
-            fixed.decode_iterations])
-
-
-def pairs_of(seed):
-    rng = np.random.default_rng(seed)
-    inputs = rng.integers(5, 80, 400)
-    return np.stack([inputs, np.clip(inputs // 3 + rng.integers(-3, 4, 400), 1, 20)], axis=1)
+def tightest(grids) -> float:
+    return min(grid.tightest_latency_s for grid in grids.values())
 
 
 TOYS = {
     "fast link": {}, "slow link": {"link": SLOW}, "two devices": {"devices": 2},
-    "one device": {"devices": 1}, "tight memory": {"memory": 1.2e8},
-    "long outputs": {"outputs": (20, 12, 50), "inputs": (10, 4, 20), "devices": 2},
-    "correlated": {"pairs": pairs_of(0)}, "few queries": {"num_queries": 40},
-    "median": {"quantile": 0.5},
+    "tight memory": {"memory": 1.2e8}, "median": {"quantile": 0.5},
+    "correlated": {"pairs": correlated(np.random.default_rng(0))},
+    "a token at most": {"pairs": np.array([[30, 1], [60, 1]])},
 }
 
 
-@pytest.mark.parametrize(("tightness", "padded"), [(1.02, True), (1.7, False), (2.5, True)])
 @pytest.mark.parametrize("toy", TOYS)
-def test_equals_brute_force(toy, tightness, padded):
-    problem = toy_problem(**TOYS[toy])
-    tightest = oracle(problem, largest=1, padded=padded).tightest_latency_s
-    latency_s = tightest * tightness
-    problem = replace(problem, constraint=replace(problem.constraint, latency_s=latency_s))
-    expected = oracle(problem, padded=padded)
-    found = find_schedule(problem, roofline_of(problem), gap=0.0, padded=padded)
-    if found.estimate.encode_batch <= GRID:  # else the optimum lies beyond the grid
-        assert found.estimate.throughput_qps == pytest.approx(expected.throughput_qps, rel=1e-9)
-    assert found.estimate.throughput_qps >= expected.throughput_qps * (1 - 1e-9)
-    assert found.bound_qps >= expected.throughput_qps
-    assert found.estimate.latency_s <= latency_s
-    assert found.estimate.fits
+def test_the_best_of_all_policies_equals_brute_force(toy):
+    problem = toy_problem(**TOYS[toy], num_queries=QUERIES)
+    timing = planted(np.random.default_rng(1), roofline_of(problem))
+    grids = oracles(problem, timing)
+    scheduler = Scheduler(problem, timing)
+    for bound_s in (1.05 * tightest(grids), 1.7 * tightest(grids), math.inf):
+        found, best = scheduler.find(bound_s), optimum(grids, bound_s)
+        assert found.bound_qps >= best
+        assert best / 1.005 <= found.estimate.throughput_qps <= best * (1 + 1e-9)
+        assert found.estimate.latency_s <= bound_s and found.estimate.fits
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_gap_and_bound_hold_under_random_bounds(seed):
-    rng = np.random.default_rng(seed)
-    problem = toy_problem(link=(FAST, SLOW)[seed % 2], memory=rng.uniform(1.5e8, 3e8))
-    tightest = oracle(problem, largest=1).tightest_latency_s
-    problem = replace(problem, constraint=Constraint(latency_s=tightest * rng.uniform(1.05, 3)))
-    expected = oracle(problem)
-    found = find_schedule(problem, roofline_of(problem), gap=0.02)
-    assert found.bound_qps >= expected.throughput_qps
-    assert found.estimate.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
-    assert found.gap <= 0.02 + BATCH_TOLERANCE
-
-
-def test_without_a_latency_bound_memory_decides():
-    problem = toy_problem(memory=1.2e8)
-    expected = oracle(problem)
-    found = find_schedule(problem, roofline_of(problem), gap=0.0)
-    assert found.estimate.throughput_qps == pytest.approx(expected.throughput_qps)
-    assert found.unbounded_qps == found.estimate.throughput_qps
-    assert max(found.estimate.memory_bytes) <= found.estimate.memory_capacity_bytes
+def test_without_a_gap_it_is_the_optimum():
+    problem = toy_problem(num_queries=QUERIES)
+    grids = oracles(problem, roofline_of(problem))
+    bound_s = 1.4 * tightest(grids)
+    found = Scheduler(problem, roofline_of(problem), gap=0.0).find(bound_s)
+    assert found.estimate.throughput_qps == pytest.approx(optimum(grids, bound_s), rel=1e-9)
+    assert found.status == "optimal" and found.gap <= 1e-9
 
 
 def test_a_bound_costs_throughput_and_the_schedule_says_how_much():
-    problem = toy_problem()
-    tightest = oracle(problem, largest=1).tightest_latency_s
-    tight = replace(problem, constraint=Constraint(latency_s=tightest * 1.5))
-    found = find_schedule(tight, roofline_of(problem))
-    assert found.unbounded_qps > 1.2 * found.estimate.throughput_qps
+    problem = toy_problem(num_queries=QUERIES)
+    grids = oracles(problem, roofline_of(problem))
+    found = Scheduler(problem, roofline_of(problem)).find(1.02 * tightest(grids))
+    assert found.unbounded_qps == pytest.approx(optimum(grids), rel=0.02)
+    assert found.unbounded_qps > found.estimate.throughput_qps
     label = found.rejected[-1]
     assert label.label.startswith("without a latency bound") and "latency above" in label.reason
     assert label.throughput_qps == found.unbounded_qps
-    degrees = {row.label.split()[1].rstrip(":") for row in found.rejected[:-1]}
+    labels = [row.label for row in found.rejected[:-1]]
+    others = set(POLICIES) - {found.estimate.policy}
+    assert others == {label.split()[1].rstrip(":") for label in labels
+                      if label.startswith("policy")}
+    degrees = {label.split()[1].rstrip(":") for label in labels if label.startswith("tp_degree")}
     assert degrees | {str(found.estimate.tp_degree)} == {"1", "2", "4"}
 
 
-def test_same_input_same_schedule():
-    problem = toy_problem(latency_s=0.05)
-    first, second = (find_schedule(problem, roofline_of(problem)) for _ in range(2))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_input_same_schedule_nodes_and_reasons(policy):
+    problem = toy_problem(latency_s=0.05, num_queries=QUERIES,
+                          fixed=FixedSchedule(policy=policy))
+    first, second = (find_schedule(problem, planted(np.random.default_rng(3), roofline_of(problem)))
+                     for _ in range(2))
+    assert first.nodes > 0 and first.pruned
     assert replace(first, seconds=0) == replace(second, seconds=0)
 
 
+def test_of_several_bounds_each_has_the_answer_it_has_alone():
+    problem = toy_problem(num_queries=QUERIES, fixed=FixedSchedule(policy="rra"))
+    timing = roofline_of(problem)
+    one = tightest(oracles(problem, timing, ["rra"]))
+    swept = Scheduler(problem, timing)
+    for bound_s in (1.1 * one, 2 * one, math.inf, 1.3 * one):
+        ours, alone = (s.find(bound_s) for s in (swept, Scheduler(problem, timing)))
+        assert ours.estimate.throughput_qps == pytest.approx(
+            alone.estimate.throughput_qps, rel=0.005)
+        assert ours.nodes >= alone.nodes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
+    problem = toy_problem(num_queries=400, outputs=(20, 12, 50), fixed=FixedSchedule(
+        policy=policy))
+    timing = planted(np.random.default_rng(5), roofline_of(problem))
+    whole = find_schedule(problem, timing, gap=0.0)
+    cut, again = (find_schedule(problem, timing, gap=0.0, max_nodes=1) for _ in range(2))
+    assert cut.status == "stopped at its limit"
+    assert replace(cut, seconds=0) == replace(again, seconds=0)
+    assert cut.nodes <= whole.nodes
+    assert cut.estimate.throughput_qps <= whole.estimate.throughput_qps <= cut.bound_qps
+    assert cut.gap == pytest.approx(cut.bound_qps / cut.estimate.throughput_qps - 1)
+
+
 def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
-    problem = toy_problem()
-    expected = oracle(problem, largest=1)
-    impossible = replace(problem, constraint=Constraint(
-        latency_s=0.9 * expected.tightest_latency_s))
+    problem = toy_problem(num_queries=QUERIES)
+    grids = oracles(problem, roofline_of(problem))
+    scheduler = Scheduler(problem, roofline_of(problem))
     with pytest.raises(InfeasibleError, match="latency binds") as raised:
-        find_schedule(impossible, roofline_of(problem))
+        scheduler.find(0.9 * tightest(grids))
     named_s = float(str(raised.value).split("can be met is ")[1].split(" s,")[0])
-    assert expected.tightest_latency_s <= named_s <= 1.001 * expected.tightest_latency_s
-    met = replace(problem, constraint=Constraint(latency_s=named_s))
-    assert find_schedule(met, roofline_of(problem)).estimate.latency_s <= named_s
-    assert "encode_batch 1," in str(raised.value)
-    # and the bound it names can in fact be met
-    possible = replace(problem, constraint=Constraint(
-        latency_s=1.0001 * expected.tightest_latency_s))
-    assert find_schedule(possible, roofline_of(problem)).estimate.encode_batch >= 1
+    assert tightest(grids) <= named_s <= 1.001 * tightest(grids)
+    assert scheduler.find(named_s).estimate.latency_s <= named_s
 
 
 def test_a_model_too_large_names_memory():
+    problem = toy_problem(memory=3e7, num_queries=QUERIES)
     with pytest.raises(InfeasibleError, match="memory binds"):
-        problem = toy_problem(memory=3e7)
         find_schedule(problem, roofline_of(problem))
 
 
 def test_fixed_values_are_kept():
     fixed = FixedSchedule(policy="rra", encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
     problem = toy_problem(fixed=fixed)
-    found = find_schedule(problem, roofline_of(problem))
+    found = find_schedule(problem, roofline_of(problem), padded=True)
     config = RraConfig(encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
     assert found.estimate == Rra(problem, roofline_of(problem)).estimate(config)
 
@@ -167,17 +164,17 @@ def test_fixed_values_are_kept():
     ("encode_batch", 7), ("decode_iterations", 5), ("tp_degree", 2), ("tp_gpus", 2),
     ("decode_micro_batches", 3)])
 def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
-    problem = toy_problem(fixed=FixedSchedule(**{field: value}))
-    found = find_schedule(problem, roofline_of(problem), gap=0.0)
+    problem = toy_problem(num_queries=QUERIES, fixed=FixedSchedule(**{field: value}))
+    policies = ["rra"] if field == "decode_iterations" else POLICIES
+    best = optimum(oracles(problem, roofline_of(problem), policies))
+    found = find_schedule(problem, roofline_of(problem))
     assert getattr(found.estimate, field) == value
-    expected = oracle(problem).throughput_qps
-    assert found.estimate.throughput_qps >= expected * (1 - 1e-9)
-    if found.estimate.encode_batch <= GRID:
-        assert found.estimate.throughput_qps == pytest.approx(expected)
+    assert best / 1.005 <= found.estimate.throughput_qps <= best * (1 + 1e-9) <= (
+        found.bound_qps * (1 + 2e-9))
 
 
 @pytest.mark.parametrize(("fixed", "what"), [
-    (FixedSchedule(policy="waa"), "left out"),
+    (FixedSchedule(policy="ft"), "left out"),
     (FixedSchedule(tp_degree=3), "attention heads"),
     (FixedSchedule(tp_degree=2, tp_gpus=3), "multiple"),
     (FixedSchedule(tp_gpus=3), "multiple")])
@@ -187,22 +184,53 @@ def test_fixed_values_that_cannot_be_held_are_wrong_input(fixed, what):
         find_schedule(problem, roofline_of(problem))
 
 
+def test_one_device_cannot_be_divided():
+    problem = toy_problem(devices=1, fixed=FixedSchedule(policy="waa-c"))
+    with pytest.raises(InputError, match="cannot be divided"):
+        find_schedule(problem, roofline_of(problem))
+    alone = find_schedule(replace(problem, fixed=FixedSchedule(), num_queries=QUERIES),
+                          roofline_of(problem))
+    assert alone.estimate.policy == "rra"
+
+
 def test_a_finite_job_never_plans_more_queries_than_it_has():
     problem = toy_problem(num_queries=25)
     found = find_schedule(problem, roofline_of(problem))
-    assert found.estimate.decode_batch <= 25
-    assert found.estimate.encode_batch <= 25
+    assert found.estimate.decode_batch <= 25 and found.estimate.encode_batch <= 25
 
 
-def test_a_node_limit_is_reported():
-    problem = toy_problem(latency_s=0.05)
-    found = find_schedule(problem, roofline_of(problem), gap=0.0, max_nodes=1)
-    assert found.status == "stopped at its limit"
-    assert found.bound_qps >= oracle(problem).throughput_qps
+def test_a_noisy_profile_is_searched_as_far_as_it_reaches():
+    problem = toy_problem(fixed=FixedSchedule(policy="rra"))
+    found = find_schedule(problem, noisy_profile(np.random.default_rng(2), problem, noise=0.1))
+    assert found.gap <= 0.005 and math.isfinite(found.estimate.latency_s)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=(
+    "Occupancy.log_absent rounds a chance below 1e-16 to none, and policies.rra._decode_loads "
+    "divides by it: the largest decode_iterations count as refused"))
+def test_a_tail_of_next_to_no_queries_is_no_refused_size():
+    problem = toy_problem(outputs=(6.53, 1.2, 20))
+    config = RraConfig(encode_batch=6, decode_iterations=19, tp_degree=2, tp_gpus=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert Rra(problem, roofline_of(problem)).evaluate([config]).throughput_qps[0] > 0
+
+
+def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
+    problem = toy_problem(outputs=(6.53, 1.2, 20), num_queries=QUERIES,
+                          fixed=FixedSchedule(policy="rra"))
+    timing = roofline_of(problem)
+    with warnings.catch_warnings():  # see above
+        warnings.simplefilter("ignore", RuntimeWarning)
+        grids = oracles(problem, timing, ["rra"])
+        bound_s = 1.25 * tightest(grids)
+        found = Scheduler(problem, timing).find(bound_s)
+    assert found.bound_qps >= optimum(grids, bound_s)
+    assert found.estimate.throughput_qps >= optimum(grids, bound_s) / 1.005
 
 
 def test_schedule_survives_its_file_format():
-    problem = toy_problem(latency_s=0.05)
+    problem = toy_problem(latency_s=0.05, num_queries=QUERIES)
     found = find_schedule(problem, roofline_of(problem))
     assert schedule_from_dict(found.to_dict()) == found
 
@@ -211,7 +239,7 @@ def opt_13b(latency_s):
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"),
         lengths=catalog.task("S"), dtype="float16", num_queries=None, default_max_tokens=80,
-        constraint=Constraint(latency_s=latency_s), fixed=FixedSchedule())
+        constraint=Constraint(latency_s=latency_s), fixed=FixedSchedule(policy="rra"))
 
 
 def test_opt_13b_summarising_on_four_a40_trades_as_in_the_papers_case_study():
@@ -224,6 +252,6 @@ def test_opt_13b_summarising_on_four_a40_trades_as_in_the_papers_case_study():
     assert batches == sorted(batches) and batches[0] < batches[2]
     iterations = [s.estimate.decode_iterations for s in schedules]
     assert iterations[3] <= iterations[2] / 2
-    assert all(s.estimate.latency_s <= s.latency_bound_s and s.gap <= 0.007 for s in schedules)
-    # summed over four searches: a machine-independent stand-in for "well under two seconds"
-    assert sum(s.nodes for s in schedules) < 4000
+    assert all(s.estimate.latency_s <= s.latency_bound_s and s.gap <= 0.005 for s in schedules)
+    # summed over four searches: a machine-independent stand-in for "in a second"
+    assert sum(s.nodes for s in schedules) < 8000

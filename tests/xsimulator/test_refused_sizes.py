@@ -48,7 +48,8 @@ def toy_problem(*, latency_s=math.inf, devices=2, memory=6e9, fixed=None):
                       intra_link=LINK, inter_link=LINK)
     lengths = JointLengths(inputs=truncated_normal(40, 20, 80), outputs=truncated_normal(9, 4, 20))
     return Problem(model=TOY, cluster=cluster, lengths=lengths, dtype="float16",
-                   constraint=Constraint(latency_s=latency_s), fixed=fixed or FixedSchedule(),
+                   constraint=Constraint(latency_s=latency_s),
+                   fixed=replace(fixed or FixedSchedule(), policy="rra"),
                    num_queries=None, default_max_tokens=20)
 
 
@@ -142,10 +143,6 @@ def oracle(problem, timing):
     return evaluate_grid("rra", problem, timing, encode_batches=GRID, others=range(1, 20))
 
 
-def rra_alone(problem):
-    return replace(problem, fixed=replace(problem.fixed, policy="rra"))
-
-
 def stretch_of(problem, timing, estimate):
     config = RraConfig(encode_batch=estimate.encode_batch, tp_degree=estimate.tp_degree,
                        decode_iterations=estimate.decode_iterations, tp_gpus=estimate.tp_gpus)
@@ -156,7 +153,7 @@ def stretch_of(problem, timing, estimate):
 @pytest.mark.parametrize("sizes", [{}, {"queries": (1, 8)}, {"tokens": (8, 64, 100)}],
                          ids=["both", "coarse", "tokens bind"])
 def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tightness, sizes):
-    problem = rra_alone(toy_problem())
+    problem = toy_problem()
     timing = profiled(problem, **sizes)
     grid = oracle(problem, timing)
     if tightness < math.inf:
@@ -188,7 +185,6 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
             inputs=truncated_normal(150, 40, 250), outputs=truncated_normal(*outputs)))
     timing = profiled(problem, queries=queries, tokens=(8, 64, 256, 4096),
                       contexts=(10, 100, 300), lengths=(5, 60, 250))
-    problem = rra_alone(problem)
     _, expected = evaluate_grid("rra", problem, timing, encode_batches=range(1, 140),
                                 others=range(1, outputs[-1])).best(math.inf)
     found = find_schedule(problem, timing, gap=0.0)

@@ -8,7 +8,15 @@ import click
 
 from xgpt.cli.execution import execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
-from xgpt.cli.session import Session, executable, find, open_session, timing_of
+from xgpt.cli.session import (
+    EXECUTED,
+    NOT_EXECUTED,
+    Session,
+    executable,
+    find,
+    open_session,
+    timing_of,
+)
 from xgpt.errors import InputError, Mistake
 from xgpt.job import Job
 from xgpt.job_file import LOCAL_CLUSTER, load_job
@@ -70,6 +78,7 @@ def refuse_what_cannot_run(job: Job) -> None:
          "executes on CPU ranks; `xgpt schedule`, `simulate` and `sweep` plan for any cluster"),
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
          f"at most {most} on this machine's {usable_cores()} cores"),
+        (job.schedule.policy not in EXECUTED, "schedule.policy", job.schedule.policy, NOT_EXECUTED),
         (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
          "a run needs a file of requests, or {count: N}"),
     ]

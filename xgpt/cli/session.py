@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
 
 
+EXECUTED = (None, "rra")  # policies; None: the job leaves it open
+NOT_EXECUTED = ("rra: this version plans WAA (`xgpt schedule`, `simulate`, `sweep`) and simulates "
+                "baselines, but executes RRA alone")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """A job resolved as far as planning needs. `files` only where the model was fetched."""
@@ -107,12 +112,9 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
     InputError where either asks for another policy."""
     fixed = session.problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
-    if policy not in (None, "rra"):
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="schedule.policy", value=policy,
-            allowed="rra: this version plans WAA (`xgpt schedule`, `simulate`, `sweep`), but "
-            "executes RRA alone" if policy in ("waa-c", "waa-m") else
-            "rra: baselines are simulated only")])
+    if policy not in EXECUTED:
+        raise InputError([Mistake(file=str(session.job.source), line=None, key="schedule.policy",
+                                  value=policy, allowed=NOT_EXECUTED)])
     fixed = replace(fixed, policy="rra")
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
