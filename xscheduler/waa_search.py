@@ -93,15 +93,16 @@ class WaaSearch:
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         """Plan after plan, the most promising first by a quick bound: boxes that are then no better
         than what was found are not looked into."""
-        limit, latency = self._quick(boxes)
+        limit, latency, stretch = self._quick(boxes)
         results: list[NodeResult | None] = [None] * len(boxes)
         by_plan = sorted(self._by_plan(boxes), key=lambda one: (-limit[one[1]].max(), one[0]))
         for _, rows in by_plan:
             left = []
             for row in rows.tolist():
-                if latency[row] > self._bound_s:
-                    results[row] = NodeResult(upper_bound=-math.inf, best=None, box=boxes[row],
-                                              is_settled=True, reason="latency")
+                if latency[row] > self._bound_s or stretch[row] > REFUSED_BEYOND:
+                    results[row] = NodeResult(
+                        upper_bound=-math.inf, best=None, box=boxes[row], is_settled=True,
+                        reason="latency" if stretch[row] <= REFUSED_BEYOND else "measured range")
                 elif limit[row] <= self._best_qps * (1 + self._gap):
                     results[row] = NodeResult(upper_bound=float(limit[row]), best=None,
                                               box=boxes[row], is_settled=False, reason="")
@@ -112,15 +113,16 @@ class WaaSearch:
                 results[row] = result
         return [result for result in results if result is not None]
 
-    def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray]:
+    def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[boxes] most throughput, least latency, least stretch beyond what was measured."""
         figures, devices = self._figures, self._figures.waa.problem.cluster.num_devices
-        limit, latency = np.empty(len(boxes)), np.empty(len(boxes))
+        limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
         for index, rows in self._by_plan(boxes):
-            plan = figures.plans[index]
-            degrees = {plan.tp_degree} | ({1} if plan.tp_gpus < devices else set())
-            limit[rows], latency[rows] = figures.bounds.quick(
-                figures.splits[index], _corners(boxes, rows), sorted(degrees))
-        return limit, latency
+            plan, own = figures.plans[index], _corners(boxes, rows)
+            degrees = sorted({plan.tp_degree} | ({1} if plan.tp_gpus < devices else set()))
+            limit[rows], latency[rows] = figures.bounds.quick(figures.splits[index], own, degrees)
+            stretch[rows] = figures.waa.least_stretch(own.least.astype(float), degrees)
+        return limit, latency, stretch
 
     def _by_plan(self, boxes: Sequence[Box]) -> list[tuple[int, IntArray]]:
         plan = np.array([self._plan_of_root[box.root] for box in boxes])

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.cluster import Cluster, Link
+from xgpt.errors import XgptError
 from xgpt.lengths import FloatArray, Lengths
 from xgpt.model import ModelSpec
 from xgpt.schedule import StageAssignment
@@ -204,8 +205,16 @@ class StageTimes:
                                  for d in self.degrees}, self.decoder_layers)
 
     def compaction_layer_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """The same in one layer of that degree."""
+        """The same in one layer of that degree; free where the source has not measured it."""
+        if not self.compacts[degree]:
+            return np.zeros(np.broadcast_shapes(np.shape(rows), np.shape(context)))
         return self._timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
+
+    @cached_property
+    def compacts(self) -> dict[int, bool]:
+        """Degrees, and whether the source has a table of compaction for them."""
+        return {degree: has_table(self._timing, Operator.KV_COMPACTION, degree)
+                for degree in self.degrees}
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
@@ -282,3 +291,12 @@ class StageTimes:
 
     def _operator_s(self, operator: Operator, size: ArrayLike, stage: int) -> FloatArray:
         return self._timing.operator_s(operator, size, tp_degree=self.stages[stage].tp_degree)
+
+
+def has_table(timing: TimingSource, operator: Operator, degree: int) -> bool:
+    """Whether a source answers for an operator at a degree."""
+    try:
+        timing.reach(operator, degree)
+    except XgptError:
+        return False
+    return True

@@ -188,6 +188,10 @@ def test_where_the_corner_is_refused_nothing_is_claimed():
     assert (bounds.line_latency_s(corner, corner.encode_batch) == 0).all()
 
 
+def test_a_waa_c_box_whose_largest_batches_are_refused_keeps_its_others():
+    check_waa(case_of("waa-c", 493), 493)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(30))
 def test_many_boxes(chunk):

@@ -4,7 +4,6 @@ test_against_brute_force.py, test_bounds.py."""
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +23,8 @@ from xgpt.errors import InfeasibleError, InputError
 from xgpt.job import Constraint, FixedSchedule
 from xgpt.problem import Problem
 from xgpt.schedule import schedule_from_dict
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import Scheduler, find_schedule
 from xsimulator.policies.rra import Rra, RraConfig
@@ -205,26 +206,34 @@ def test_a_noisy_profile_is_searched_as_far_as_it_reaches():
     assert found.gap <= 0.005 and math.isfinite(found.estimate.latency_s)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=(
-    "Occupancy.log_absent rounds a chance below 1e-16 to none, and policies.rra._decode_loads "
-    "divides by it: the largest decode_iterations count as refused"))
+@pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
+def test_a_profile_without_compaction_or_too_small_for_the_job_ends_waa_s_search(policy):
+    problem = toy_problem(fixed=FixedSchedule(policy=policy))
+    found = noisy_profile(np.random.default_rng(2), problem, noise=0.1)
+    tables = {key: points for key, points in found.profile.tables.items()
+              if key.name != Operator.KV_COMPACTION.value}
+    assert len(tables) < len(found.profile.tables)
+    timing = ProfileTiming(replace(found.profile, tables=tables), roofline_of(problem))
+    assert find_schedule(problem, timing).estimate.policy == policy
+    small = {key: points[:1] for key, points in tables.items()}
+    timing = ProfileTiming(replace(found.profile, tables=small), roofline_of(problem))
+    with pytest.raises(InfeasibleError, match="smaller sizes than this job's"):
+        find_schedule(problem, timing)
+
+
 def test_a_tail_of_next_to_no_queries_is_no_refused_size():
     problem = toy_problem(outputs=(6.53, 1.2, 20))
     config = RraConfig(encode_batch=6, decode_iterations=19, tp_degree=2, tp_gpus=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        assert Rra(problem, roofline_of(problem)).evaluate([config]).throughput_qps[0] > 0
+    assert Rra(problem, roofline_of(problem)).evaluate([config]).throughput_qps[0] > 0
 
 
 def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
     problem = toy_problem(outputs=(6.53, 1.2, 20), num_queries=QUERIES,
                           fixed=FixedSchedule(policy="rra"))
     timing = roofline_of(problem)
-    with warnings.catch_warnings():  # see above
-        warnings.simplefilter("ignore", RuntimeWarning)
-        grids = oracles(problem, timing, ["rra"])
-        bound_s = 1.25 * tightest(grids)
-        found = Scheduler(problem, timing).find(bound_s)
+    grids = oracles(problem, timing, ["rra"])
+    bound_s = 1.25 * tightest(grids)
+    found = Scheduler(problem, timing).find(bound_s)
     assert found.bound_qps >= optimum(grids, bound_s)
     assert found.estimate.throughput_qps >= optimum(grids, bound_s) / 1.005
 

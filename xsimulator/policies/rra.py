@@ -410,7 +410,9 @@ def _decode_loads(batch: _Batch, variance: FloatArray | None = None) -> _Loads:
     mean = group_batch * blocks.active
     is_possible = mean > 0
     # NOTE: expm1 keeps a tiny chance of a step, which 1 - exp would round to none
-    chance = -np.expm1(group_batch * blocks.log_absent)
+    chance = np.minimum(-np.expm1(group_batch * blocks.log_absent), mean)
+    # a chance too small for the logarithm of its opposite is the mean itself
+    chance[chance <= 0] = mean[chance <= 0]
     chance[~is_possible] = 1.0
     queries = mean / chance
     square = (group_batch * variance + mean * mean) / chance

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.errors import XgptError
 from xgpt.lengths import FloatArray
-from xprofiler.timing import Operator, TimingSource
+from xprofiler.timing import TimingSource
 from xsimulator.policies.envelope import rising_minorant
 from xsimulator.stage_times import PerDegree, StageTimes
 
@@ -79,7 +78,6 @@ class StepTables:
                                       lowered=lowered)
         self._decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
         self._head = SizeTable(lambda n: times.first_tokens_s(n)[..., None], lowered=lowered)
-        self._compacts = {d: _has_table(timing, Operator.KV_COMPACTION, d) for d in times.degrees}
 
     def encode_s(self, tokens: FloatArray, queries: FloatArray,
                  attention_s: PerDegree) -> list[FloatArray]:
@@ -108,7 +106,7 @@ class StepTables:
     def compaction_s(self, rows: FloatArray, context: FloatArray) -> list[FloatArray | float]:
         """As StageTimes.compaction_s; free where the source has not measured it."""
         own = {degree: self._times.compaction_layer_s(rows, context, degree)
-               for degree, has_table in self._compacts.items() if has_table}
+               for degree, is_measured in self._times.compacts.items() if is_measured}
         return [own[degree] * self._times.decoder_layers[stage] if degree in own else 0.0
                 for degree, stage in zip(self._degrees, self._stage_of, strict=True)]
 
@@ -134,11 +132,3 @@ def _kinds(times: StageTimes) -> tuple[list[int], list[int]]:
             of_kind.append(index)
         kind_of.append(kinds[key])
     return kind_of, of_kind
-
-
-def _has_table(timing: TimingSource, operator: Operator, degree: int) -> bool:
-    try:
-        timing.reach(operator, degree)
-    except XgptError:
-        return False
-    return True

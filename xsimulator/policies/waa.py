@@ -347,22 +347,33 @@ class Waa(ABC):
 
     def _stretch(self, plan: WaaPlan, points: WaaPoints, decoding: FloatArray) -> FloatArray:
         """Largest size presented to the timing source over the largest that it measured."""
-        lengths = self.problem.lengths
-        is_encoder_decoder = self.problem.model.is_encoder_decoder
-        context = lengths.outputs.max + (0 if is_encoder_decoder else lengths.inputs.max)
-        encoder = Operator.ENCODER_REST if is_encoder_decoder else Operator.LAYER_REST
-        tokens = points.batch * lengths.inputs.mean * (1 + self.adjustment)
-        most = np.zeros(len(points.batch))
-        for degree in plan.encode.times.degrees:
-            most = np.maximum(most, tokens / self.timing.reach(encoder, degree).x)
-            most = np.maximum(
-                most, lengths.inputs.max / self.timing.reach(Operator.ENCODE_ATTENTION, degree).x)
-        for degree in plan.decode.times.degrees:
-            reach = self.timing.reach(Operator.DECODE_ATTENTION, degree)
-            rows = np.maximum(decoding / points.groups, 1.0)
-            most = np.maximum(most, np.maximum(rows / reach.x, context / reach.y))
-            most = np.maximum(most, rows / self.timing.reach(Operator.HEAD, degree).x)
-        return most
+        rows = np.maximum(decoding / points.groups, 1.0)
+        most = [self._encode_stretch(points.batch, degree) for degree in plan.encode.times.degrees]
+        most += [self._decode_stretch(rows, degree) for degree in plan.decode.times.degrees]
+        return np.asarray(np.max(most, axis=0))
+
+    def least_stretch(self, batch: FloatArray, degrees: Sequence[int]) -> FloatArray:
+        """[batches] the same at least, of any configuration of that encode_batch or a larger one,
+        with stages of these degrees."""
+        encode, decode = (np.min([stretch(rows, degree) for degree in degrees], axis=0)
+                          for stretch, rows in ((self._encode_stretch, batch),
+                                                (self._decode_stretch, np.ones_like(batch))))
+        return np.asarray(np.maximum(encode, decode))
+
+    def _encode_stretch(self, batch: FloatArray, degree: int) -> FloatArray:
+        inputs, is_apart = self.problem.lengths.inputs, self.problem.model.is_encoder_decoder
+        encoder = Operator.ENCODER_REST if is_apart else Operator.LAYER_REST
+        tokens = batch * inputs.mean * (1 + self.adjustment)
+        return np.asarray(np.maximum(
+            tokens / self.timing.reach(encoder, degree).x,
+            inputs.max / self.timing.reach(Operator.ENCODE_ATTENTION, degree).x))
+
+    def _decode_stretch(self, rows: FloatArray, degree: int) -> FloatArray:
+        lengths, is_apart = self.problem.lengths, self.problem.model.is_encoder_decoder
+        context = lengths.outputs.max + (0 if is_apart else lengths.inputs.max)
+        reach = self.timing.reach(Operator.DECODE_ATTENTION, degree)
+        return np.asarray(np.maximum(np.maximum(rows / reach.x, context / reach.y),
+                                     rows / self.timing.reach(Operator.HEAD, degree).x))
 
 
 def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,

@@ -37,8 +37,10 @@ class WaaC(Waa):
         first = np.maximum(np.searchsorted(sizes, fewest_rows, side="right") - 1, 0)
         last = np.searchsorted(sizes, most_rows) + 1
         decode = [per_row[low:up] for low, up in zip(first, last, strict=True)]
-        least, largest = ([np.array([pick(part) for part in parts]) for parts in (encode, decode)]
-                          for pick in (np.min, np.max))
+        # sizes that are refused take for ever, and are no configuration's
+        timed = [[part[np.isfinite(part)] for part in parts] for parts in (encode, decode)]
+        least, largest = ([np.array([pick(part) if len(part) else np.inf for part in parts])
+                           for parts in timed] for pick in (np.min, np.max))
         fewest = self._nearest(split, least[0], largest[1])
         return np.asarray(wanted & (counts >= fewest)
                           & (counts <= self._nearest(split, largest[0], least[1])))
