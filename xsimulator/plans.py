@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from xgpt.errors import InputError, Mistake
 from xgpt.lengths import FloatArray
 from xgpt.problem import Problem
@@ -136,7 +138,8 @@ class Plans:
         queries, tokens, rounds = self._reference(degree)
 
         def total(operator: Operator, rows: tuple[float, float]) -> float:
-            once = timing.operator_s(operator, rows, tp_degree=degree)
+            reach = timing.reach(operator, degree).x  # beyond it, no more can be said
+            once = timing.operator_s(operator, np.minimum(rows, reach), tp_degree=degree)
             return float(encodes * once[0] + decodes * rounds * once[1])
 
         if self.problem.model.is_encoder_decoder:
