@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from xgpt import catalog
-from xgpt.errors import InfeasibleError
 from xgpt.job import Constraint, FixedSchedule
 from xgpt.problem import Problem
 from xgpt.report.canvas import WIDTH, Drawing, line, number, text_at
@@ -30,8 +29,7 @@ from xgpt.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
-from xscheduler.search import find_schedule
-from xsimulator.baselines import best
+from xscheduler.search import Scheduler
 from xsimulator.policies import make_policy
 from xsimulator.policies.static import StaticConfig
 
@@ -61,15 +59,8 @@ def ft_bound_s(timing: TimingSource, share: float) -> float:
 
 def best_of(policy: str, problem: Problem, timing: TimingSource) -> Estimate:
     """The policy's best within the problem's bound. Raises InfeasibleError."""
-    if policy == "rra":
-        fixed = replace(problem.fixed, policy="rra")
-        return find_schedule(replace(problem, fixed=fixed), timing,
-                             padded=timing.is_padded).estimate
-    made: Any = make_policy(policy, problem, timing)
-    found = best(made, problem.constraint.latency_s)
-    if found is None:
-        raise InfeasibleError(f"no configuration of {policy}")
-    return found
+    fixed = replace(problem.fixed, policy=policy)
+    return Scheduler(replace(problem, fixed=fixed), timing).find(compares=False).estimate
 
 
 def controls(estimate: Estimate) -> str:
