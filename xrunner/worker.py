@@ -37,6 +37,7 @@ from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.route import Route, pools, routes
+from xrunner.rules.registry import EXECUTED
 from xrunner.rules.rra import rra_rule
 from xrunner.rules.waa import waa_rules
 from xrunner.stage import StageExecutor
@@ -44,7 +45,6 @@ from xrunner.waa_heads import DecodeHead, EncodeHead
 from xrunner.world import World, connect
 
 STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
-EXECUTED = ("rra", "waa-c", "waa-m")  # policies
 
 
 class Loaded(NamedTuple):

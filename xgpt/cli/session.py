@@ -28,9 +28,15 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import ModelFiles, find_model
+from xrunner.rules.registry import EXECUTED
 
 if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
+
+# What a run may choose where the job leaves the policy open. WAA is executed where the job fixes
+# it: until the benchmarks show that its predictions come true on CPU ranks, which share a memory
+# and its bandwidth between the pools, a search that preferred it could be wrong about it.
+_FREE_POLICY = "rra"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +108,18 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
 
 
 def executable(session: Session, schedule: Schedule | None = None) -> Session:
-    """The session as a run plans and measures it: with tensor parallelism where the job, or the
-    `schedule` it is to execute, asks for it. Every degree more is one more to measure."""
+    """The session as a run plans and measures it: with WAA and with tensor parallelism where the
+    job, or the `schedule` it is to execute, asks for it. Every degree more is one more to measure.
+    Raises InputError for a policy that the runner does not execute."""
     fixed = session.problem.fixed
+    policy = _FREE_POLICY if schedule is None else schedule.estimate.policy
+    if schedule is None and fixed.policy is not None:
+        policy = fixed.policy
+    if policy not in EXECUTED:
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="schedule.policy", value=policy,
+            allowed=f"{', '.join(EXECUTED)}: `xgpt simulate` estimates the others")])
+    fixed = replace(fixed, policy=policy)
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
         fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
