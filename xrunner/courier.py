@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -49,8 +50,7 @@ class _Worker:
         except BaseException as error:
             self._error = error
             if self._abort is not None:  # the rank may be waiting for what will not come
-                threading.excepthook(threading.ExceptHookArgs(
-                    (type(error), error, error.__traceback__, self._thread)))
+                traceback.print_exception(error)
                 self._abort()
 
 

@@ -41,8 +41,9 @@ def answers(sink: Collector) -> dict[int, list[int]]:
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
-@pytest.mark.parametrize(("encode", "decode", "groups", "batch"), CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch"), [
+    (family, *case) for place, family in enumerate(FAMILIES) for i, case in enumerate(CASES)
+    if family in ("llama", "t5") or i % 4 == place])
 def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
                                encode: tuple[int, ...], decode: tuple[int, ...], groups: int,
                                batch: int) -> None:
@@ -144,7 +145,7 @@ def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: 
                                         encode: tuple[int, ...], decode: tuple[int, ...]) -> None:
     queries, expected = answered(family)
     stages = waa_stages(made(family)[0], encode, decode)
-    for after in (0, 1, 5):
+    for after in (0, 4):
         sink, _ = run_waa_in_process(made(family)[0], queries, stages,
                                      toy_waa_rules(len(encode), num_groups=2),
                                      sink=Collector(stop_after=after))

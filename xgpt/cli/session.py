@@ -177,6 +177,7 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     # a query that no group can hold becomes an error record, and takes no time
     runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
     runs &= session.input_lengths < (problem.model.max_positions or np.inf)
+    runs &= session.input_lengths <= (estimate.encode_kv_tokens or np.inf)
     if not runs.any():
         return None
     inputs = session.input_lengths[runs]
