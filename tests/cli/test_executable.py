@@ -65,5 +65,5 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
 
 
 def test_policies_that_are_only_simulated_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="simulate"):
+    with pytest.raises(InputError, match="does not execute"):
         executable(session_of(tmp_path, "policy: orca"))

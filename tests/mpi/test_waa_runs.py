@@ -21,7 +21,8 @@ from xgpt.job_file import load_job  # noqa: E402
 from xgpt.problem import resolve  # noqa: E402
 from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xsimulator.policies.waa import WaaC, WaaConfig  # noqa: E402
+from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.waa import WaaConfig  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
@@ -55,7 +56,7 @@ def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     path = folder / "given.json"
     save_schedule(Schedule(
-        estimate=WaaC(problem, timing).estimate(config), latency_bound_s=math.inf,
+        estimate=make_policy("waa-c", problem, timing).estimate(config), latency_bound_s=math.inf,
         constraint_kind="sequence", quantile=0.99, status="given", bound_qps=math.inf, gap=0.0,
         nodes=1, seconds=0.0, fingerprint=problem.fingerprint), path)
     return path

@@ -28,8 +28,9 @@ from xrunner.query import PreparedQuery
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import StepKind
 from xrunner.stage import StageExecutor
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra import Rra, RraConfig
-from xsimulator.policies.waa import WaaC, WaaConfig
+from xsimulator.policies.waa import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords
 
@@ -109,7 +110,7 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = WaaC(problem, timing).estimate(config)
+    estimate: Estimate = make_policy("waa-c", problem, timing).estimate(config)
     if is_alone:
         estimate = replace(estimate, max_in_system=config.encode_batch, adjustment=0.0)
     rules = rules_for(estimate)

@@ -28,15 +28,18 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import ModelFiles, find_model
-from xrunner.rules.registry import EXECUTED
+from xrunner.rules import registry
 
 if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
 
-# What a run may choose where the job leaves the policy open. WAA is executed where the job fixes
-# it: until the benchmarks show that its predictions come true on CPU ranks, which share a memory
-# and its bandwidth between the pools, a search that preferred it could be wrong about it.
-_FREE_POLICY = "rra"
+EXECUTED = (None, *registry.EXECUTED)  # policies; None: the job leaves it open
+NOT_EXECUTED = (f"one of {', '.join(registry.EXECUTED)}: this version simulates baselines, but "
+                "does not execute them")
+# What a run takes where the job leaves the policy open. WAA is executed where the job fixes it:
+# until the benchmarks show that its predictions come true on CPU ranks, whose pools share the
+# memory's bandwidth, a search that preferred it could be wrong about it.
+_OPEN_POLICY = "rra"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +115,11 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
     job, or the `schedule` it is to execute, asks for it. Every degree more is one more to measure.
     Raises InputError for a policy that the runner does not execute."""
     fixed = session.problem.fixed
-    policy = _FREE_POLICY if schedule is None else schedule.estimate.policy
-    if schedule is None and fixed.policy is not None:
-        policy = fixed.policy
+    policy = fixed.policy if schedule is None else schedule.estimate.policy
     if policy not in EXECUTED:
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="schedule.policy", value=policy,
-            allowed=f"{', '.join(EXECUTED)}: `xgpt simulate` estimates the others")])
-    fixed = replace(fixed, policy=policy)
+        raise InputError([Mistake(file=str(session.job.source), line=None, key="schedule.policy",
+                                  value=policy, allowed=NOT_EXECUTED)])
+    fixed = replace(fixed, policy=policy or _OPEN_POLICY)
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
         fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
