@@ -254,6 +254,11 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
     if estimate.policy not in EXECUTED:
         raise XgptError(f"policy {estimate.policy!r} cannot be executed yet; can be: "
                         f"{', '.join(EXECUTED)}")
+    roles = [pool[0].role for pool in pools(estimate.stages)]
+    expected = ["both"] if estimate.policy == "rra" else ["encode", "decode"]
+    if roles != expected:
+        raise XgptError(f"the schedule's stages have the roles {roles}; {estimate.policy} has "
+                        f"{expected}")
     ranks = sorted(rank for stage in estimate.stages for rank in stage.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
