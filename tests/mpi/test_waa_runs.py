@@ -128,6 +128,7 @@ def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_
     check_run(tmp_path / "out", reference, queries)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], tmp_path: Path,
                                                       profiled: dict[str, str]) -> None:
     directory, reference = llama
