@@ -5,6 +5,7 @@ Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -40,24 +41,29 @@ class Comm(Protocol):
         the order in which they were sent."""
         ...
 
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        """As `receive`, but None where nothing comes within `wait_s`."""
+        ...
+
     def flush(self) -> None:
         """Returns when everything sent has left."""
         ...
 
 
-def wait_politely(is_done: Callable[[], bool]) -> None:
+def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> None:
     """Poll: spin briefly, then sleep between looks, so that waiting costs no core."""
     spin_until = time.perf_counter() + _SPIN_S
     while not is_done():
         if time.perf_counter() > spin_until:
-            time.sleep(_SLEEP_S)
+            time.sleep(sleep_s)
 
 
 class MpiComm:
     """Over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy."""
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
+        """`sleep_s`: between two looks for a message."""
+        self._comm, self._sleep_s = comm, sleep_s
         self._pending: deque[tuple[Any, object]] = deque()  # (request, buffer kept alive)
 
     @property
@@ -78,6 +84,14 @@ class MpiComm:
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
         source = self._next_source(sources)
+        assert source is not None
+        return self._take(source)
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        source = self._next_source(sources, time.perf_counter() + wait_s)
+        return None if source is None else self._take(source)
+
+    def _take(self, source: int) -> tuple[Message, Tensor | None]:
         message, shape = self._comm.recv(source=source, tag=_TAG_HEADER)
         self._reap()
         if shape is None:
@@ -87,16 +101,17 @@ class MpiComm:
         wait_politely(lambda: bool(request.Test()))
         return message, tensor
 
-    def _next_source(self, sources: Sequence[int]) -> int:
+    def _next_source(self, sources: Sequence[int], until_s: float = math.inf) -> int | None:
+        """Who has sent something; None where nobody has by `until_s`."""
         found: list[int] = []
 
         def look() -> bool:
             found.extend(source for source in sources
                          if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
-            return bool(found)
+            return bool(found) or time.perf_counter() >= until_s
 
-        wait_politely(look)
-        return found[0]
+        wait_politely(look, self._sleep_s)
+        return found[0] if found else None
 
     def flush(self) -> None:
         while self._pending:
@@ -123,10 +138,13 @@ class _Inbox:
             self._items.append((source, message, tensor))
             self._changed.notify()
 
-    def take(self, sources: Sequence[int]) -> tuple[Message, Tensor | None]:
+    def take(self, sources: Sequence[int],
+             wait_s: float | None = None) -> tuple[Message, Tensor | None] | None:
         with self._changed:
-            while (at := self._find(sources)) is None:
-                self._changed.wait()
+            if not self._changed.wait_for(lambda: self._find(sources) is not None, wait_s):
+                return None
+            at = self._find(sources)
+            assert at is not None
             _, message, tensor = self._items.pop(at)
         return message, tensor
 
@@ -145,7 +163,12 @@ class LocalComm:
         self._inboxes[target].put(self.rank, message, tensor)
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
-        return self._inboxes[self.rank].take(sources)
+        found = self._inboxes[self.rank].take(sources)
+        assert found is not None
+        return found
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        return self._inboxes[self.rank].take(sources, wait_s)
 
     def flush(self) -> None:
         """Nothing is ever in flight: an inbox holds what was sent."""

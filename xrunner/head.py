@@ -41,6 +41,7 @@ class Head:
         """`start_token`: what an encoder-decoder model's decoder is fed first; None for a
         decoder-only model."""
         self._rule, self._executor, self._sink = rule, executor, sink
+        self._comm = comm
         self._neighbours, self._start_token = Neighbours(comm, route), start_token
         self._eos_ids, self._decode_text, self._clock = eos_ids, decode_text, clock
         self._queries: dict[int, PreparedQuery] = {}
@@ -79,14 +80,20 @@ class Head:
     def start(self, spare_bytes: int = 0) -> None:
         """Every stage sets up its caches for what was submitted. `spare_bytes` of memory a rank
         may be taken for them at once."""
+        self._begin(self._start_message(self._rule, spare_bytes))
+
+    def _start_message(self, rule: BatchingRule, spare_bytes: int) -> StartMessage:
+        """Caches for the pool of `rule`, which takes queries to their end."""
         waiting = self._queries.values()
         longest, encoded = max((q.reserve_tokens for q in waiting), default=1), 0
         if self._start_token is not None:
             longest = max((q.max_new_tokens for q in waiting), default=1)
             encoded = max((len(q.input_ids) for q in waiting), default=1)
-        message = StartMessage(num_groups=self._rule.num_groups, capacity=longest,
-                               slots=self._rule.group_max_active, encoded_capacity=encoded,
-                               spare_bytes=spare_bytes)
+        return StartMessage(num_groups=rule.num_groups, capacity=longest,
+                            slots=rule.group_max_active, encoded_capacity=encoded,
+                            spare_bytes=spare_bytes)
+
+    def _begin(self, message: StartMessage) -> None:
         self._neighbours.share(message)
         self._neighbours.pass_on(message)
         self._executor.start(message)
@@ -97,7 +104,9 @@ class Head:
         out = self._executor.execute(message, inputs)
         gives_tokens = self._executor.gives_tokens(message)
         if gives_tokens:
-            self._outstanding[step.group] = list(step.joined or self._slots[step.group])
+            is_encode = step.kind is StepKind.ENCODE
+            self._outstanding[step.group] = list(
+                step.joined if is_encode else self._slots[step.group])
         if self._neighbours.route.tokens_from is not None:
             self._neighbours.pass_on(message, out)
         elif gives_tokens:
@@ -108,22 +117,27 @@ class Head:
         """The step's header and its input tokens, [T] of an encode or [n] of a decode."""
         removed = self._removed.pop(step.group, [])
         slots = self._compact(step.group, removed)
-        joined: list[Joined] = []
+        now = self._clock()
+        joined = tuple(self._join(index, now) for index in step.joined)
+        slots += step.joined
         if step.kind is StepKind.ENCODE:
-            now = self._clock()
-            for index in step.joined:
-                query = self._queries.pop(index)
-                self._active[index] = ActiveQuery(query, encode_start_s=now)
-                joined.append(Joined(query=index, input_tokens=len(query.input_ids),
-                                     sampling=query.sampling))
-            slots += step.joined
             ids = [t for index in step.joined for t in self._active[index].query.input_ids]
         else:
             ids = [self._last_token(self._active[index]) for index in slots]
         message = StepMessage(kind=step.kind, group=step.group, phase=step.phase,
-                              iteration=step.iteration, removed=tuple(removed),
-                              joined=tuple(joined))
+                              iteration=step.iteration, removed=tuple(removed), joined=joined,
+                              ended=self._ended())
         return message, torch.tensor(ids)
+
+    def _join(self, index: int, now: float) -> Joined:
+        """A query that is encoded from now on."""
+        query = self._queries.pop(index)
+        self._active[index] = ActiveQuery(query, encode_start_s=now)
+        return Joined(query=index, input_tokens=len(query.input_ids), sampling=query.sampling)
+
+    def _ended(self) -> tuple[int, ...]:
+        """Queries whose entries were handed over in vain."""
+        return ()
 
     def _last_token(self, active: ActiveQuery) -> int:
         if active.output_ids:
@@ -164,15 +178,19 @@ class Head:
         self._output_tokens += len(tokens)
         gone: set[int] = set()
         for index, token in zip(queries, tokens, strict=True):
-            active = self._active[index]
-            reason = active.append(token, self._eos_ids)
-            text = self._stopped_text(active) if active.query.stop else None
-            if reason is None and text is None:
-                continue
-            gone.add(index)
-            self._finish(active, "stop" if text is not None else reason or "length", text, now)
+            if self._take_token(self._active[index], token, now):
+                gone.add(index)
         if gone:
             self._removed[group] = [s for s, q in enumerate(self._slots[group]) if q in gone]
+
+    def _take_token(self, active: ActiveQuery, token: int, now: float) -> bool:
+        """Whether it was the query's last."""
+        reason = active.append(token, self._eos_ids)
+        text = self._stopped_text(active) if active.query.stop else None
+        if reason is None and text is None:
+            return False
+        self._finish(active, "stop" if text is not None else reason or "length", text, now)
+        return True
 
     def _finish(self, active: ActiveQuery, reason: str, text: str | None, now: float) -> None:
         query = active.query

@@ -101,7 +101,7 @@ def cache_bytes(spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
            is_resident: bool) -> Tensor:
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:  # no layers: a pool that has an encoder alone
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy asks the system for zero pages, torch.zeros would write (and so occupy) every one
     num_bytes = math.prod(shape) * dtype.itemsize

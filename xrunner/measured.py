@@ -39,10 +39,12 @@ def write_measured(output: Path, *, state: str, wall_s: float,
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "stages": [_of_stage(group) for group in stages],
-        "ranks": [{"rank": r.rank, "stage": r.stage, **_figures(r)} for r in reports],
+        "ranks": [{"rank": r.rank, "stage": r.stage, "role": r.role, **_figures(r)}
+                  for r in reports],
     }
     write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
-    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, **record._asdict()})
+    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "role": group[0].role,
+                         **record._asdict()})
              for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
 
@@ -55,17 +57,28 @@ def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
         kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
         assert orders[0][-kept:] == orders[1][-kept:], (
             f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
-    return {"stage": first.stage, "ranks": [r.rank for r in ranks],
+    return {"stage": first.stage, "role": first.role, "ranks": [r.rank for r in ranks],
             "busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
             "bytes_read": sum(r.bytes_read for r in ranks),
             "rows_compacted": first.rows_compacted,
-            "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks)}
+            "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
+            **_handover(first.role, sum(r.handover_bytes for r in ranks),
+                        max(r.handover_s for r in ranks))}
 
 
 def _figures(report: RankReport) -> dict[str, Any]:
     return {"busy_s": report.busy_s, "load_s": report.load_s, "bytes_read": report.bytes_read,
             "rows_compacted": report.rows_compacted,
-            "peak_memory_bytes": report.peak_memory_bytes}
+            "peak_memory_bytes": report.peak_memory_bytes,
+            **_handover(report.role, report.handover_bytes, report.handover_s)}
+
+
+def _handover(role: str, num_bytes: int, seconds: float) -> dict[str, Any]:
+    """What went from one pool to the other; its seconds are known to who sends."""
+    if role == "both":
+        return {}
+    known = {"handover_s": seconds} if role == "encode" else {}
+    return {"handover_bytes": num_bytes, **known}
 
 
 def _order(report: RankReport) -> list[tuple[object, ...]]:

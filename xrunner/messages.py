@@ -2,24 +2,28 @@
 
 The head decides; each message carries which queries joined and which left; later stages obey what
 arrives. Back from the last stage come the sampled tokens, to the head, and an encoder's output, to
-all stages that look at it.
+all stages that look at it. Under WAA the two pools' heads tell each other which queries change
+pools, and the queries' entries go straight from rank to rank (xrunner.courier).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import StepKind
 from xrunner.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A query that enters a group with this step."""
+    """A query that enters a group with this step. `leaves`: WAA's encode pool hands its entries
+    to the decode pool."""
 
     query: int
     input_tokens: int
     sampling: Sampling
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,7 @@ class StepMessage:
     """Header of one step; the hidden state [rows, H] follows it from stage to stage.
 
     `removed`: slots freed (and compacted) before this step, as numbered after the last one.
+    `ended`: queries that ended with their first token, so that entries handed over are of no use.
     """
 
     kind: StepKind
@@ -35,6 +40,7 @@ class StepMessage:
     iteration: int
     removed: tuple[int, ...] = ()
     joined: tuple[Joined, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,4 +78,62 @@ class TokensMessage:
     group: int
 
 
-Message = StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedQuery:
+    """A query on its way to the decode pool. `query` comes without its input's tokens."""
+
+    query: PreparedQuery
+    input_tokens: int
+    output_ids: tuple[int, ...]  # so far: one token, none of an encoder-decoder model
+    encode_start_s: float
+
+    @property
+    def reserve_tokens(self) -> int:
+        return self.input_tokens + self.query.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedMessage:
+    """From the encode pool's head to the decode pool's: who goes on of encode step `batch`, and who
+    `ended` with it although entries are under way."""
+
+    batch: int
+    queries: tuple[HandedQuery, ...]
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedMessage:
+    """Back to the encode pool's head: every rank of the decode pool has the entries of `batch`."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedMessage:
+    """Back to the encode pool's head: queries that are done, and the decode pool's tokens so far.
+    Each `query` comes without its input's tokens."""
+
+    results: tuple[FinishedQuery, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMessage:
+    """From an encode to a decode rank: entries of these queries of encode step `batch`, of as many
+    tokens each, follow as one block (xrunner.handover); or the encoder's output [T, H]."""
+
+    batch: int
+    queries: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMessage:
+    """From a decode rank to its pool's head: it has all its blocks of `batch`."""
+
+    batch: int
+
+
+Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
+           | HandedMessage | ArrivedMessage | FinishedMessage | BlockMessage | HeldMessage)

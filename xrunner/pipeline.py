@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from xgpt.schedule import Role
 from xrunner.comm import Comm
 from xrunner.messages import (
     EncodedMessage,
@@ -47,13 +48,16 @@ class RankReport:
     """A rank's account of the run, sent to the head at its end."""
 
     rank: int
-    stage: int
+    stage: int  # of all pools'
     log: tuple[StepRecord, ...]
     busy_s: float
     load_s: float
     bytes_read: int
     rows_compacted: int
     peak_memory_bytes: int
+    role: Role = "both"
+    handover_bytes: int = 0  # WAA: of entries sent, or received
+    handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
 
 
 class Neighbours:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from xgpt.schedule import StageAssignment
 
@@ -32,9 +33,20 @@ class Route:
 ALONE = Route(rank=0, stage=0, steps_from=None)
 
 
+def pools(stages: Sequence[StageAssignment]) -> list[list[StageAssignment]]:
+    """The stages of each pool: one that does both phases, or those that encode and those that
+    decode."""
+    return [list(pool) for _, pool in groupby(stages, key=lambda stage: stage.role)]
+
+
 def routes(stages: Sequence[StageAssignment]) -> dict[int, Route]:
-    """By rank, for the stages of one pool, in order."""
+    """By rank, for the stages of all pools."""
+    return {rank: route for pool in pools(stages) for rank, route in _of_pool(pool).items()}
+
+
+def _of_pool(stages: Sequence[StageAssignment]) -> dict[int, Route]:
     groups = [stage.ranks for stage in stages]
+    works_both = stages[0].role == "both"  # else an encoder's output is for the other pool
     head, last = groups[0][0], len(groups) - 1
     found = {}
     for place, group in enumerate(groups):
@@ -47,9 +59,11 @@ def routes(stages: Sequence[StageAssignment]) -> dict[int, Route]:
                 following=() if is_last else _takers(group, index, groups[place + 1]),
                 tokens_from=groups[last][0] if is_head and last > 0 else None,
                 tokens_to=head if is_last and index == 0 and last > 0 else None,
-                encoded_from=None if is_last else _sender(groups[last], index),
+                encoded_from=(_sender(groups[last], index) if works_both and not is_last
+                              else None),
                 encoded_to=tuple(taker for other in groups[:last]
-                                 for taker in _takers(group, index, other)) if is_last else ())
+                                 for taker in _takers(group, index, other))
+                if works_both and is_last else ())
     return found
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.kv import KvCache, cache_bytes
 from xrunner.messages import StartMessage, StepMessage
 from xrunner.models.attention import cross_context, decode_context
@@ -48,9 +49,12 @@ class StageExecutor:
     """Applies steps to the stage's layers and caches; on the last stage, samples."""
 
     def __init__(self, model: StageModel | EncoderDecoderStage, *,
-                 clock: Callable[[], float] = time.perf_counter, check: bool = False) -> None:
-        """`check` verifies every cache after every step (tests)."""
+                 clock: Callable[[], float] = time.perf_counter, check: bool = False,
+                 sender: EntrySender | None = None, receiver: EntryReceiver | None = None) -> None:
+        """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
+        entries that WAA's encode and decode pools hand over."""
         self.model, self._clock, self._check = model, clock, check
+        self.sender, self.receiver = sender, receiver
         self.caches: list[KvCache] = []  # by group
         self.encoded: list[KvCache] = []  # by group, of the inputs: encoder-decoder models only
         self._pending: list[deque[_Pending]] = []  # by group
@@ -74,6 +78,12 @@ class StageExecutor:
         """How the queries in the group's cache are sampled, by slot, where they were put there
         by other means than an encode step of this stage."""
         self._sampling[group] = list(choices)
+
+    def close(self) -> None:
+        """After the last step: returns when all that is to be handed over has been received."""
+        for courier in (self.sender, self.receiver):
+            if courier is not None:
+                courier.close()
 
     def gives_tokens(self, message: StepMessage) -> bool:
         """Whether the step ends with a token of each query: an encoder's does not."""
@@ -144,6 +154,8 @@ class StageExecutor:
         cache = self.caches[group]
         first = cache.allocate(queries, lengths)
         hidden = self.model.encode(inputs, cache.store, first, lengths)
+        if self.sender is not None:
+            self.sender.hand_over(message, cache, first)
         if not self.model.is_last:
             return hidden
         # only an input's last token predicts the next
@@ -156,7 +168,10 @@ class StageExecutor:
         self.caches[group].allocate(queries, [0] * len(queries))
         first = self.encoded[group].allocate(queries, lengths)
         hidden = model.encode(inputs, lengths)
-        if model.is_last:
+        if not model.layers:  # the decode pool's ranks look at the encoder's output
+            if self.sender is not None and model.is_last:
+                self.sender.hand_over_encoded(message, hidden)
+        elif model.is_last:
             model.store_encoded(hidden, self.encoded[group].store, first, lengths)
         else:
             self._pending[group].append(_Pending(first, lengths, message))
@@ -165,6 +180,8 @@ class StageExecutor:
     def _decode(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
         group, model = message.group, self.model
         cache = self.caches[group]
+        if self.receiver is not None:
+            self._take_over(self.receiver, message)
         step = decode_context(torch.tensor(cache.lengths, device=inputs.device), model.dtype)
         if isinstance(model, EncoderDecoderStage):
             assert not self._pending[group], f"{group = } decodes inputs that are not encoded"
@@ -178,6 +195,25 @@ class StageExecutor:
         if not model.is_last:
             return hidden
         return self._sample(hidden, self._sampling[group], cache.lengths)
+
+    def _take_over(self, receiver: EntryReceiver, message: StepMessage) -> None:
+        """Those who join with a decode step, whose inputs another pool has encoded."""
+        receiver.forget(message.ended)
+        if not message.joined:
+            return
+        group, model = message.group, self.model
+        queries = [joined.query for joined in message.joined]
+        lengths = [joined.input_tokens for joined in message.joined]
+        self._sampling[group] += [joined.sampling for joined in message.joined]
+        if isinstance(model, EncoderDecoderStage):
+            self.caches[group].allocate(queries, [0] * len(queries))
+            first = self.encoded[group].allocate(queries, lengths)
+            encoded = receiver.encoded(queries).to(model.device)
+            model.store_encoded(encoded, self.encoded[group].store, first, lengths)
+            return
+        first = self.caches[group].allocate(queries, lengths)
+        for slot, query in enumerate(queries, start=first):
+            receiver.put_into(self.caches[group], slot, query)
 
     def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:

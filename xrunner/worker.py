@@ -10,19 +10,21 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from xgpt.errors import XgptError
-from xgpt.schedule import Schedule, load_schedule
+from xgpt.model import ModelSpec
+from xgpt.schedule import Schedule, StageAssignment, load_schedule
 from xgpt.workload import RequestError, read_requests
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
-from xrunner.collective import Group, MpiGroup
-from xrunner.comm import Comm, MpiComm, local_comms, wait_politely
+from xrunner.comm import Comm
+from xrunner.courier import EntryReceiver, EntrySender
+from xrunner.handover import parts
 from xrunner.head import Head
 from xrunner.io.prepare import prepare
 from xrunner.io.progress import Progress, ProgressFile, write_progress
@@ -34,21 +36,15 @@ from xrunner.models.shard import WHOLE, Shard
 from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.route import Route, routes
+from xrunner.route import Route, pools, routes
+from xrunner.rules.registry import EXECUTED
 from xrunner.rules.rra import rra_rule
+from xrunner.rules.waa import waa_rules
 from xrunner.stage import StageExecutor
+from xrunner.waa_heads import DecodeHead, EncodeHead
+from xrunner.world import World, connect
 
 STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
-
-
-class World(NamedTuple):
-    """The ranks of this run, and what they do together."""
-
-    comm: Comm
-    barrier: Callable[[], None]
-    gather: Callable[[RankReport], list[RankReport] | None]  # to rank 0
-    abort: Callable[[int], None]
-    split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
 
 
 class Loaded(NamedTuple):
@@ -56,6 +52,7 @@ class Loaded(NamedTuple):
 
     executor: StageExecutor
     route: Route
+    stage: StageAssignment
     seconds: float
     bytes_read: int
 
@@ -81,7 +78,7 @@ class RunSink:
 
 def main(arguments: list[str]) -> int:
     plan = load_plan(Path(arguments[0]))
-    world = _connect()
+    world = connect()
     try:
         _run(plan, world)
     except XgptError as error:
@@ -110,12 +107,14 @@ def _run(plan: RunPlan, world: World) -> None:
     _check_fits(schedule, world.comm)
     if world.comm.rank == 0:
         _lead(plan, schedule, world)
+    elif world.comm.rank == _decode_head(schedule):
+        _lead_decoding(plan, schedule, world)
     else:
         _follow(plan, schedule, world)
 
 
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    """Every rank but the first: load, then serve its stage until told to stop."""
+    """Every rank that is no pool's head: load, then serve its stage until told to stop."""
     clock = Stopwatch()
     loaded = _load(plan, schedule, world, clock)
     neighbours = Neighbours(world.comm, loaded.route)
@@ -123,12 +122,31 @@ def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
     world.barrier()
     clock.restart()
     serve_stage(neighbours, loaded.executor)
+    loaded.executor.close()
+    world.gather(_report(loaded))
+
+
+def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World) -> None:
+    """The first rank of WAA's decode pool; what is done goes to rank 0."""
+    clock = Stopwatch()
+    loaded = _load(plan, schedule, world, clock)
+    receiver = loaded.executor.receiver
+    assert receiver is not None
+    _, rule = waa_rules(schedule.estimate)
+    head = DecodeHead(rule=rule, receiver=receiver, encode_head=0, clock=clock,
+                      **_of_head(plan, world, loaded))
+    head.start()
+    world.barrier()
+    clock.restart()
+    head.run()
+    world.comm.flush()
+    loaded.executor.close()
     world.gather(_report(loaded))
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    """Rank 0: reads the requests, runs the head, writes everything."""
-    queries, errors, done_before = _read_work(plan)
+    """Rank 0: reads the requests, runs the (encode pool's) head, writes everything."""
+    queries, errors, done_before = _read_work(plan, schedule)
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     loaded = _load(plan, schedule, world, clock)
@@ -137,11 +155,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     progress = ProgressFile(plan.output / "progress.json", total=len(queries),
                             done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
-    is_encoder_decoder = loaded.executor.model.spec.is_encoder_decoder
-    head = Head(rule=rra_rule(schedule.estimate), executor=loaded.executor, comm=world.comm,
-                route=loaded.route, sink=sink, eos_ids=eos_ids(plan.model_dir),
-                start_token=start_token(plan.model_dir) if is_encoder_decoder else None,
-                decode_text=TextTokenizer(plan.model_dir).decode, clock=clock)
+    head = _first_head(schedule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
     for query in queries[done_before:]:
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
@@ -154,19 +168,46 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     state = "done" if is_complete else "stopped"
     progress.tick(wall_s, sum(tokens for tokens, _ in sink.finished_queries), state)
     world.comm.flush()
+    loaded.executor.close()
     reports = world.gather(_report(loaded)) or []
     write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
                    queries_before=done_before, num_errors=len(errors), reports=reports)
 
 
-def _read_work(plan: RunPlan) -> tuple[list[PreparedQuery], list[RequestError], int]:
+def _first_head(schedule: Schedule, **own: Any) -> Head:
+    """Rank 0's."""
+    decode_head = _decode_head(schedule)
+    if decode_head is None:
+        return Head(rule=rra_rule(schedule.estimate), **own)
+    encode_rule, decode_rule = waa_rules(schedule.estimate)
+    return EncodeHead(rule=encode_rule, decode_rule=decode_rule, decode_head=decode_head, **own)
+
+
+def _of_head(plan: RunPlan, world: World, loaded: Loaded) -> dict[str, Any]:
+    """What any head is made of."""
+    is_encoder_decoder = loaded.executor.model.spec.is_encoder_decoder
+    return {"executor": loaded.executor, "comm": world.comm, "route": loaded.route,
+            "eos_ids": eos_ids(plan.model_dir),
+            "start_token": start_token(plan.model_dir) if is_encoder_decoder else None,
+            "decode_text": TextTokenizer(plan.model_dir).decode}
+
+
+def _decode_head(schedule: Schedule) -> int | None:
+    """First rank of WAA's decode pool."""
+    both = pools(schedule.estimate.stages)
+    return None if len(both) == 1 else both[1][0].ranks[0]
+
+
+def _read_work(plan: RunPlan, schedule: Schedule,
+               ) -> tuple[list[PreparedQuery], list[RequestError], int]:
     """(all queries, error records, queries already answered by an earlier run)."""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
         latency_p99_s=None))
     requests, errors = read_requests(plan.requests)
     spec = read_spec(plan.model_dir, plan.model_name)
-    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec)
+    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec,
+                                most_input_tokens=schedule.estimate.encode_kv_tokens or None)
     # lets a later start tell a finished run from a stopped one
     write_atomically(plan.output / "total.json", json.dumps({"queries": len(queries)}) + "\n")
     return queries, errors + unusable, count_results(plan.output / "results.jsonl")
@@ -187,14 +228,37 @@ def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> 
     reader = CheckpointReader(plan.model_dir, dtype)
     model = load_stage(spec, reader, stage, dtype, shard)
     reader.close()
-    return Loaded(StageExecutor(model, clock=clock), routes(stages)[rank],
-                  time.perf_counter() - start, reader.bytes_read)
+    seconds = time.perf_counter() - start
+    sender, receiver = _couriers(schedule, spec, stage, world)
+    return Loaded(
+        StageExecutor(model, clock=clock, sender=sender, receiver=receiver), routes(stages)[rank],
+        stage, seconds, reader.bytes_read)
+
+
+def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
+              world: World) -> tuple[EntrySender | None, EntryReceiver | None]:
+    """This rank's end of the handover, under WAA."""
+    both = pools(schedule.estimate.stages)
+    if len(both) == 1:
+        return None, None
+    comm, found = world.duplicate(), parts(schedule.estimate.stages, spec)
+    abort = partial(world.abort, 1)
+    if stage.role == "encode":
+        return EntrySender(comm, found, abort=abort), None
+    ranks = [rank for other in both[1] for rank in other.ranks]
+    return None, EntryReceiver(comm, found, ranks, abort=abort)
 
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
     estimate = schedule.estimate
-    if estimate.policy != "rra":
-        raise XgptError(f"policy {estimate.policy!r} cannot be executed yet; can be: rra")
+    if estimate.policy not in EXECUTED:
+        raise XgptError(f"policy {estimate.policy!r} cannot be executed yet; can be: "
+                        f"{', '.join(EXECUTED)}")
+    roles = [pool[0].role for pool in pools(estimate.stages)]
+    expected = ["both"] if estimate.policy == "rra" else ["encode", "decode"]
+    if roles != expected:
+        raise XgptError(f"the schedule's stages have the roles {roles}; {estimate.policy} has "
+                        f"{expected}")
     ranks = sorted(rank for stage in estimate.stages for rank in stage.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
@@ -207,32 +271,16 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
 def _report(loaded: Loaded) -> RankReport:
     executor = loaded.executor
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return RankReport(rank=loaded.route.rank, stage=loaded.route.stage, log=tuple(executor.log),
+    handed_bytes, handover_s = 0, 0.0
+    if executor.sender is not None:
+        handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
+    elif executor.receiver is not None:
+        handed_bytes = executor.receiver.num_bytes
+    return RankReport(rank=loaded.route.rank, stage=loaded.stage.index, role=loaded.stage.role,
+                      log=tuple(executor.log),
                       busy_s=executor.busy_s, load_s=loaded.seconds, bytes_read=loaded.bytes_read,
-                      rows_compacted=executor.rows_compacted, peak_memory_bytes=peak)
-
-
-def _connect() -> World:
-    """All ranks of the launcher; a single rank started without one needs no MPI."""
-    if "mpi4py" not in sys.modules:
-        return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
-                     abort=lambda code: None, split=_no_group)
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-
-    def barrier() -> None:
-        # rank 0 may tokenise for minutes: the others must not spin in a blocking call meanwhile
-        request = world.Ibarrier()
-        wait_politely(lambda: bool(request.Test()))
-
-    return World(MpiComm(world), barrier=barrier, abort=world.Abort,
-                 gather=lambda report: world.gather(report, root=0),
-                 split=lambda group, place: MpiGroup(world.Split(group, place)))
-
-
-def _no_group(group: int, place: int) -> Group:
-    raise AssertionError(f"{group = } {place = }: a rank alone is in no group")
+                      rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
+                      handover_bytes=handed_bytes, handover_s=handover_s)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
 
 
 @pytest.mark.parametrize(("fixed", "words"), [
-    ("policy=waa-c", "executes RRA alone"), ("policy=ft", "executes RRA alone")])
+    ("policy=orca", "does not execute them"), ("policy=ft", "does not execute them")])
 def test_what_is_planned_but_not_executed_is_refused_in_words(
         job: Path, fixed: str, words: str) -> None:
     from xgpt.cli.session import executable, open_session

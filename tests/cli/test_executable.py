@@ -9,6 +9,7 @@ import pytest
 from xgpt.cli.local_profile import wanted_profile
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
 from xgpt.errors import InputError
+from xgpt.schedule import with_estimate
 
 
 def session_of(folder: Path, schedule: str, cluster: str = "local") -> Session:
@@ -47,3 +48,22 @@ def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_m
     session = session_of(tmp_path, "tp_degree: 3")
     with pytest.raises(InputError, match="does not divide the model's 32 attention heads"):
         wanted_profile(session.job, executable(session).problem)
+
+
+@pytest.mark.parametrize(("schedule", "policy"), [
+    ("", "rra"), ("policy: rra", "rra"), ("policy: waa-c", "waa-c"), ("policy: waa-m", "waa-m")])
+def test_a_run_leaves_round_robin_only_where_the_job_says_so(tmp_path: Path, schedule: str,
+                                                             policy: str) -> None:
+    assert executable(session_of(tmp_path, schedule)).problem.fixed.policy == policy
+
+
+def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
+    planned = session_of(tmp_path, "", cluster="a40-4")
+    schedule = find(executable(planned), timing_of(planned))
+    given = with_estimate(schedule, policy="waa-m")
+    assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
+
+
+def test_policies_that_are_only_simulated_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not execute"):
+        executable(session_of(tmp_path, "policy: orca"))

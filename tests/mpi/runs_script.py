@@ -13,23 +13,30 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys
 
+from xgpt.schedule import StageAssignment
 from xrunner.collective import MpiGroup
 from xrunner.comm import MpiComm, wait_politely
+from xrunner.courier import LOOK_S
+from xrunner.handover import parts
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.route import routes
+from xrunner.route import Route, routes
 from xrunner.rules.rra import RraRule
 
 
 def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
     """The answers, on the first rank."""
-    directory = Path(case["directory"])
-    stages, rank = toys.stages_of(directory, case["degrees"]), comm.Get_rank()
+    directory, rank = Path(case["directory"]), comm.Get_rank()
+    is_waa = "encode" in case
+    stages = (toys.waa_stages(directory, case["encode"], case["decode"]) if is_waa
+              else toys.stages_of(directory, case["degrees"]))
     stage = next(s for s in stages if rank in s.ranks)
     index = stage.ranks.index(rank)
     group = MpiGroup(comm.Split(stage.index, index))
     shard = WHOLE if group.size == 1 else Shard(index, group.size, group.all_reduce, group.gather)
-    executor = toys.executor_of(directory, stage, shard)
     route, messages = routes(stages)[rank], MpiComm(comm)
+    if is_waa:
+        return run_waa(case, stages, stage, shard, route, messages, MpiComm(comm.Dup(), LOOK_S))
+    executor = toys.executor_of(directory, stage, shard)
     if rank > 0:
         toys.serve(messages, route, executor)
         return None
@@ -41,11 +48,36 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
+def run_waa(case: dict[str, Any], stages: list[StageAssignment], stage: StageAssignment,
+            shard: Shard, route: Route, messages: MpiComm,
+            side: MpiComm) -> dict[int, list[int]] | None:
+    """The same of WAA's two pools."""
+    directory = Path(case["directory"])
+    decoding = [rank for s in stages if s.role == "decode" for rank in s.ranks]
+    own = parts(stages, toys.spec_of(directory))
+    executor = toys.executor_of(directory, stage, shard,
+                                **toys.couriers(stage, side, own, decoding))
+    rules = toys.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
+                               num_groups=case["num_groups"])
+    if messages.rank == 0:
+        sink = toys.lead_encoding(directory, messages, route, executor, rules, decoding[0],
+                                  toys.random_queries(case["queries"]))
+        messages.flush()
+        return {r.query.index: list(r.output_ids) for r in sink.results}
+    if messages.rank == decoding[0]:
+        toys.lead_decoding(directory, messages, route, executor, rules[1])
+        messages.flush()
+    else:
+        toys.serve(messages, route, executor)
+    return None
+
+
 def main() -> None:
     world = MPI.COMM_WORLD
     answers = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        takes_part = world.Get_rank() < sum(case["degrees"])
+        takes_part = world.Get_rank() < sum(
+            case["encode"] + case["decode"] if "encode" in case else case["degrees"])
         comm = world.Split(int(takes_part), world.Get_rank())
         if takes_part:
             answers.append(run(case, comm))

@@ -45,8 +45,23 @@ def check(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path,
     values = [{"directory": str(models[family][0]), "degrees": degrees, "num_groups": groups,
                "encode_batch": batch, "decode_iterations": iterations, "queries": QUERIES}
               for family, degrees, groups, batch, iterations in cases]
+    launch(models, folder, cases, values, max(sum(case[1]) for case in cases), timeout_s)
+
+
+def check_waa(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path,
+              cases: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int, int]],
+              timeout_s: float) -> None:
+    """`cases`: family, degrees of the encode and the decode stages, decode groups, encode batch."""
+    values = [{"directory": str(models[family][0]), "encode": encode, "decode": decode,
+               "num_groups": groups, "encode_batch": batch, "queries": QUERIES}
+              for family, encode, decode, groups, batch in cases]
+    ranks = max(sum(case[1]) + sum(case[2]) for case in cases)
+    launch(models, folder, cases, values, ranks, timeout_s)
+
+
+def launch(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path, cases: Sequence[Any],
+           values: Sequence[dict[str, Any]], ranks: int, timeout_s: float) -> None:
     (folder / "cases.json").write_text(json.dumps(values))
-    ranks = max(sum(case[1]) for case in cases)
     done = subprocess.run(
         [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", str(SCRIPT),
          str(folder / "cases.json"), str(folder / "answers.json")],
@@ -76,3 +91,23 @@ def test_every_layout_and_number_of_micro_batches(
     cases = [(family, layout, groups, batch, iterations) for layout, groups, (batch, iterations)
              in product(LAYOUTS, (1, 2, 3, 4), ((1, 1), (4, 5), (9, 30)))]
     check(models, tmp_path, cases, timeout_s=280)
+
+
+WAA_CASES = [("llama", (1,), (1,), 2, 3), ("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
+             ("llama", (2,), (1, 1), 1, 4), ("t5", (1, 1), (1, 1), 2, 3), ("t5", (1,), (2,), 1, 9)]
+
+
+def test_two_pools_answer_as_generate_does(
+        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    check_waa(models, tmp_path, WAA_CASES, timeout_s=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_of_two_pools(
+        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path, family: str) -> None:
+    pools = [(1,), (2,), (1, 1), (2, 1), (1, 2), (1, 1, 1)]
+    cases = [(family, encode, decode, groups, batch)
+             for encode, decode in product(pools, pools) if sum(encode) + sum(decode) <= 4
+             for groups, batch in ((1, 3), (2, 1), (3, 9))]
+    check_waa(models, tmp_path, cases, timeout_s=280)

@@ -52,12 +52,6 @@ output: out
     return job
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One profile cache for all runs of this file: a toy's profile serves every job on it."""
-    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-
-
 def measure_briefly(job: Path, cache: dict[str, str]) -> None:
     """Fills the cache with the least profile there is: how good the plan is does not matter."""
     done = subprocess.run([*XGPT, "profile", str(job), "--budget", "1s"], capture_output=True,

@@ -48,3 +48,20 @@ def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path
     taken_up = replace(report(1, 0), log=(
         *report(1, 0).log, StepRecord("cross_kv", 0, 0, 0, 1, 9, 0.0, 0.1)))
     write(tmp_path, [report(0, 0), taken_up])  # when encoder output comes is each rank's own
+
+
+def test_two_pools_say_what_each_stage_did_and_what_was_handed_over(tmp_path: Path) -> None:
+    reports = [replace(report(0, 0), role="encode", handover_bytes=70, handover_s=0.5),
+               replace(report(1, 0), role="encode", handover_bytes=30, handover_s=0.7),
+               replace(report(2, 1), role="decode", handover_bytes=100)]
+    write(tmp_path, reports)
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert [(s["role"], s["handover_bytes"], s.get("handover_s")) for s in measured["stages"]] == [
+        ("encode", 100, 0.7), ("decode", 100, None)]
+    assert [r["handover_bytes"] for r in measured["ranks"]] == [70, 30, 100]
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    roles = [json.loads(line)["role"] for line in lines]
+    assert roles == ["encode", "encode", "decode", "decode"]
+    write(tmp_path, [report(0, 0)])
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert "handover_bytes" not in measured["stages"][0], "nothing to say of one pool"

@@ -1,4 +1,9 @@
-"""The simulator's replay, fed with a run's lengths, decides what the run decided, step for step."""
+"""The simulator's replay, fed with a run's lengths, decides what the run decided, step for step.
+
+Of WAA's pools that holds where the clock has no say. What is encoded together, and in which order,
+never depends on it; when a batch reaches the decode pool, and so which step it joins, does, unless
+one batch is in the system at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import generate, random_queries, run_in_process, spec_of
+from toys import generate, random_queries, run_in_process, run_waa_in_process, spec_of
 
 from xgpt import catalog
 from xgpt.cluster import Cluster
@@ -23,7 +28,9 @@ from xrunner.query import PreparedQuery
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import StepKind
 from xrunner.stage import StageExecutor
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.waa import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords
 
@@ -88,3 +95,33 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
     expected = replayed_steps(result.pools[0])
     assert all(run_steps(executor) == expected for executor in executors)
     assert len({step[4] for step in expected}) > 2
+
+
+@pytest.mark.parametrize(("devices", "config"), [
+    (2, WaaConfig(encode_batch=4)),
+    (2, WaaConfig(encode_batch=6, decode_micro_batches=2)),
+    (4, WaaConfig(encode_batch=3, decode_micro_batches=3)),
+    (4, WaaConfig(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int, is_alone: bool,
+                                                        config: WaaConfig) -> None:
+    """`is_alone`: one batch is in the system at a time (their size divides the job)."""
+    directory, queries, outputs = work
+    inputs = np.array([len(q.input_ids) for q in queries])
+    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate: Estimate = make_policy("waa-c", problem, timing).estimate(config)
+    if is_alone:
+        estimate = replace(estimate, max_in_system=config.encode_batch, adjustment=0.0)
+    rules = rules_for(estimate)
+    sink, executors = run_waa_in_process(directory, queries, estimate.stages, rules)
+    finished = {r.query.index: len(r.output_ids) for r in sink.results}
+    assert [finished[q.index] for q in queries] == outputs.tolist()
+    pools = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
+                       max_outputs=[q.max_new_tokens for q in queries]).pools
+    for pool, role in zip(pools, ("encode", "decode"), strict=True):
+        if role == "encode" or is_alone:
+            expected = replayed_steps(pool)
+            ranks = [rank for s in estimate.stages if s.role == role for rank in s.ranks]
+            assert all(run_steps(executors[rank]) == expected for rank in ranks), f"{role = }"
+            assert len(expected) >= 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +17,8 @@ from xgpt.model import ModelSpec, from_hf_config
 from xgpt.schedule import StageAssignment
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.comm import Comm, local_comms
+from xrunner.courier import EntryReceiver, EntrySender
+from xrunner.handover import Part, parts
 from xrunner.head import Head
 from xrunner.io.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
@@ -23,9 +26,12 @@ from xrunner.models.shard import WHOLE, Shard
 from xrunner.pipeline import Neighbours, await_start, serve_stage
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.route import Route, routes
+from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xrunner.stage import StageExecutor
+from xrunner.waa_heads import DecodeHead, EncodeHead
 
 torch.set_num_threads(1)  # ranks are threads or processes already; more than cores is a disaster
 
@@ -205,6 +211,81 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
     return sink, executors
 
 
+def run_waa_in_process(
+        directory: Path, queries: Sequence[PreparedQuery], stages: Sequence[StageAssignment],
+        rules: tuple[WaaEncodeRule, WaaDecodeRule], *, sink: Collector | None = None,
+        ) -> tuple[Collector, dict[int, StageExecutor]]:
+    """Both of WAA's pools on threads: (what finished, every rank's executor)."""
+    own, ranks = parts(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
+    comms, side, route = local_comms(len(ranks)), local_comms(len(ranks)), routes(stages)
+    decode_ranks = [rank for s in stages if s.role == "decode" for rank in s.ranks]
+    executors: dict[int, StageExecutor] = {}
+    for stage in stages:
+        shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
+        for rank, shard in zip(stage.ranks, shards, strict=True):
+            executors[rank] = executor_of(directory, stage, shard,
+                                          **couriers(stage, side[rank], own, decode_ranks))
+
+    def follow(rank: int) -> None:
+        if rank == decode_ranks[0]:
+            lead_decoding(directory, comms[rank], route[rank], executors[rank], rules[1])
+        else:
+            serve(comms[rank], route[rank], executors[rank])
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in ranks[1:]]
+    for thread in threads:
+        thread.start()
+    sink = lead_encoding(directory, comms[0], route[0], executors[0], rules, decode_ranks[0],
+                         queries, sink)
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    return sink, executors
+
+
+def couriers(stage: StageAssignment, comm: Comm, own: Sequence[Part],
+             decode_ranks: Sequence[int]) -> dict[str, Any]:
+    """A rank's end of the handover, as StageExecutor takes it."""
+    if stage.role == "encode":
+        return {"sender": EntrySender(comm, own)}
+    return {"receiver": EntryReceiver(comm, own, decode_ranks)}
+
+
+def waa_stages(directory: Path, encode: Sequence[int], decode: Sequence[int],
+               encode_cuts: Sequence[int] | None = None,
+               decode_cuts: Sequence[int] | None = None) -> list[StageAssignment]:
+    """Stages of these tensor-parallel degrees, the encode pool's first. Cuts: where the layers of
+    one stage end and those of the next begin (None: even)."""
+    spec = spec_of(directory)
+    held = {"encode": spec.num_encoder_layers or spec.num_layers, "decode": spec.num_layers}
+    found: list[StageAssignment] = []
+    first = 0
+    for role, degrees, cuts in (("encode", encode, encode_cuts), ("decode", decode, decode_cuts)):
+        inner = cuts or [round(i * held[role] / len(degrees)) for i in range(1, len(degrees))]
+        bounds = [0, *inner, held[role]]
+        for place, degree in enumerate(degrees):
+            layers = {"first_layer": bounds[place],
+                      "num_layers": bounds[place + 1] - bounds[place]}
+            if spec.is_encoder_decoder and role == "encode":
+                layers = {"first_layer": 0, "num_layers": 0,
+                          "first_encoder_layer": bounds[place],
+                          "num_encoder_layers": bounds[place + 1] - bounds[place]}
+            found.append(StageAssignment(
+                index=len(found), ranks=tuple(range(first, first + degree)), role=role, **layers))
+            first += degree
+    return found
+
+
+def toy_waa_rules(num_encode_stages: int, *, encode_batch: int = 3, num_groups: int = 1,
+                  max_in_system: int = 8, kv_tokens: int = 10_000,
+                  encode_kv_tokens: int = 10_000) -> tuple[WaaEncodeRule, WaaDecodeRule]:
+    return (WaaEncodeRule(encode_batch=encode_batch, num_groups=num_encode_stages + 2,
+                          max_in_system=max_in_system, kv_tokens=kv_tokens,
+                          encode_kv_tokens=encode_kv_tokens, sizer=BatchSizer(mean_input=10.0)),
+            WaaDecodeRule(num_groups=num_groups,
+                          group_max_active=-(-max_in_system // num_groups)))
+
+
 def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
     """The model's layers over stages of these tensor-parallel degrees."""
     spec = spec_of(directory)
@@ -213,20 +294,18 @@ def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
 
 
 def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
-                dtype: torch.dtype = torch.float32) -> StageExecutor:
+                dtype: torch.dtype = torch.float32, **couriers: Any) -> StageExecutor:
     """One rank's, which checks its caches after every step."""
     reader = CheckpointReader(directory, dtype)
-    return StageExecutor(load_stage(spec_of(directory), reader, stage, dtype, shard), check=True)
+    return StageExecutor(load_stage(spec_of(directory), reader, stage, dtype, shard), check=True,
+                         **couriers)
 
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
          queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
     """What the first rank does."""
     sink = sink or Collector()
-    is_encoder_decoder = executor.model.spec.is_encoder_decoder
-    head = Head(rule=rule, executor=executor, comm=comm, route=route, sink=sink,
-                eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)),
-                start_token=start_token(directory) if is_encoder_decoder else None)
+    head = Head(rule=rule, sink=sink, **of_head(directory, comm, route, executor))
     for query in queries:
         assert head.submit(query)
     head.start()
@@ -234,11 +313,45 @@ def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rul
     return sink
 
 
+def lead_encoding(directory: Path, comm: Comm, route: Route, executor: StageExecutor,
+                  rules: tuple[WaaEncodeRule, WaaDecodeRule], decode_head: int,
+                  queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
+    """What the first rank of WAA's encode pool does."""
+    sink = sink or Collector()
+    head = EncodeHead(rule=rules[0], decode_rule=rules[1], decode_head=decode_head, sink=sink,
+                      **of_head(directory, comm, route, executor))
+    for query in queries:
+        assert head.submit(query)
+    head.start()
+    head.run()
+    executor.close()
+    return sink
+
+
+def lead_decoding(directory: Path, comm: Comm, route: Route, executor: StageExecutor,
+                  rule: WaaDecodeRule) -> None:
+    """What the first rank of WAA's decode pool does."""
+    assert executor.receiver is not None
+    head = DecodeHead(rule=rule, receiver=executor.receiver, encode_head=0,
+                      clock=time.perf_counter, **of_head(directory, comm, route, executor))
+    head.start()
+    head.run()
+    executor.close()
+
+
+def of_head(directory: Path, comm: Comm, route: Route, executor: StageExecutor) -> dict[str, Any]:
+    is_encoder_decoder = executor.model.spec.is_encoder_decoder
+    return {"executor": executor, "comm": comm, "route": route, "eos_ids": frozenset([EOS]),
+            "decode_text": lambda ids: " ".join(map(str, ids)),
+            "start_token": start_token(directory) if is_encoder_decoder else None}
+
+
 def serve(comm: Comm, route: Route, executor: StageExecutor) -> None:
     """What every other rank does."""
     neighbours = Neighbours(comm, route)
     await_start(neighbours, executor)
     serve_stage(neighbours, executor)
+    executor.close()
 
 
 class Lockstep:

@@ -28,14 +28,19 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import ModelFiles, find_model
+from xrunner.rules import registry
 
 if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
 
 
-EXECUTED = (None, "rra")  # policies; None: the job leaves it open
-NOT_EXECUTED = ("rra: this version plans WAA (`xgpt schedule`, `simulate`, `sweep`) and simulates "
-                "baselines, but executes RRA alone")
+EXECUTED = (None, *registry.EXECUTED)  # policies; None: the job leaves it open
+NOT_EXECUTED = (f"one of {', '.join(registry.EXECUTED)}: this version simulates baselines, but "
+                "does not execute them")
+# What a run takes where the job leaves the policy open. WAA is executed where the job fixes it:
+# until the benchmarks show that its predictions come true on CPU ranks, whose pools share the
+# memory's bandwidth, a search that preferred it could be wrong about it.
+_OPEN_POLICY = "rra"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +112,15 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
 
 
 def executable(session: Session, schedule: Schedule | None = None) -> Session:
-    """The session as a run plans and measures it: RRA, with tensor parallelism where the job, or
-    the `schedule` it is to execute, asks for it (every degree more is one more to measure). Raises
-    InputError where either asks for another policy."""
+    """The session as a run plans and measures it: with WAA and with tensor parallelism where the
+    job, or the `schedule` it is to execute, asks for it. Every degree more is one more to measure.
+    Raises InputError for a policy that the runner does not execute."""
     fixed = session.problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
     if policy not in EXECUTED:
         raise InputError([Mistake(file=str(session.job.source), line=None, key="schedule.policy",
                                   value=policy, allowed=NOT_EXECUTED)])
-    fixed = replace(fixed, policy="rra")
+    fixed = replace(fixed, policy=policy or _OPEN_POLICY)
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
         fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
@@ -180,6 +185,7 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     # a query that no group can hold becomes an error record, and takes no time
     runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
     runs &= session.input_lengths < (problem.model.max_positions or np.inf)
+    runs &= session.input_lengths <= (estimate.encode_kv_tokens or np.inf)
     if not runs.any():
         return None
     inputs = session.input_lengths[runs]

@@ -15,8 +15,10 @@ from xrunner.sampling import Sampling
 
 
 def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan,
-            spec: ModelSpec) -> tuple[list[PreparedQuery], list[RequestError]]:
-    """Queries in the requests' order, indexed from 0 without gaps, and those that cannot run."""
+            spec: ModelSpec, most_input_tokens: int | None = None,
+            ) -> tuple[list[PreparedQuery], list[RequestError]]:
+    """Queries in the requests' order, indexed from 0 without gaps, and those that cannot run.
+    `most_input_tokens`: that the schedule can encode."""
     queries: list[PreparedQuery] = []
     errors: list[RequestError] = []
     for request, ids in zip(requests, tokenise(requests, tokenizer, plan.is_chat), strict=True):
@@ -30,6 +32,11 @@ def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan
                 f"needs up to {query.reserve_tokens} tokens of KV cache ({len(ids)} of input); the "
                 f"schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
                 "workload's longest lengths in the job")))
+            continue
+        if most_input_tokens is not None and len(ids) > most_input_tokens:
+            errors.append(RequestError(line=request.line, id=request.id, error=(
+                f"{len(ids)} input tokens; the schedule was planned to encode "
+                f"{most_input_tokens} at a time: state the workload's longest lengths in the job")))
             continue
         queries.append(query)
     return queries, errors

@@ -33,7 +33,8 @@ class EncoderDecoderStage:
     """Both kinds of layer of a stage, as its StageAssignment counts them. Loads only those.
 
     `is_first` takes tokens, `is_last` gives the encoder's output and the logits. A stage may hold
-    no encoder layer, and then passes the hidden state on as it is.
+    no encoder layer, and then passes the hidden state on as it is. A pool that works one phase
+    holds the encoder or the decoder alone, with its ends.
     """
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
@@ -44,8 +45,11 @@ class EncoderDecoderStage:
             raise XgptError(f"model {spec.name!r}: {reason}")
         classes = ENCODER_DECODER_CLASSES[spec.family]
         self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
-        self.is_first = stage.first_layer == 0
-        self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
+        encodes, decodes = stage.role != "decode", stage.role != "encode"
+        self.is_first = (stage.first_layer if decodes else stage.first_encoder_layer) == 0
+        self.is_last = (
+            stage.first_layer + stage.num_layers == spec.num_layers if decodes else
+            stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
         self.encoder_layers: list[Any] = [
             classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard)
@@ -53,11 +57,16 @@ class EncoderDecoderStage:
         self.layers: list[Any] = [
             classes.decoder_layer(spec, placed, stage.first_layer + i, shard)
             for i in range(stage.num_layers)]
-        self.ends: Any = classes.decoder_ends(spec, placed, first=self.is_first,
-                                              last=self.is_last, shard=shard)
-        self.encoder_ends: Any = classes.encoder_ends(spec, placed, first=False,
-                                                      last=self.is_last, shard=shard)
-        self.encoder_ends.embedding = self.ends.embedding  # one table serves both
+        self.ends: Any = None
+        self.encoder_ends: Any = None
+        if decodes:
+            self.ends = classes.decoder_ends(spec, placed, first=self.is_first, last=self.is_last,
+                                             shard=shard)
+        if encodes:
+            self.encoder_ends = classes.encoder_ends(
+                spec, placed, first=self.is_first and not decodes, last=self.is_last, shard=shard)
+        if encodes and decodes:
+            self.encoder_ends.embedding = self.ends.embedding  # one table serves both
 
     @property
     def kv_heads(self) -> int:

@@ -13,6 +13,8 @@ from xrunner.rules.static import static_rule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import waa_rules
 
+EXECUTED = ("rra", "waa-c", "waa-m")  # what the runner's ranks execute; the others are replayed
+
 _RULES: dict[str, Callable[[Estimate], tuple[BatchingRule, ...]]] = {
     "rra": lambda estimate: (rra_rule(estimate),),
     "waa-c": waa_rules,

@@ -1,0 +1,159 @@
+"""WAA by the whole command: `xgpt run` and `xgpt submit` over two pools of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import toys  # noqa: E402
+
+from xgpt.job_file import load_job  # noqa: E402
+from xgpt.problem import resolve  # noqa: E402
+from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.waa import WaaConfig  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, toys.make_model("llama", directory)
+
+
+@pytest.fixture(scope="module")
+def profiled(llama: tuple[Path, Any], cache: dict[str, str],
+             tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """`cache` with the least profile there is, which other files' runs may have left."""
+    job = write_job(tmp_path_factory.mktemp("profile"), llama[0],
+                    as_requests(toys.random_queries(40, seed=6)))
+    call("profile", str(job), "--budget", "1s", cache=cache)
+    return cache
+
+
+def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int = 2) -> Path:
+    (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
+    job = folder / "job.yaml"
+    job.write_text(f"""
+model: {model}
+cluster: local
+workload:
+  requests: requests.jsonl
+  output_tokens: {{mean: 15, std: 8, max: 40}}
+schedule: {{policy: waa-c, encode_batch: 1}}
+run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
+output: out
+""")
+    return job
+
+
+def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
+    """What the simulator makes of `config`, as a schedule to run."""
+    problem = resolve(load_job(job, ()))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    path = folder / "given.json"
+    save_schedule(Schedule(
+        estimate=make_policy("waa-c", problem, timing).estimate(config), latency_bound_s=math.inf,
+        constraint_kind="sequence", quantile=0.99, status="given", bound_qps=math.inf, gap=0.0,
+        nodes=1, seconds=0.0, fingerprint=problem.fingerprint), path)
+    return path
+
+
+def as_requests(queries: list[Any]) -> list[dict[str, Any]]:
+    return [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
+            for q in queries]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def call(*arguments: str, cache: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*XGPT, *arguments], capture_output=True, text=True, env=cache,
+                          timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def check_run(out: Path, reference: Any, queries: list[Any]) -> None:
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries]
+    assert {r["id"]: r["output_ids"] for r in results} == {
+        q.id: toys.generate(reference, q) for q in queries}
+    measured = json.loads((out / "measured.json").read_text())
+    estimate = load_schedule(out / "schedule.json").estimate
+    assert [(s["role"], s["ranks"]) for s in measured["stages"]] == [
+        (s.role, list(s.ranks)) for s in estimate.stages]
+    encode, decode = ([s for s in measured["stages"] if s["role"] == role]
+                      for role in ("encode", "decode"))
+    sent = sum(s["handover_bytes"] for s in encode)
+    assert sent == sum(s["handover_bytes"] for s in decode) > 0
+    assert all(s["handover_s"] > 0 for s in encode)
+    steps = read_lines(out / "steps.jsonl")
+    assert all(s["kind"] == s["role"] for s in steps)
+    assert {s["stage"] for s in steps} == {s.index for s in estimate.stages}
+    assert sum(s["queries"] for s in steps if s["stage"] == 0) == len(queries)
+    assert (out / "report.html").stat().st_size > 10_000
+
+
+def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_path: Path,
+                                                   profiled: dict[str, str]) -> None:
+    directory, reference = llama
+    queries = toys.random_queries(40, seed=6)
+    job = write_job(tmp_path, directory, as_requests(queries))
+    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
+                          env=profiled, timeout=240, check=False)
+    if "the search knows no other policy" in done.stderr:
+        # a scheduler that does not search WAA: what it would hand to the runner is given instead
+        given = give_schedule(tmp_path, job, WaaConfig(encode_batch=5, decode_micro_batches=2))
+        done = call("run", str(job), "--schedule", str(given), "--json", cache=profiled)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics["status"] == "done" and metrics["queries"] == 40
+    assert metrics["throughput_qps"]["predicted"] > 0
+    assert load_schedule(tmp_path / "out" / "schedule.json").estimate.policy == "waa-c"
+    check_run(tmp_path / "out", reference, queries)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], tmp_path: Path,
+                                                      profiled: dict[str, str]) -> None:
+    directory, reference = llama
+    requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(200)]
+    job = write_job(tmp_path, directory, requests)
+    given = give_schedule(tmp_path, job, WaaConfig(encode_batch=2))
+    command = [*XGPT, "run", str(job), "--schedule", str(given)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               text=True, env=profiled)
+    path = tmp_path / "out" / "results.jsonl"
+    deadline = time.monotonic() + 200
+    while not (path.is_file() and path.read_bytes().count(b"\n") >= 12):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 75, messages
+    before = len(read_lines(path))
+    assert 12 <= before < 200
+    assert json.loads((tmp_path / "out" / "measured.json").read_text())["state"] == "stopped"
+    done = call(*command[len(XGPT):], cache=profiled)
+    assert f"going on after the {before} queries" in done.stderr
+    results = read_lines(path)
+    assert [r["id"] for r in results] == [f"q{i}" for i in range(200)]
+    expected = toys.generate(reference, toys.PreparedQuery(
+        index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40, is_forced=True))
+    assert all(r["output_ids"] == expected for r in results)

@@ -1,0 +1,154 @@
+"""Entries between pools: every one a decode rank holds comes once, from a rank that holds it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from xgpt import catalog
+from xgpt.model import ModelSpec
+from xgpt.schedule import StageAssignment
+from xrunner.comm import local_comms
+from xrunner.courier import EntryReceiver, EntrySender
+from xrunner.handover import pack, parts
+from xrunner.kv import KvCache
+from xrunner.messages import BlockMessage, Joined, StepMessage, StopMessage
+from xrunner.route import pools, routes
+from xrunner.rules.steps import StepKind
+from xrunner.sampling import Sampling
+
+LAYERS = 6
+
+
+def spec() -> ModelSpec:
+    """4 KV heads, 6 layers."""
+    return replace(catalog.model("opt-125m"), num_layers=LAYERS, num_heads=4, num_kv_heads=4,
+                   hidden_size=8)
+
+
+def stages_of(encode: tuple[tuple[int, int], ...],
+              decode: tuple[tuple[int, int], ...]) -> list[StageAssignment]:
+    """(degree, layers) of each stage."""
+    found: list[StageAssignment] = []
+    first_rank = 0
+    for role, pool in (("encode", encode), ("decode", decode)):
+        first = 0
+        for degree, layers in pool:
+            found.append(StageAssignment(
+                index=len(found), ranks=tuple(range(first_rank, first_rank + degree)), role=role,
+                first_layer=first, num_layers=layers))
+            first, first_rank = first + layers, first_rank + degree
+    return found
+
+
+POOLS = [((1, 6),), ((2, 6),), ((4, 6),), ((1, 2), (1, 4)), ((2, 5), (1, 1)), ((1, 3), (4, 3)),
+         ((1, 1), (2, 2), (1, 3))]
+
+
+@pytest.mark.parametrize(("encode", "decode"), list(product(POOLS, POOLS)))
+def test_every_entry_comes_once_and_is_what_was_encoded(
+        encode: tuple[tuple[int, int], ...], decode: tuple[tuple[int, int], ...]) -> None:
+    stages = stages_of(encode, decode)
+    caches = {rank: cache_of(stage) for stage in stages for rank in stage.ranks}
+    for stage in (s for s in stages if s.role == "encode"):
+        for place, rank in enumerate(stage.ranks):
+            caches[rank].allocate([7, 8], [3, 2])
+            fill(caches[rank], stage, place)
+    for part in parts(stages, spec()):
+        block = pack(caches[part.source], [0, 1], part.source_layers, part.source_heads)
+        target = caches[part.target].store[part.target_layers, :, 0, part.target_heads, :5]
+        assert not target.any(), "comes twice"
+        target += block
+    for stage in (s for s in stages if s.role == "decode"):
+        for place, rank in enumerate(stage.ranks):
+            wanted = cache_of(stage)
+            wanted.allocate([7, 8], [3, 2])
+            fill(wanted, stage, place)
+            assert torch.equal(caches[rank].store[:, :, 0, :, :5],
+                               pack(wanted, [0, 1])), f"{rank = }"
+
+
+def test_an_encoders_output_goes_to_every_decode_rank_once() -> None:
+    t5 = catalog.model("t5-11b")
+    found = parts(stages_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
+    assert [(part.source, part.target) for part in found] == [(1, 3), (1, 4), (2, 5)]
+
+
+def test_pools_are_routed_apart() -> None:
+    stages = stages_of(((2, 5), (1, 1)), ((1, 3), (2, 3)))
+    assert [[stage.index for stage in pool] for pool in pools(stages)] == [[0, 1], [2, 3]]
+    found = routes(stages)
+    assert {rank: route.steps_from for rank, route in found.items()} == {
+        0: None, 1: 0, 2: 0, 3: None, 4: 3, 5: 3}
+    assert found[2].tokens_to == 0 and found[4].tokens_to == 3
+    assert all(not r.encoded_to and r.encoded_from is None for r in found.values())
+
+
+def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> None:
+    """Ranks 0 and 1 encode halves of the layers, 2 and 3 decode unlike halves; 3 lags behind."""
+    stages = stages_of(((1, 2), (1, 4)), ((1, 4), (1, 2)))
+    comms, found = local_comms(4), parts(stages, spec())
+    assert [(part.source, part.target) for part in found] == [(0, 2), (1, 2), (1, 3)]
+    senders = [EntrySender(comms[rank], found) for rank in (0, 1)]
+    head = EntryReceiver(comms[2], found, [2, 3])
+    message = StepMessage(kind=StepKind.ENCODE, group=0, phase=5, iteration=0, joined=tuple(
+        Joined(query=q, input_tokens=n, sampling=Sampling(), leaves=q != 8)
+        for q, n in ((7, 3), (8, 1), (9, 2))))
+    for rank, sender in enumerate(senders):
+        cache = cache_of(stages[rank])
+        cache.allocate([1, 7, 8, 9], [4, 3, 1, 2])
+        fill(cache, stages[rank], 0)
+        sender.hand_over(message, cache, first_slot=1)
+    time.sleep(0.05)
+    assert not head.is_held(5), "rank 3 has not got its block"
+    other = EntryReceiver(comms[3], found, [2, 3])
+    until = time.monotonic() + 10
+    while not head.is_held(5):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert not head.is_held(5), "told once"
+    target = cache_of(stages[2])
+    target.allocate([9], [2])
+    head.put_into(target, 0, 9)
+    head.forget([7])
+    with pytest.raises(KeyError):
+        head.forget([8])  # stayed behind
+    assert head.num_bytes == 4 * 2 * 4 * 5 * 2 * 4  # layers, 2, heads, tokens, size, bytes
+    threads = [threading.Thread(target=c.close) for c in (*senders, head, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert senders[0].num_bytes + senders[1].num_bytes == head.num_bytes + other.num_bytes
+
+
+def test_a_failing_courier_is_not_kept_quiet() -> None:
+    stages = stages_of(((1, 6),), ((1, 6),))
+    comms = local_comms(2)
+    found, told = parts(stages, spec()), threading.Event()
+    receiver = EntryReceiver(comms[1], found, [1], abort=told.set)
+    comms[0].send(1, BlockMessage(batch=0, queries=(1,), lengths=(2,)))  # without its block
+    assert told.wait(10)
+    comms[0].send(1, StopMessage())
+    with pytest.raises(AssertionError):
+        receiver.is_held(0)
+
+
+def cache_of(stage: StageAssignment) -> KvCache:
+    return KvCache(spec(), stage.num_layers, torch.float32, slots=4, capacity=6,
+                   kv_heads=4 // stage.tp_degree)
+
+
+def fill(cache: KvCache, stage: StageAssignment, place: int) -> None:
+    """Every entry another number, of its layer and head in the model, and its token."""
+    share = 4 // stage.tp_degree
+    layers = torch.arange(stage.num_layers) + stage.first_layer + 1
+    heads = torch.arange(share) + place * share + 1
+    pair = layers[:, None] * 100 + heads[None, :] * 10
+    cache.store[:] = pair[:, None, None, :, None, None] + torch.arange(6)[:, None]

@@ -1,0 +1,180 @@
+"""WAA's two pools: greedy float32 tokens equal transformers' `generate` for every family, whatever
+the pools' stages, tensor-parallel degrees, layer splits and micro-batches. Caches are checked after
+every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import (
+    Collector,
+    generate,
+    random_queries,
+    run_in_process,
+    run_waa_in_process,
+    spec_of,
+    toy_waa_rules,
+    waa_stages,
+)
+
+from xrunner.query import PreparedQuery
+from xrunner.rules.steps import Step
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.sampling import Sampling
+
+Made = Callable[[str], tuple[Path, Any]]
+Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
+
+FAMILIES = ("llama", "opt", "gpt2", "t5")
+# degrees of the encode and the decode pool's stages, decode groups, encode batch
+CASES = [((1,), (1,), 1, 3), ((1,), (1, 1), 2, 4), ((1, 1), (1,), 3, 2), ((1, 1), (1, 1), 2, 3),
+         ((2,), (1,), 1, 4), ((1,), (2,), 2, 3), ((2,), (2,), 3, 5), ((2, 1), (1, 2), 2, 1),
+         ((1, 1, 1), (1, 1), 1, 2)]
+
+
+def answers(sink: Collector) -> dict[int, list[int]]:
+    return {r.query.index: list(r.output_ids) for r in sink.results}
+
+
+@pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch"), [
+    (family, *case) for place, family in enumerate(FAMILIES) for i, case in enumerate(CASES)
+    if family in ("llama", "t5") or i % 4 == place])
+def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
+                               encode: tuple[int, ...], decode: tuple[int, ...], groups: int,
+                               batch: int) -> None:
+    queries, expected = answered(family)
+    stages = waa_stages(made(family)[0], encode, decode)
+    rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups)
+    sink, executors = run_waa_in_process(made(family)[0], queries, stages, rules)
+    assert answers(sink) == expected
+    assert len(executors) == sum(encode) + sum(decode)
+
+
+@pytest.mark.parametrize(("encode_cuts", "decode_cuts"), [([1], [4]), ([4], [1]), ([2], [3]),
+                                                           ([3], [1])])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, family: str,
+                                           encode_cuts: list[int], decode_cuts: list[int]) -> None:
+    queries, expected = answered(family)
+    cuts = [min(cut, 3) for cut in decode_cuts] if family == "t5" else decode_cuts
+    stages = waa_stages(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
+    sink, _ = run_waa_in_process(made(family)[0], queries, stages, toy_waa_rules(2, num_groups=2))
+    assert answers(sink) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "llama3-rope", "gpt2-untied", "t5-1.1"])
+@pytest.mark.parametrize(("encode", "decode"), [case[:2] for case in CASES])
+def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, family: str,
+                                            encode: tuple[int, ...],
+                                            decode: tuple[int, ...]) -> None:
+    queries, expected = answered(family)
+    stages = waa_stages(made(family)[0], encode, decode)
+    for groups, (batch, most) in product((1, 2, 3, 4), ((1, 1), (3, 8), (9, 17))):
+        rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups,
+                              max_in_system=most)
+        sink, _ = run_waa_in_process(made(family)[0], queries, stages, rules)
+        assert answers(sink) == expected, f"{groups = } {batch = } {most = }"
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize(("encode", "decode"), [((1,), (1,)), ((1, 1), (2, 1))])
+def test_no_more_are_in_the_system_than_the_rule_allows(
+        made: Made, answered: Answered, family: str, encode: tuple[int, ...],
+        decode: tuple[int, ...]) -> None:
+    """Tight bounds on queries, decode entries and encode entries: the encode pool waits."""
+    queries, expected = answered(family)
+    stages = waa_stages(made(family)[0], encode, decode)
+    most = max(q.reserve_tokens for q in queries)
+    for bounds in ({"max_in_system": 3}, {"kv_tokens": most + 1}, {"encode_kv_tokens": 25}):
+        rules = _Watched.of(toy_waa_rules(len(encode), num_groups=2, **bounds))
+        sink, executors = run_waa_in_process(made(family)[0], queries, stages, rules)
+        assert answers(sink) == expected
+        assert rules[0].most_in_system <= bounds.get("max_in_system", 8)
+        decoded = [r.queries for e in executors.values() for r in e.log if r.kind == "decode"]
+        assert 0 < max(decoded) <= rules[1].group_max_active
+
+
+@pytest.mark.parametrize("encode", [(1,), (1, 1), (2,)])
+def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[int, ...]) -> None:
+    """By its limit, or (known only then) by its end of sequence or a stop string."""
+    directory, model = made("llama")
+    queries = random_queries(12, seed=3)
+    first = {q.index: generate(model, replace(q, max_new_tokens=1))[0] for q in queries}
+    job = []
+    for q in queries:
+        way = q.index % 4
+        job.append(replace(q, max_new_tokens=1) if way == 0 else
+                   replace(q, max_new_tokens=9, stop=(str(first[q.index]),)) if way == 1 else
+                   replace(q, max_new_tokens=9, is_forced=True))
+    stages = waa_stages(directory, encode, (1, 1))
+    rules = toy_waa_rules(len(encode), encode_batch=4, num_groups=2, max_in_system=9)
+    sink, executors = run_waa_in_process(directory, job, stages, rules)
+    expected = {q.index: [first[q.index]] if q.index % 4 < 2 else generate(model, q) for q in job}
+    assert answers(sink) == expected
+    reasons = {r.query.index: r.finish_reason for r in sink.results}
+    assert {reasons[i] for i in range(0, 12, 4)} == {"length"}
+    assert {reasons[i] for i in range(1, 12, 4)} == {"stop"}
+    decoded = {r.queries for e in executors.values() for r in e.log if r.kind == "decode"}
+    assert max(decoded) <= 3  # of two groups, six of the twelve never come to decode
+    sent = sum(e.sender.num_bytes for e in executors.values() if e.sender is not None)
+    got = sum(e.receiver.num_bytes for e in executors.values() if e.receiver is not None)
+    spec = spec_of(directory)
+    token_bytes = spec.num_layers * 2 * spec.kv_heads * spec.head_dim * 4
+    assert sent == got == token_bytes * sum(
+        len(q.input_ids) for q in job if q.max_new_tokens > 1)
+
+
+def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
+    directory, model = made("opt")
+    queries = [replace(q, max_new_tokens=1) for q in random_queries(7, seed=8)]
+    sink, executors = run_waa_in_process(directory, queries, waa_stages(directory, (1,), (1,)),
+                                         toy_waa_rules(1))
+    assert answers(sink) == {q.index: generate(model, q) for q in queries}
+    assert not executors[1].log and executors[1].receiver.num_bytes == 0
+
+
+@pytest.mark.parametrize(("encode", "decode"), [((1,), (1,)), ((1, 1), (2, 1)), ((2,), (1, 1))])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: str,
+                                        encode: tuple[int, ...], decode: tuple[int, ...]) -> None:
+    queries, expected = answered(family)
+    stages = waa_stages(made(family)[0], encode, decode)
+    for after in (0, 4):
+        sink, _ = run_waa_in_process(made(family)[0], queries, stages,
+                                     toy_waa_rules(len(encode), num_groups=2),
+                                     sink=Collector(stop_after=after))
+        assert after <= len(sink.results) < len(queries)
+        assert answers(sink).items() <= expected.items()
+
+
+def test_drawn_tokens_are_those_of_round_robin(made: Made) -> None:
+    """A draw depends on its own query alone, whichever pool makes it."""
+    directory, _ = made("llama")
+    queries = [replace(q, sampling=Sampling(temperature=1.0, top_k=9, seed=q.index))
+               for q in random_queries(9, seed=4)]
+    plain, _ = run_in_process(directory, queries, num_stages=1)
+    sink, _ = run_waa_in_process(directory, queries, waa_stages(directory, (1,), (2,)),
+                                 toy_waa_rules(1, num_groups=2))
+    assert answers(sink) == answers(plain)
+
+
+class _Watched(WaaEncodeRule):
+    """Remembers the most queries there ever were."""
+
+    most_in_system = 0
+
+    @classmethod
+    def of(cls, rules: tuple[WaaEncodeRule, WaaDecodeRule]) -> tuple[_Watched, WaaDecodeRule]:
+        rules[0].__class__ = cls
+        return rules  # type: ignore[return-value]
+
+    def decide(self) -> Step | None:
+        step = super().decide()
+        self.most_in_system = max(self.most_in_system, len(self._in_system))
+        return step
