@@ -75,7 +75,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+# test_exact_runs.py has every number of ranks; here it is the command
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2,
+                                   pytest.param(3, marks=pytest.mark.slow)])
 def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks: int,
                                                  tmp_path: Path, cache: dict[str, str]) -> None:
     directory, reference = model
