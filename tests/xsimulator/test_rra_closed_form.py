@@ -16,11 +16,19 @@ from xgpt.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra import Rra, RraConfig, estimate, evaluate
+from xsimulator.policies.rra import Rra, RraConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.predict import predict_job
 from xsimulator.replay.steady import steady_figures
 from xsimulator.stage_times import StageTimes
+
+
+def evaluate(problem, timing, configs, *, padded=True):
+    return Rra(problem, timing, padded=padded).evaluate(configs)
+
+
+def estimate(problem, timing, config, *, padded=True):
+    return Rra(problem, timing, padded=padded).estimate(config)
 
 
 def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf, lengths=None,

@@ -33,7 +33,12 @@ from xsimulator import memory
 from xsimulator.occupancy import QueryFlow, expected_maximum, expected_maximum_z
 from xsimulator.pipeline import Timeline, Work, sorted_timeline
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.phase_blocks import EXACT_ITERATIONS, BlockTable, PhaseBlocks
+from xsimulator.policies.phase_blocks import (
+    EXACT_ITERATIONS,
+    SMALL_BATCH,
+    BlockTable,
+    PhaseBlocks,
+)
 from xsimulator.policies.step_tables import StepTables
 
 BoolArray = NDArray[np.bool_]
@@ -178,8 +183,10 @@ class Rra:
         """What each takes of what there is: quick, no timeline."""
         configs = configs if isinstance(configs, RraConfigs) else RraConfigs.of(configs)
         memory_bytes, present, stretch = (np.empty(len(configs)) for _ in range(3))
-        for plan, rows in self._by_plan(configs):
-            batch = self._batch(plan, configs, rows)
+        # what is held does not depend on how finely a phase is divided: blocks of one kind do
+        like = np.full(len(configs), SMALL_BATCH)
+        for plan, rows in self._by_plan(configs, like):
+            batch = self._batch(plan, configs, rows, like)
             memory_bytes[rows] = self._memory_bytes(plan, batch).max(axis=1)
             present[rows] = batch.encode_batch * batch.queries.mean_present
             stretch[rows] = self._stretch(plan, batch)
@@ -220,10 +227,13 @@ class Rra:
                  if size[0] > times * measured}
         return sorted(found)
 
-    def _by_plan(self, configs: RraConfigs) -> list[tuple[_Plan, IntArray]]:
-        """Rows of one plan each, in falling order of their blocks, few enough for a cache."""
+    def _by_plan(self, configs: RraConfigs,
+                 like: IntArray | None = None) -> list[tuple[_Plan, IntArray]]:
+        """Rows of one plan each, in falling order of their blocks, few enough for a cache. `like`:
+        batches whose blocks are taken in place of their own."""
+        like = configs.encode_batch if like is None else like
         keys = configs.tp_degree * (self.problem.cluster.num_devices + 1) + configs.tp_gpus
-        columns = self._blocks.columns(configs.decode_iterations, configs.encode_batch)
+        columns = self._blocks.columns(configs.decode_iterations, like)
         blocks = self._blocks.stacked.blocks[columns]
         order = np.lexsort((-blocks, keys))
         begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
@@ -239,12 +249,14 @@ class Rra:
                 begin += at_once
         return found
 
-    def _batch(self, plan: _Plan, configs: RraConfigs, rows: IntArray) -> _Batch:
+    def _batch(self, plan: _Plan, configs: RraConfigs, rows: IntArray,
+               like: IntArray | None = None) -> _Batch:
+        like = configs.encode_batch if like is None else like
         iterations = configs.decode_iterations[rows]
         fixed = configs.decode_micro_batches[rows]
         groups = np.where(fixed > 0, fixed, len(plan.stages)).astype(float)
         encode_batch = configs.encode_batch[rows].astype(float)
-        columns = self._blocks.columns(iterations, configs.encode_batch[rows])
+        columns = self._blocks.columns(iterations, like[rows])
         return _Batch(encode_batch=encode_batch, groups=groups,
                       queries=self._blocks.stacked.take(columns, encode_batch / groups))
 
@@ -483,15 +495,3 @@ def _expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
     configs]."""
     flat = expected_maximum(table.reshape(-1, table.shape[-1]), queries.reshape(len(queries), -1))
     return flat.reshape(queries.shape)
-
-
-def evaluate(problem: Problem, timing: TimingSource, configs: RraConfigs | Sequence[RraConfig], *,
-             padded: bool = True) -> EstimateArrays:
-    """Figures of many configurations of one problem."""
-    return Rra(problem, timing, padded=padded).evaluate(configs)
-
-
-def estimate(problem: Problem, timing: TimingSource, config: RraConfig, *,
-             padded: bool = True) -> Estimate:
-    """One configuration's Estimate."""
-    return Rra(problem, timing, padded=padded).estimate(config)
