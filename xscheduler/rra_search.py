@@ -101,12 +101,14 @@ class RraSearch:
     def _examine(self, boxes: Sequence[Box], given: _Boxes, is_line: bool) -> list[NodeResult]:
         reasons = np.full(len(boxes), "", object)
         top = self._cut_to_room(given, is_line, reasons)
-        top = self._cut_to_latency(given, top, is_line, reasons)
         limit = np.full(len(boxes), -np.inf)
-        rows = np.flatnonzero(reasons == "")
-        if len(rows):
-            left = given.take(rows)
-            limit[rows] = self._limit_qps(left, top[rows], is_line)
+        is_open = reasons == ""
+        if not is_line and self._best_qps > 0:
+            # what is no better than the incumbent at any latency need not be cut
+            self._bound(limit, given, top, is_open, is_line)
+            is_open &= limit > self._best_qps * (1 + self._gap)
+        top = self._cut_to_latency(given, top, is_line, reasons, is_open)
+        self._bound(limit, given, top, is_open & (reasons == ""), is_line)
         seen = self._look(given, top, limit, is_line)
         if is_line:
             self._cut_to_frontier(given, top, limit, seen)
@@ -145,14 +147,20 @@ class RraSearch:
             reasons[rows] = [CROWDING[code] or "memory" for code in crowding]
         return top
 
+    def _bound(self, limit: FloatArray, given: _Boxes, top: IntArray, is_open: np.ndarray,
+               is_line: bool) -> None:
+        rows = np.flatnonzero(is_open)
+        if len(rows):
+            limit[rows] = self._limit_qps(given.take(rows), top[rows], is_line)
+
     def _cut_to_latency(self, given: _Boxes, top: IntArray, is_line: bool,
-                        reasons: np.ndarray) -> IntArray:
+                        reasons: np.ndarray, is_open: np.ndarray) -> IntArray:
         """[boxes] no larger batch keeps the latency bound, by a lower bound of the latency."""
         if math.isinf(self._bound_s):
             return top
         top = top.copy()
         for _ in range(2):
-            rows = np.flatnonzero(reasons == "")
+            rows = np.flatnonzero(is_open & (reasons == ""))
             if not len(rows):
                 return top
             left = given.take(rows)

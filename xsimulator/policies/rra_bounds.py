@@ -31,7 +31,7 @@ throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -125,6 +125,7 @@ class RraBounds:
     def __init__(self, rra: Rra) -> None:
         self._rra = rra
         self._known: dict[int, _Lowered] = {}
+        self._of_degree: dict[tuple[str, int], PairEnvelope] = {}
         self._least: dict[tuple[int, int, int], FloatArray] = {}  # variances, see _least_variance
 
     @_REFUSED
@@ -400,16 +401,20 @@ class RraBounds:
         if id(plan) not in self._known:
             times = plan.plan.times
 
-            def attention(degree: int) -> PairEnvelope:
-                return PairEnvelope(lambda count, length: times.decode_attention_layer_s(
-                    count, length, degree))
-
-            def compaction(degree: int) -> PairEnvelope:
-                return PairEnvelope(lambda count, length: times.compaction_layer_s(
-                    count, length, degree))
-
             self._known[id(plan)] = _Lowered(
                 plan=plan, tables=StepTables(times, self._rra.timing, lowered=True),
-                attention={degree: attention(degree) for degree in times.degrees},
-                compaction={degree: compaction(degree) for degree in times.degrees})
+                attention={degree: self._of_layer(
+                    "attention", times.decode_attention_layer_s, degree)
+                    for degree in times.degrees},
+                compaction={degree: self._of_layer("compaction", times.compaction_layer_s, degree)
+                            for degree in times.degrees})
         return self._known[id(plan)]
+
+    def _of_layer(self, what: str, seconds: Callable[[FloatArray, FloatArray, int], FloatArray],
+                  degree: int) -> PairEnvelope:
+        """A layer of one degree takes as long in every plan."""
+        key = (what, degree)
+        if key not in self._of_degree:
+            self._of_degree[key] = PairEnvelope(
+                lambda count, length: seconds(count, length, degree))
+        return self._of_degree[key]
