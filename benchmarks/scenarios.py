@@ -63,7 +63,7 @@ EXPLANATION = ("""## Where we differ from the paper, and why
 - *GPT-3 39B gains more than in the paper*, at every task and bound; without it the smaller models'
   mean is near the paper's. FT spends two thirds of its time in all-reduces over eight cards there,
   and without a bound it takes nearly half as long again as in the paper: our link is still slow
-  for that degree, which flatters us. Over FT with the best tensor plan the gain is 2 to 3.
+  for that degree, which flatters us. Over FT with the best tensor plan it is 1.9 to 3.2.
 - *FT's plan is fixed by hand, and its bound is stricter.* It must meet the bound with an output of
   maximum length, we with one of the 99th percentile. Where a query's time hardly depends on the
   batch, as at the tightest bounds of large models, that costs FT most of its batch: it is the

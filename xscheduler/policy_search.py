@@ -51,8 +51,7 @@ class Found(NamedTuple):
 
 
 class Tight(NamedTuple):
-    """An easy configuration: its latency, what forbids it apart from that ("": nothing), and its
-    bytes on the fullest device."""
+    """An easy configuration: its latency, and what forbids it apart from that ("": nothing)."""
 
     latency_s: float
     reason: str
@@ -73,10 +72,6 @@ class PolicySearch(ABC):
     @property
     @abstractmethod
     def num_evaluated(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def capacity_bytes(self) -> int: ...
 
     @abstractmethod
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> Examiner: ...
@@ -141,10 +136,6 @@ class RraPolicySearch(PolicySearch):
     def num_evaluated(self) -> int:
         return self.points.num_evaluated
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self.points.rra.capacity_bytes
-
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> RraSearch:
         return RraSearch(self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
@@ -196,10 +187,6 @@ class WaaPolicySearch(PolicySearch):
     @property
     def num_evaluated(self) -> int:
         return self.known.num_evaluated
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.known.waa.capacity_bytes
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> WaaSearch:
         return WaaSearch(self.known, latency_bound_s, gap=gap, floor_qps=floor_qps)

@@ -20,7 +20,7 @@ from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.rra_points import CROWDING, RraPoints
-from xscheduler.space import batch_range, iteration_range
+from xscheduler.space import batch_range, even_parts, iteration_range
 from xsimulator.policies.rra_bounds import SIDES
 
 ROOT_RANGES = 12  # of decode_iterations, in even ratios: wide boxes are bounded loosely
@@ -94,7 +94,7 @@ class RraSearch:
             return [Box(root=box.root, lower=(low, first), upper=(up, last))
                     for low, up in ((least, middle), (middle + 1, most))]
         return [Box(root=box.root, lower=(least, low), upper=(most, up))
-                for low, up in _parts(first, last, RANGE_PARTS)]
+                for low, up in even_parts(first, last, RANGE_PARTS)]
 
     # --- what is known of a box ---------------------------------------------------------------
 
@@ -282,14 +282,8 @@ def _root_corners(problem: Problem, batches: tuple[int, int],
     first, last = iteration_range(problem.fixed, max_iterations)
     sides = [(low, up) for low, up in ((batches[0], min(batches[1], SIDES - 1)),
                                        (max(batches[0], SIDES), batches[1])) if low <= up]
-    return [((low, n1), (up, n2)) for n1, n2 in _parts(first, last, ROOT_RANGES)
+    return [((low, n1), (up, n2)) for n1, n2 in even_parts(first, last, ROOT_RANGES)
             for low, up in sides]
-
-
-def _parts(first: int, last: int, count: int) -> list[tuple[int, int]]:
-    """`first`..`last` in up to `count` ranges of even ratio."""
-    borders = np.unique(np.rint(np.geomspace(first, last + 1, count + 1)).astype(np.int64))
-    return [(int(low), int(up) - 1) for low, up in zip(borders[:-1], borders[1:], strict=True)]
 
 
 def _spread(least: IntArray, most: IntArray, count: int) -> IntArray:

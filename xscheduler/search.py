@@ -122,8 +122,8 @@ class Scheduler:
         """Each policy in turn. One that is shown not to win is not searched to its own best: its
         runner-up is the best seen, and its upper bound says how much better it may be."""
         results: dict[str, Found] = {}
-        # what is likely to win comes first, for it spares the others' searches; WAA is where
-        # outputs are short (paper section 7.3), for its encoders are then rarely idle
+        # what is likely to win comes first, for it spares the others' searches: WAA where outputs
+        # are short (paper section 4.1). A wrong guess costs time alone.
         is_short = self.problem.lengths.outputs.mean <= SHORT_OUTPUTS
         for policy in reversed(self._policies) if is_short else self._policies:
             floor = max((found.outcome.best.objective for found in results.values()

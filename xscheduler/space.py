@@ -1,18 +1,16 @@
-"""RRA's control variables as a search space (paper sections 4.2 and 5).
+"""The tensor plans, and the ranges of control variables, that are searched (paper sections 4.2, 5).
 
-    encode_batch       up    raises throughput, latency and memory
-    decode_iterations  down  raises latency and memory, and nearly always throughput
-    tp_gpus            down  raises throughput and latency where collectives are dear
-
-Only the first two are searched as a box (xscheduler.search says what it relies on). Neither memory
-nor, over fast links, throughput is monotone in tp_gpus, and there are few values: every
-(tp_degree, tp_gpus) is a root of its own.
+Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
+monotone in tp_gpus, and there are few values. The other two variables of a policy are searched as
+boxes (xscheduler.rra_search, xscheduler.waa_search).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from xgpt.cluster import Cluster
 from xgpt.errors import InputError, Mistake
@@ -91,3 +89,9 @@ def iteration_range(fixed: FixedSchedule, max_iterations: int) -> tuple[int, int
     if fixed.decode_iterations is not None:
         return fixed.decode_iterations, fixed.decode_iterations
     return 1, max_iterations
+
+
+def even_parts(first: int, last: int, count: int) -> list[tuple[int, int]]:
+    """`first`..`last` in up to `count` ranges of even ratio: sizes act in ratios."""
+    borders = np.unique(np.rint(np.geomspace(first, last + 1, count + 1)).astype(np.int64))
+    return [(int(low), int(up) - 1) for low, up in zip(borders[:-1], borders[1:], strict=True)]

@@ -16,7 +16,7 @@ from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
-from xscheduler.space import TensorPlan, batch_range
+from xscheduler.space import TensorPlan, batch_range, even_parts
 from xsimulator.policies.waa import Waa, WaaConfig
 from xsimulator.policies.waa_bounds import WaaBounds, WaaBoxes
 from xsimulator.waa_plans import WaaPlans
@@ -204,15 +204,10 @@ def _points(box: Box) -> list[tuple[int, int]]:
 
 def _grid(box: Box, parts: tuple[int, int]) -> list[Box]:
     """The box cut along both sides, in even ratios."""
-    sides = [_parts(low, up, count) for low, up, count in zip(box.lower, box.upper, parts,
+    sides = [even_parts(low, up, count) for low, up, count in zip(box.lower, box.upper, parts,
                                                              strict=True)]
     return [Box(root=box.root, lower=(b1, g1), upper=(b2, g2))
             for b1, b2 in sides[0] for g1, g2 in sides[1]]
-
-
-def _parts(low: int, up: int, count: int) -> list[tuple[int, int]]:
-    borders = np.unique(np.rint(np.geomspace(low, up + 1, count + 1)).astype(np.int64))
-    return [(int(a), int(b) - 1) for a, b in zip(borders[:-1], borders[1:], strict=True)]
 
 
 def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:

@@ -17,7 +17,9 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import job_folder  # noqa: E402
 import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.errors import XgptError  # noqa: E402
 from xgpt.job_file import load_job  # noqa: E402
@@ -30,26 +32,14 @@ from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
               encode_batch: int = 3, decode_iterations: int = 4, more: str = "") -> Path:
     """`more`: of the schedule's keys."""
-    (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
-    job = folder / "job.yaml"
-    job.write_text(f"""
-model: {model}
-cluster: local
-workload:
-  requests: requests.jsonl
-  output_tokens: {{mean: 15, std: 8, max: 40}}
-schedule: {{policy: rra, encode_batch: {encode_batch}, {more}
-           decode_iterations: {decode_iterations}}}
-run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
-output: out
-""")
-    return job
+    schedule = (f"policy: rra, encode_batch: {encode_batch}, {more} "
+                f"decode_iterations: {decode_iterations}")
+    return job_folder.write_job(folder, model, requests, schedule=schedule, ranks=ranks)
 
 
 def measure_briefly(job: Path, cache: dict[str, str]) -> None:
@@ -64,15 +54,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
           ) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp(request.param)
     return directory, toys.make_model(request.param, directory)
-
-
-def as_requests(queries: list[Any]) -> list[dict[str, Any]]:
-    return [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
-            for q in queries]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # test_exact_runs.py has every number of ranks; here it is the command

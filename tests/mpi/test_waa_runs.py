@@ -15,7 +15,9 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import job_folder  # noqa: E402
 import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.job_file import load_job  # noqa: E402
 from xgpt.problem import resolve  # noqa: E402
@@ -25,7 +27,6 @@ from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.waa import WaaConfig  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +45,9 @@ def profiled(llama: tuple[Path, Any], cache: dict[str, str],
     return cache
 
 
-def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int = 2) -> Path:
-    (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
-    job = folder / "job.yaml"
-    job.write_text(f"""
-model: {model}
-cluster: local
-workload:
-  requests: requests.jsonl
-  output_tokens: {{mean: 15, std: 8, max: 40}}
-schedule: {{policy: waa-c, encode_batch: 1}}
-run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
-output: out
-""")
-    return job
+def write_job(folder: Path, model: Path, requests: list[dict[str, Any]]) -> Path:
+    return job_folder.write_job(folder, model, requests, ranks=2,
+                                schedule="policy: waa-c, encode_batch: 1")
 
 
 def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
@@ -70,15 +60,6 @@ def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
         constraint_kind="sequence", quantile=0.99, status="given", bound_qps=math.inf, gap=0.0,
         nodes=1, seconds=0.0, fingerprint=problem.fingerprint), path)
     return path
-
-
-def as_requests(queries: list[Any]) -> list[dict[str, Any]]:
-    return [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
-            for q in queries]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def call(*arguments: str, cache: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -114,13 +95,7 @@ def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_
     directory, reference = llama
     queries = toys.random_queries(40, seed=6)
     job = write_job(tmp_path, directory, as_requests(queries))
-    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
-                          env=profiled, timeout=240, check=False)
-    if "the search knows no other policy" in done.stderr:
-        # a scheduler that does not search WAA: what it would hand to the runner is given instead
-        given = give_schedule(tmp_path, job, WaaConfig(encode_batch=5, decode_micro_batches=2))
-        done = call("run", str(job), "--schedule", str(given), "--json", cache=profiled)
-    assert done.returncode == 0, done.stderr
+    done = call("submit", str(job), "--json", cache=profiled)
     metrics = json.loads(done.stdout)
     assert metrics["status"] == "done" and metrics["queries"] == 40
     assert metrics["throughput_qps"]["predicted"] > 0

@@ -107,7 +107,7 @@ class Room(NamedTuple):
     stretch: FloatArray
 
 
-class _Plan(NamedTuple):
+class PlanTables(NamedTuple):
     """What depends on (tp_degree, tp_gpus) alone."""
 
     plan: Plan
@@ -119,7 +119,7 @@ class _Plan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Batch:
+class Batch:
     """Configurations of one plan in falling order of their blocks, and their queries."""
 
     encode_batch: FloatArray  # [configs]
@@ -152,15 +152,15 @@ class Rra:
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_output_tokens=problem.default_max_tokens)
-        self._seen_iterations = self.flow.iterations_of(
+        self.seen_iterations = self.flow.iterations_of(
             outputs.quantile(problem.constraint.quantile))
-        self._blocks = BlockTable(
-            self.flow, padded=padded, seen_iterations=self._seen_iterations,
+        self.blocks = BlockTable(
+            self.flow, padded=padded, seen_iterations=self.seen_iterations,
             exact_iterations=exact_iterations)
-        self._input_mean, self._input_std = problem.lengths.inputs.mean, problem.lengths.inputs.std
+        self.input_mean, self.input_std = problem.lengths.inputs.mean, problem.lengths.inputs.std
         self._output_mean = outputs.mean
         self._plans = plans or Plans(problem, timing)
-        self._known: dict[tuple[int, int], _Plan] = {}
+        self._known: dict[tuple[int, int], PlanTables] = {}
 
     @property
     def capacity_bytes(self) -> int:
@@ -174,8 +174,8 @@ class Rra:
         """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
         configs = configs if isinstance(configs, RraConfigs) else RraConfigs.of(configs)
         columns: dict[str, FloatArray] = {}
-        for plan, rows in self._by_plan(configs):
-            for name, values in self._figures(plan, self._batch(plan, configs, rows)).items():
+        for plan, rows in self.by_plan(configs):
+            for name, values in self._figures(plan, self.batch_of(plan, configs, rows)).items():
                 columns.setdefault(name, np.empty(len(configs)))[rows] = values
         return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
@@ -185,8 +185,8 @@ class Rra:
         memory_bytes, present, stretch = (np.empty(len(configs)) for _ in range(3))
         # what is held does not depend on how finely a phase is divided: blocks of one kind do
         like = np.full(len(configs), SMALL_BATCH)
-        for plan, rows in self._by_plan(configs, like):
-            batch = self._batch(plan, configs, rows, like)
+        for plan, rows in self.by_plan(configs, like):
+            batch = self.batch_of(plan, configs, rows, like)
             memory_bytes[rows] = self._memory_bytes(plan, batch).max(axis=1)
             present[rows] = batch.encode_batch * batch.queries.mean_present
             stretch[rows] = self._stretch(plan, batch)
@@ -195,7 +195,7 @@ class Rra:
     def estimate(self, config: RraConfig) -> Estimate:
         """One configuration as the artefact that is shown, and executed."""
         plan = self._plan(config.tp_degree, config.tp_gpus)
-        batch = self._batch(plan, RraConfigs.of([config]), np.array([0]))
+        batch = self.batch_of(plan, RraConfigs.of([config]), np.array([0]))
         figures = {k: float(v[0]) for k, v in self._figures(plan, batch).items()}
         per_stage = self._memory_bytes(plan, batch)[0]
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
@@ -213,7 +213,7 @@ class Rra:
             period_s=period, memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
             fits=max(by_rank.values()) <= self.capacity_bytes, stages=plan.stages,
-            adjustment=self.adjustment, mean_input_tokens=self._input_mean,
+            adjustment=self.adjustment, mean_input_tokens=self.input_mean,
             notes=(f"times: {self.timing.provenance()}",
                    *(f"extrapolated: {words}" for words in self.beyond(config))),
         )
@@ -221,20 +221,20 @@ class Rra:
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """In words, the sizes of this configuration beyond `times` what was measured."""
         plan = self._plan(config.tp_degree, config.tp_gpus)
-        batch = self._batch(plan, RraConfigs.of([config]), np.array([0]))
+        batch = self.batch_of(plan, RraConfigs.of([config]), np.array([0]))
         found = {f"up to {size[0]:.0f} {words}, measured up to {measured:.0f}"
                  for words, size, measured in self._sizes(plan, batch)
                  if size[0] > times * measured}
         return sorted(found)
 
-    def _by_plan(self, configs: RraConfigs,
-                 like: IntArray | None = None) -> list[tuple[_Plan, IntArray]]:
+    def by_plan(self, configs: RraConfigs,
+                 like: IntArray | None = None) -> list[tuple[PlanTables, IntArray]]:
         """Rows of one plan each, in falling order of their blocks, few enough for a cache. `like`:
         batches whose blocks are taken in place of their own."""
         like = configs.encode_batch if like is None else like
         keys = configs.tp_degree * (self.problem.cluster.num_devices + 1) + configs.tp_gpus
-        columns = self._blocks.columns(configs.decode_iterations, like)
-        blocks = self._blocks.stacked.blocks[columns]
+        columns = self.blocks.columns(configs.decode_iterations, like)
+        blocks = self.blocks.stacked.blocks[columns]
         order = np.lexsort((-blocks, keys))
         begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
         found = []
@@ -249,23 +249,23 @@ class Rra:
                 begin += at_once
         return found
 
-    def _batch(self, plan: _Plan, configs: RraConfigs, rows: IntArray,
-               like: IntArray | None = None) -> _Batch:
+    def batch_of(self, plan: PlanTables, configs: RraConfigs, rows: IntArray,
+               like: IntArray | None = None) -> Batch:
         like = configs.encode_batch if like is None else like
         iterations = configs.decode_iterations[rows]
         fixed = configs.decode_micro_batches[rows]
         groups = np.where(fixed > 0, fixed, len(plan.stages)).astype(float)
         encode_batch = configs.encode_batch[rows].astype(float)
-        columns = self._blocks.columns(iterations, like[rows])
-        return _Batch(encode_batch=encode_batch, groups=groups,
-                      queries=self._blocks.stacked.take(columns, encode_batch / groups))
+        columns = self.blocks.columns(iterations, like[rows])
+        return Batch(encode_batch=encode_batch, groups=groups,
+                      queries=self.blocks.stacked.take(columns, encode_batch / groups))
 
-    def _sizes(self, plan: _Plan, batch: _Batch,
+    def _sizes(self, plan: PlanTables, batch: Batch,
                loads: _Loads | None = None) -> list[tuple[str, FloatArray, float]]:
         """The largest sizes the timing source is presented with: (in words, [configs] size,
         measured up to)."""
         queries, _, tokens = self._encode_sizes(batch)
-        decoding = (loads or _decode_loads(batch)).most.max(axis=0, initial=0.0)
+        decoding = (loads or decode_loads(batch)).most.max(axis=0, initial=0.0)
         lengths, is_encoder_decoder = self.problem.lengths, self.problem.model.is_encoder_decoder
         longest = float(lengths.inputs.max)
         inputs = np.full(len(queries), longest)
@@ -291,7 +291,7 @@ class Rra:
             decoding=attention.x, context=attention.y,
             inputs=self.timing.reach(Operator.ENCODE_ATTENTION, degree).x)
 
-    def _stretch(self, plan: _Plan, batch: _Batch, loads: _Loads | None = None) -> FloatArray:
+    def _stretch(self, plan: PlanTables, batch: Batch, loads: _Loads | None = None) -> FloatArray:
         most = np.zeros(len(batch.encode_batch))
         if all(np.isinf(self._reach(degree)).all() for degree in plan.plan.times.degrees):
             return most
@@ -299,8 +299,8 @@ class Rra:
             np.maximum(most, size / measured, out=most)
         return most
 
-    def _figures(self, plan: _Plan, batch: _Batch) -> dict[str, FloatArray]:
-        loads = _decode_loads(batch)
+    def _figures(self, plan: PlanTables, batch: Batch) -> dict[str, FloatArray]:
+        loads = decode_loads(batch)
         timeline, encode_s, alone_s, is_timed = self._timeline(plan, batch, loads)
         kv_tokens = self._kv_tokens(batch)
 
@@ -318,7 +318,7 @@ class Rra:
             "memory_bytes": self._memory_bytes(plan, batch, kv_tokens).max(axis=1),
         }
 
-    def _timeline(self, plan: _Plan, batch: _Batch,
+    def _timeline(self, plan: PlanTables, batch: Batch,
                   loads: _Loads) -> tuple[Timeline, FloatArray, FloatArray, BoolArray]:
         """The phases' timeline, seconds from the first to the last stage's end of encoding, what
         _own_steps_s says, and whether the timing source answered for every step (else all of it
@@ -334,45 +334,45 @@ class Rra:
         return (timeline, through + np.max([rest for _, rest in encode], axis=0), alone_s,
                 encode_timed & decode_timed)
 
-    def _encode_s(self, plan: _Plan, batch: _Batch) -> tuple[list[_Pair], BoolArray]:
+    def _encode_s(self, plan: PlanTables, batch: Batch) -> tuple[list[_Pair], BoolArray]:
         queries, tokens, most = self._encode_sizes(batch)
         one = plan.plan.times.mean_attention_s(self.problem.lengths.inputs, queries)
         both = np.stack([most, tokens])
-        each = both / self._input_mean  # queries' worth of attention
+        each = both / self.input_mean  # queries' worth of attention
         seconds = plan.tables.encode_s(both, np.broadcast_to(queries, both.shape), {
             degree: each * own for degree, own in one.items()})
         return _slowest_and_rest(seconds, batch.encode_groups)
 
-    def _encode_sizes(self, batch: _Batch) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def _encode_sizes(self, batch: Batch) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Queries and tokens of an encode micro-batch, and tokens of the largest of a phase."""
         groups = batch.encode_groups
         queries = batch.encode_batch / groups
         odd = queries - np.floor(queries)  # that share of the groups encodes one query more
-        tokens = queries * self._input_mean
-        spread = np.sqrt(queries * self._input_std**2 + odd * (1 - odd) * self._input_mean**2)
+        tokens = queries * self.input_mean
+        spread = np.sqrt(queries * self.input_std**2 + odd * (1 - odd) * self.input_mean**2)
         if self.adjustment > 0:
             # within the band wherever (uniform), or as near to the mean as whole inputs allow: half
             # of one, that a cut falls into with a chance in proportion to its length
             band = self.adjustment * tokens / np.sqrt(3)
-            cut = (self._input_mean + self._input_std**2 / self._input_mean) / np.sqrt(12)
+            cut = (self.input_mean + self.input_std**2 / self.input_mean) / np.sqrt(12)
             share = np.clip(queries - (LEAST_ADJUSTED - 1), 0.0, 1.0)  # of the groups, is adjusted
             spread += share * (np.minimum(spread, np.maximum(band, cut)) - spread)
         return queries, tokens, tokens + expected_maximum_z(groups) * spread
 
     def _latency(self, timeline: Timeline, queries: PhaseBlocks,
                  alone_s: FloatArray) -> FloatArray:
-        if self._seen_iterations == 0:
+        if self.seen_iterations == 0:
             return timeline.encoded_s
         rows = np.arange(len(queries.seen))
         before, last = np.cumsum(alone_s * queries.widths, axis=1)
         finish = timeline.finish_s[rows, queries.seen] + last[queries.seen, rows]
         return np.asarray(queries.phases_before * (timeline.period_s + before[-1]) + finish)
 
-    def _kv_tokens(self, batch: _Batch) -> FloatArray:
+    def _kv_tokens(self, batch: Batch) -> FloatArray:
         return memory.reserved_tokens(batch.queries, batch.group_batch, batch.groups,
                                       self.flow.max_reserve_tokens, self.problem.num_queries)
 
-    def _memory_bytes(self, plan: _Plan, batch: _Batch,
+    def _memory_bytes(self, plan: PlanTables, batch: Batch,
                       kv_tokens: FloatArray | None = None) -> FloatArray:
         """[configs, stages] bytes on each rank of a stage."""
         problem = self.problem
@@ -385,11 +385,11 @@ class Rra:
                     decode_batch=batch.group_batch * batch.queries.mean_phases,
                     is_cpu=problem.cluster.device.kind == "cpu"))
 
-    def _plan(self, tp_degree: int, tp_gpus: int) -> _Plan:
+    def _plan(self, tp_degree: int, tp_gpus: int) -> PlanTables:
         key = (tp_degree, tp_gpus)
         if key not in self._known:
             plan = self._plans.both(tp_degree, tp_gpus)
-            self._known[key] = _Plan(plan, StepTables(plan.times, self.timing))
+            self._known[key] = PlanTables(plan, StepTables(plan.times, self.timing))
         return self._known[key]
 
 
@@ -415,7 +415,7 @@ class _Loads(NamedTuple):
     chance: FloatArray  # that a group has any
 
 
-def _decode_loads(batch: _Batch, variance: FloatArray | None = None) -> _Loads:
+def decode_loads(batch: Batch, variance: FloatArray | None = None) -> _Loads:
     """`variance`: in place of the number of active queries' own, [blocks, configs]."""
     blocks, group_batch = batch.queries, batch.group_batch
     variance = blocks.variance_active if variance is None else variance
@@ -433,7 +433,7 @@ def _decode_loads(batch: _Batch, variance: FloatArray | None = None) -> _Loads:
     return _Loads(queries + expected_maximum_z(steps) * spread, queries, steps, chance)
 
 
-def _decode_s(plan: _Plan, batch: _Batch,
+def _decode_s(plan: PlanTables, batch: Batch,
               loads: _Loads) -> tuple[list[_Pair], FloatArray, BoolArray]:
     """[blocks, configs] expected seconds of one group's step and of the others', by kind; and what
     _own_steps_s says."""
@@ -441,7 +441,7 @@ def _decode_s(plan: _Plan, batch: _Batch,
     queries = np.stack([loads.most, loads.queries])
     context = np.broadcast_to(blocks.context, queries.shape)
     if blocks.maximum_context is not None:
-        context = np.maximum(context, _expected_maximum(blocks.maximum_context, queries))
+        context = np.maximum(context, expected_context(blocks.maximum_context, queries))
     seconds = tables.decode_s(queries, context)
     # a group whose queries end moves rows: that happens to some of the steps
     group_batch = batch.group_batch
@@ -455,7 +455,7 @@ def _decode_s(plan: _Plan, batch: _Batch,
     return pairs, alone_s, np.asarray(is_timed.all(axis=0))
 
 
-def _own_steps_s(plan: _Plan, batch: _Batch, loads: _Loads,
+def _own_steps_s(plan: PlanTables, batch: Batch, loads: _Loads,
                  usual: Sequence[FloatArray]) -> FloatArray:
     """[phases before the last, the last; blocks, configs] seconds by which an iteration takes
     longer in the eyes of the latency bound's query, which is there for certain, than in the mean.
@@ -490,7 +490,7 @@ def _slowest_and_rest(seconds: Sequence[FloatArray],
     return pairs, is_timed
 
 
-def _expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
+def expected_context(table: FloatArray, queries: FloatArray) -> FloatArray:
     """occupancy.expected_maximum for [blocks, configs, doublings + 1]; queries [..., blocks,
     configs]."""
     flat = expected_maximum(table.reshape(-1, table.shape[-1]), queries.reshape(len(queries), -1))

@@ -44,12 +44,12 @@ from xsimulator.pipeline import Work, least_timeline, sorted_timeline
 from xsimulator.policies.envelope import PairEnvelope
 from xsimulator.policies.phase_blocks import SMALL_BATCH
 from xsimulator.policies.rra import (
+    Batch,
+    PlanTables,
     Rra,
     RraConfigs,
-    _Batch,
-    _decode_loads,
-    _expected_maximum,
-    _Plan,
+    decode_loads,
+    expected_context,
 )
 from xsimulator.policies.step_tables import StepTables
 
@@ -75,7 +75,7 @@ class _Steps(NamedTuple):
 class _Lowered:
     """What depends on a plan alone: tables of lower bounds."""
 
-    plan: _Plan
+    plan: PlanTables
     tables: StepTables
     attention: dict[int, PairEnvelope]  # per degree
     compaction: dict[int, PairEnvelope]
@@ -100,7 +100,7 @@ def _work(kinds: Sequence[_Steps], lowered: _Lowered) -> list[Work]:
     return [work[kind] for kind in lowered.tables.kind_of]
 
 
-def _tolerance(plan: _Plan, batch: _Batch, is_range: bool) -> FloatArray:
+def _tolerance(plan: PlanTables, batch: Batch, is_range: bool) -> FloatArray:
     """[configs] share by which the closed form may be off a bound."""
     is_crowded = batch.groups > len(plan.stages)
     return np.select([is_crowded & (batch.encode_batch < batch.groups), is_crowded],
@@ -108,7 +108,7 @@ def _tolerance(plan: _Plan, batch: _Batch, is_range: bool) -> FloatArray:
                      RANGE_TOLERANCE if is_range else LINE_TOLERANCE)
 
 
-def _rate(batch: _Batch, period_s: FloatArray) -> FloatArray:
+def _rate(batch: Batch, period_s: FloatArray) -> FloatArray:
     """[configs] queries a second; infinite where the period is not known."""
     is_known = np.isfinite(period_s) & (period_s > 0)
     return np.where(is_known, batch.encode_batch / np.where(is_known, period_s, 1.0), np.inf)
@@ -135,9 +135,9 @@ class RraBounds:
         N_D (a line) or any up to `last`, has more. Infinite where the corner's own sizes are
         refused: that says nothing of the others."""
         found = np.empty(len(corners))
-        for plan, rows in self._rra._by_plan(corners):
+        for plan, rows in self._rra.by_plan(corners):
             lowered = self._lowered(plan)
-            batch = self._rra._batch(plan, corners, rows)
+            batch = self._rra.batch_of(plan, corners, rows)
             if last is None:
                 kinds = self._steps(lowered, batch,
                                     self._smallest(plan, corners, smallest, rows))
@@ -154,9 +154,9 @@ class RraBounds:
     def line_throughput_qps(self, corners: RraConfigs, smallest: IntArray) -> FloatArray:
         """As throughput_qps on lines, but tighter, and slower to find: by the timeline."""
         found = np.empty(len(corners))
-        for plan, rows in self._rra._by_plan(corners):
+        for plan, rows in self._rra.by_plan(corners):
             lowered = self._lowered(plan)
-            batch = self._rra._batch(plan, corners, rows)
+            batch = self._rra.batch_of(plan, corners, rows)
             kinds = self._steps(lowered, batch, self._smallest(plan, corners, smallest, rows))
             timeline = sorted_timeline(_work(kinds, lowered), batch.queries.blocks,
                                        batch.queries.widths)
@@ -167,14 +167,14 @@ class RraBounds:
     def line_latency_s(self, corners: RraConfigs, largest: IntArray) -> FloatArray:
         """As latency_s on lines, but tighter, and slower to find: by the timeline."""
         found = np.empty(len(corners))
-        for plan, rows in self._rra._by_plan(corners):
+        for plan, rows in self._rra.by_plan(corners):
             lowered = self._lowered(plan)
-            batch = self._rra._batch(plan, corners, rows)
+            batch = self._rra.batch_of(plan, corners, rows)
             kinds = self._steps(lowered, batch, batch,
                                 largest=largest[rows] / batch.encode_groups)
             queries = batch.queries
             timeline = least_timeline(_work(kinds, lowered), queries.blocks, queries.widths)
-            finish = (timeline.encoded_s if self._rra._seen_iterations == 0 else
+            finish = (timeline.encoded_s if self._rra.seen_iterations == 0 else
                       timeline.finish_s[np.arange(len(rows)), queries.seen])
             found[rows] = (finish + queries.phases_before * timeline.period_s) / (
                 1 + _tolerance(plan, batch, False))
@@ -187,9 +187,9 @@ class RraBounds:
         N_D (a line) or any down to `first`, has less. 0 where the corner's own sizes are
         refused."""
         found = np.empty(len(corners))
-        for plan, rows in self._rra._by_plan(corners):
+        for plan, rows in self._rra.by_plan(corners):
             lowered = self._lowered(plan)
-            batch = self._rra._batch(plan, corners, rows)
+            batch = self._rra.batch_of(plan, corners, rows)
             most = largest[rows] / batch.encode_groups
             if first is None:
                 kinds = self._steps(lowered, batch, batch, largest=most)
@@ -202,14 +202,14 @@ class RraBounds:
                 1 + _tolerance(plan, batch, first is not None))
         return _known(found)
 
-    def _smallest(self, plan: _Plan, corners: RraConfigs, smallest: IntArray,
-                  rows: IntArray) -> _Batch:
+    def _smallest(self, plan: PlanTables, corners: RraConfigs, smallest: IntArray,
+                  rows: IntArray) -> Batch:
         """The same lines at the other end of the box; the same order of rows."""
-        return self._rra._batch(plan, replace(corners, encode_batch=smallest), rows)
+        return self._rra.batch_of(plan, replace(corners, encode_batch=smallest), rows)
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _steps(self, lowered: _Lowered, batch: _Batch, small: _Batch | None, *,
+    def _steps(self, lowered: _Lowered, batch: Batch, small: Batch | None, *,
                largest: FloatArray | None = None,
                over: tuple[FloatArray, FloatArray] | None = None) -> list[_Steps]:
         """By kind of stage: for throughput, of `batch`, in relation to it no more than those of any
@@ -224,22 +224,22 @@ class RraBounds:
             decode = self._line_decode(lowered, batch, small, largest is not None)
         return [_Steps(*e, *d) for e, d in zip(encode, decode, strict=True)]
 
-    def _encode(self, lowered: _Lowered, batch: _Batch,
+    def _encode(self, lowered: _Lowered, batch: Batch,
                 largest: FloatArray | None) -> list[tuple[FloatArray, FloatArray]]:
         """As Rra._encode_s without what an uneven split costs: that falls and rises again."""
         rra, groups = self._rra, batch.encode_groups
         queries = batch.encode_batch / groups
-        tokens = queries * rra._input_mean
-        spread = np.sqrt(queries) * rra._input_std
+        tokens = queries * rra.input_mean
+        spread = np.sqrt(queries) * rra.input_std
         if rra.adjustment > 0:
             band = rra.adjustment * tokens / np.sqrt(3)
-            cut = (rra._input_mean + rra._input_std**2 / rra._input_mean) / np.sqrt(12)
+            cut = (rra.input_mean + rra.input_std**2 / rra.input_mean) / np.sqrt(12)
             most = queries if largest is None else np.maximum(queries, largest)
             share = np.clip(most - (LEAST_ADJUSTED - 1), 0.0, 1.0)
             spread += share * (np.minimum(spread, np.maximum(band, cut)) - spread)
         both = np.stack([tokens + expected_maximum_z(groups) * spread, tokens])
         attention = self._encode_attention(lowered, queries, largest is not None)
-        each = both / rra._input_mean
+        each = both / rra.input_mean
         seconds = lowered.tables.encode_s(both, np.broadcast_to(queries, both.shape), {
             degree: each * own for degree, own in attention.items()})
         return [(slowest, np.maximum(groups * usual, slowest)) for slowest, usual in seconds]
@@ -260,16 +260,16 @@ class RraBounds:
                 found[degree] = np.interp(queries, nodes, least)
         return found
 
-    def _line_decode(self, lowered: _Lowered, batch: _Batch, small: _Batch,
+    def _line_decode(self, lowered: _Lowered, batch: Batch, small: Batch,
                      is_least_latency: bool) -> list[tuple[FloatArray, FloatArray]]:
         """As policies.rra._decode_s; contexts are those of the smallest batch."""
         blocks, tables = batch.queries, lowered.tables
-        loads = _decode_loads(batch)
+        loads = decode_loads(batch)
         queries = np.stack([loads.most, loads.queries])
         context = np.broadcast_to(blocks.context, queries.shape)
         if blocks.maximum_context is not None:
-            of_small = loads if small is batch else _decode_loads(small)
-            context = np.maximum(context, _expected_maximum(
+            of_small = loads if small is batch else decode_loads(small)
+            context = np.maximum(context, expected_context(
                 blocks.maximum_context, np.stack([of_small.most, of_small.queries])))
         attention = {}
         for degree, own in lowered.plan.plan.times.decode_attention_s(queries, context).items():
@@ -290,20 +290,20 @@ class RraBounds:
         return [(slowest * most, np.maximum(loads.steps * usual, slowest * most))
                 for slowest, usual in seconds]
 
-    def _range_decode(self, lowered: _Lowered, batch: _Batch, variance: FloatArray,
+    def _range_decode(self, lowered: _Lowered, batch: Batch, variance: FloatArray,
                       read: FloatArray, largest: FloatArray | None,
                       ) -> list[tuple[FloatArray, FloatArray]]:
         """Attention is spread evenly over the tokens of a phase (throughput) or over a query's
         iterations (latency: `largest` given), at the least time for a token of context. `variance`
         [blocks, boxes], `read` [boxes] tokens of context: no more than at any N_D of the range."""
-        rra, loads = self._rra, _decode_loads(batch, variance)
+        rra, loads = self._rra, decode_loads(batch, variance)
         queries = np.stack([loads.most, loads.queries])
         most = queries.max(axis=(0, 1))
         if largest is None:
             each = queries * (read / max(rra.flow.mean_iterations, 1e-9))
         else:
             most = most * np.maximum(largest / batch.group_batch, 1.0)
-            per_step = batch.group_batch * read / max(rra._seen_iterations, 1)
+            per_step = batch.group_batch * read / max(rra.seen_iterations, 1)
             usual = np.where(loads.queries > 0, loads.queries, 1.0)  # blocks that a phase lacks
             each = queries / usual * (per_step / loads.chance)
         longest = np.full(most.shape, rra.flow.largest_context)
@@ -316,7 +316,7 @@ class RraBounds:
 
     def _read(self, corners: RraConfigs, others: IntArray, rows: IntArray) -> FloatArray:
         """[boxes] least tokens of context read until the latency bound's query ends."""
-        until = self._rra.flow.context_read_until(max(self._rra._seen_iterations, 1))
+        until = self._rra.flow.context_read_until(max(self._rra.seen_iterations, 1))
         first, last = others[rows], corners.decode_iterations[rows]
         return np.array([until[low - 1:up].min() for low, up in zip(first, last, strict=True)])
 
@@ -326,7 +326,7 @@ class RraBounds:
         ranges of N_D, `others` at the other."""
         found = np.zeros((blocks, len(rows)))
         own = corners.decode_iterations[rows]
-        columns = self._rra._blocks.columns(own, corners.encode_batch[rows])
+        columns = self._rra.blocks.columns(own, corners.encode_batch[rows])
         for place, key in enumerate(zip(columns.tolist(), own.tolist(), others[rows].tolist(),
                                         strict=True)):
             least = self._least.get(key)
@@ -337,7 +337,7 @@ class RraBounds:
 
     def _least_by_block(self, column: int, own: int, other: int,
                         is_least_latency: bool) -> FloatArray:
-        ends = self._rra._blocks.ends(column)
+        ends = self._rra.blocks.ends(column)
         least = self._rra.flow.least_variance(min(own, other), max(own, other), own)
         if is_least_latency:  # of that iteration and any before it
             return np.asarray(np.minimum.accumulate(least)[ends - 1])
@@ -346,7 +346,8 @@ class RraBounds:
 
     # --- sums ---------------------------------------------------------------------------------
 
-    def _least_period_s(self, plan: _Plan, batch: _Batch, kinds: Sequence[_Steps]) -> FloatArray:
+    def _least_period_s(self, plan: PlanTables, batch: Batch,
+                        kinds: Sequence[_Steps]) -> FloatArray:
         """The busiest stage's work; a group's own steps one after the other; or all groups' encode
         steps on one stage and the last one's way on, then the first group's iterations."""
         widths = batch.queries.widths
@@ -362,7 +363,7 @@ class RraBounds:
         behind = _encode_all(kinds, counts) + kinds[plan.tables.kind_of[-1]].decode_one[0]
         return np.asarray(np.maximum(period, behind + decode - first))
 
-    def _least_latency_s(self, plan: _Plan, batch: _Batch, kinds: Sequence[_Steps], *,
+    def _least_latency_s(self, plan: PlanTables, batch: Batch, kinds: Sequence[_Steps], *,
                          is_line: bool) -> FloatArray:
         """The longest of: own steps one after the other, the first group's behind all groups'
         encode steps; and through the stages up to one, all groups' steps there, and on through the
@@ -370,7 +371,7 @@ class RraBounds:
         blocks, rows = batch.queries, np.arange(len(batch.encode_batch))
         kind_of, counts = plan.tables.kind_of, np.bincount(plan.tables.kind_of)
         through = _encode_through(kinds, counts)
-        if self._rra._seen_iterations == 0:
+        if self._rra.seen_iterations == 0:
             return np.asarray(through)
         last_one = [k.decode_one[blocks.seen, rows] for k in kinds]
         until = [np.cumsum(blocks.widths * k.decode_one, axis=0)[blocks.seen, rows] for k in kinds]
@@ -397,7 +398,7 @@ class RraBounds:
         return np.asarray(longest + blocks.phases_before
                           * self._least_period_s(plan, batch, kinds))
 
-    def _lowered(self, plan: _Plan) -> _Lowered:
+    def _lowered(self, plan: PlanTables) -> _Lowered:
         if id(plan) not in self._known:
             times = plan.plan.times
 

@@ -1,0 +1,37 @@
+"""Jobs that the tests of whole commands write, and what they read of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+
+
+def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, schedule: str,
+              ranks: int) -> Path:
+    """`schedule`: the keys of that section."""
+    (folder / "requests.jsonl").write_text("".join(json.dumps(r) + "\n" for r in requests))
+    job = folder / "job.yaml"
+    job.write_text(f"""
+model: {model}
+cluster: local
+workload:
+  requests: requests.jsonl
+  output_tokens: {{mean: 15, std: 8, max: 40}}
+schedule: {{{schedule}}}
+run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1}}
+output: out
+""")
+    return job
+
+
+def as_requests(queries: list[Any]) -> list[dict[str, Any]]:
+    return [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": q.max_new_tokens}
+            for q in queries]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
