@@ -43,6 +43,9 @@ class ProfileMetadata:
     libraries: str  # versions that decide kernels: torch, MPI, CUDA and driver
     sampling: str = "greedy"  # or "drawn": the output head's share of it
     is_padded: bool = True  # decode attention reads every query up to the longest context
+    # threads a core where ranks outnumber the cores, else 1: operators are then timed with no more
+    # ranks at work than there are cores, and take so many times as long while all work
+    sharing: float = 1.0
     origin: str = "measured"  # or whose numbers these are
     clock: str = ""  # core clock while measuring, where it can be read
     date: str = ""

@@ -116,7 +116,7 @@ def _metadata(raw: object, faults: list[tuple[str, object, str]]) -> ProfileMeta
     faults += [(f"metadata.{k}", raw[k], f"unknown; known: {', '.join(known)}")
                for k in raw if k not in known]
     faults += [(f"metadata.{k}", None, "missing") for k in required if k not in raw]
-    wanted = {"int": int, "bool": bool, "str": str}
+    wanted = {"int": int, "bool": bool, "str": str, "float": float}
     for k, value in raw.items():
         if k in known and type(value) is not (kind := wanted[str(known[k].type)]):
             faults.append((f"metadata.{k}", value, f"a value of type {kind.__name__}"))

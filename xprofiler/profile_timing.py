@@ -45,8 +45,9 @@ class TableError(NamedTuple):
 
 class ProfileTiming:
     """Exact at the measured points, linear between and beyond, infinite beyond four times the
-    largest (xprofiler.interpolation). `fallback` answers for links that the profile lacks (a
-    profile of one device says nothing of the network); without it they are an error."""
+    largest (xprofiler.interpolation); operators times `sharing`. `fallback` answers for links that
+    the profile lacks (a profile of one device says nothing of the network); without it they are an
+    error."""
 
     def __init__(self, profile: Profile, fallback: TimingSource | None = None,
                  marks: Sequence[str] = ()) -> None:
@@ -65,13 +66,17 @@ class ProfileTiming:
     def is_padded(self) -> bool:
         return self.profile.metadata.is_padded
 
+    @property
+    def sharing(self) -> float:
+        return self.profile.metadata.sharing
+
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource. Raises XgptError for a degree or operator that was not measured."""
         grid = self._grids.get(TableKey(operator.value, tp_degree))
         if grid is None:
             raise XgptError(self._missing(operator.value, tp_degree))
-        return grid(x, y)
+        return grid(x, y) * self.sharing
 
     def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
         if tp_degree == 1:
@@ -97,7 +102,7 @@ class ProfileTiming:
 
     def step_overhead_s(self) -> float:
         if self._overhead_s is not None:
-            return self._overhead_s
+            return self._overhead_s * self.sharing
         if self._fallback is not None:
             return self._fallback.step_overhead_s()
         return 0.0

@@ -57,6 +57,10 @@ class Remembered:
     def is_padded(self) -> bool:
         return self._source.is_padded
 
+    @property
+    def sharing(self) -> float:
+        return self._source.sharing
+
     def provenance(self) -> str:
         return self._source.provenance()
 

@@ -128,6 +128,10 @@ class Roofline:
         """Kernels that read each query's own context."""
         return False
 
+    @property
+    def sharing(self) -> float:
+        return 1.0  # a device's rates are its share already
+
     def provenance(self) -> str:
         """One line for reports."""
         kind = "calibrated" if self._is_calibrated else "analytic"

@@ -90,6 +90,12 @@ class TimingSource(Protocol):
         them (kernels that read padded caches), not its own."""
         ...
 
+    @property
+    def sharing(self) -> float:
+        """How many times longer operators take, in these answers, than where a rank has the cores
+        it works on for itself: 1, or more where ranks outnumber the cores and all work at once."""
+        ...
+
     def provenance(self) -> str:
         """One line for reports: where these times come from."""
         ...

@@ -411,6 +411,10 @@ class Raised:
     def is_padded(self) -> bool:
         return self._padded
 
+    @property
+    def sharing(self) -> float:
+        return self._source.sharing
+
     def _of(self, names: Sequence[str], tp_degree: int = 1, link: str = "") -> float:
         key = self._key
         is_it = key is not None and (

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from xgpt.cli.attribution import attribute
 from xgpt.cli.bars import RunBar
 from xgpt.cli.local_profile import threads_per_rank
 from xgpt.cli.options import plain, say
@@ -61,6 +63,9 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = _metrics(session, schedule, measured, prediction)
     metrics["others_cpu_share"] = others_share
+    why = None if prediction is None else attribute(
+        session, timing, schedule, output, prediction.wall_s)
+    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
     write_report(output)
     say(summary_table(metrics))

@@ -148,6 +148,14 @@ def threads_per_rank(job: Job, problem: Problem) -> int:
     return given or max(usable_cores() // problem.cluster.num_devices, 1)
 
 
+def _sharing(job: Job, problem: Problem) -> float:
+    """Threads of all ranks for each usable core, at least 1; GPUs are not shared like that."""
+    cluster = problem.cluster
+    if cluster.device.kind != "cpu":
+        return 1.0
+    return max(cluster.num_devices * threads_per_rank(job, problem) / usable_cores(), 1.0)
+
+
 def _is_complete(profile: Profile, wanted: Wanted) -> bool:
     return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
 
@@ -159,7 +167,8 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
         model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
         dtype=problem.dtype, ranks=problem.cluster.num_devices,
         threads_per_rank=threads_per_rank(job, problem), kernels=kernels_fingerprint(),
-        libraries=_libraries(device), sampling="drawn" if job.run.temperature > 0 else "greedy",
+        sharing=_sharing(job, problem), libraries=_libraries(device),
+        sampling="drawn" if job.run.temperature > 0 else "greedy",
         clock=core_clock(), date=date.today().isoformat(), commit=_commit())
 
 

@@ -178,20 +178,27 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     problem, rng = session.problem, np.random.default_rng(session.job.run.seed)
     if problem.num_queries is None:
         return None
-    reserves, estimate = reserve_tokens(session), schedule.estimate
-    if reserves is None or session.input_lengths is None:
-        return predict_job(problem, timing, estimate, problem.num_queries, rng,
+    known = runnable_lengths(session, schedule)
+    if known is None:
+        return predict_job(problem, timing, schedule.estimate, problem.num_queries, rng,
                            padded=timing.is_padded)
-    # a query that no group can hold becomes an error record, and takes no time
-    runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
-    runs &= session.input_lengths < (problem.model.max_positions or np.inf)
-    runs &= session.input_lengths <= (estimate.encode_kv_tokens or np.inf)
-    if not runs.any():
+    inputs, most_outputs = known
+    if not len(inputs):
         return None
-    inputs = session.input_lengths[runs]
-    return predict_job(problem, timing, estimate, len(inputs), rng, inputs=inputs,
-                       max_outputs=(reserves[runs] - inputs).tolist(),
-                       padded=timing.is_padded)
+    return predict_job(problem, timing, schedule.estimate, len(inputs), rng, inputs=inputs,
+                       max_outputs=most_outputs.tolist(), padded=timing.is_padded)
+
+
+def runnable_lengths(session: Session, schedule: Schedule) -> tuple[IntArray, IntArray] | None:
+    """Input tokens and most output tokens of each request that the schedule can run (the others
+    become error records, and take no time); None where lengths are not known."""
+    reserves, inputs, estimate = reserve_tokens(session), session.input_lengths, schedule.estimate
+    if reserves is None or inputs is None:
+        return None
+    runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
+    runs &= inputs < (session.problem.model.max_positions or np.inf)
+    runs &= inputs <= (estimate.encode_kv_tokens or np.inf)
+    return inputs[runs], (reserves - inputs)[runs]
 
 
 def _is_unknown_shape(job: Job) -> bool:

@@ -84,6 +84,7 @@ def _context(output: Output) -> dict[str, Any]:
         "is_done": output.metrics is not None and text_at(output.metrics, "status") != "stopped",
         "tiles": _tiles(metrics, check),
         "comparisons": comparisons(metrics),
+        "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": output.schedule,
         "schedule_facts": _schedule_facts(output.schedule),
         "lost_to": lambda row: _lost_to(row, output.schedule),

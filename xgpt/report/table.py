@@ -76,7 +76,9 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
-    return _ascii(first) + "\n" + table(header, body, right=(1, 2, 3))
+    why = text_at(metrics, "attribution", "sentence")
+    return "\n".join([_ascii(first), table(header, body, right=(1, 2, 3)),
+                      *([textwrap.fill(_ascii(why), WIDTH)] if why else [])])
 
 
 def stage_table(schedule: Schedule) -> str:

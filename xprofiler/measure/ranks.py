@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 
 from xprofiler.measure.probe import Parts
 from xprofiler.verdict import SPREAD_LIMIT
+from xrunner.comm import wait_politely
 
 _ATTEMPTS = 3
 _POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
@@ -21,16 +23,33 @@ _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the n
 
 
 class Ranks:
-    """`world`: COMM_WORLD of mpi4py, or None for a single rank started without a launcher."""
+    """`world`: COMM_WORLD of mpi4py, or None for a single rank started without a launcher.
 
-    def __init__(self, world: Any) -> None:
-        self.world = world
+    Where ranks outnumber the cores they measure in turns, as many at once as have a core each: what
+    the system's scheduler gives to one of several in a core's time slices is a matter of chance.
+    """
+
+    def __init__(self, world: Any, turns: int = 1) -> None:
+        self.world, self._turns = world, turns
         self.rank = 0 if world is None else int(world.Get_rank())
         self.size = 1 if world is None else int(world.Get_size())
 
     def barrier(self) -> None:
         if self.world is not None:
             self.world.Barrier()
+
+    def _in_turn(self, measure: Callable[[], Any]) -> Any:
+        """What this rank measures, together with those whose turn is the same."""
+        mine = None
+        for turn in range(self._turns):
+            if self._turns == 1 or self.world is None:
+                self.barrier()
+            else:  # those whose turn it is not must not spin away the others' cores
+                request = self.world.Ibarrier()
+                wait_politely(lambda request=request: bool(request.Test()))  # type: ignore[misc]
+            if self.rank % self._turns == turn:
+                mine = measure()
+        return mine
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's, on every rank."""
@@ -41,20 +60,20 @@ class Ranks:
         return mine if self.world is None else bool(self.world.bcast(mine, root=0))
 
     def together(self, measure: Callable[[], Sequence[Any]]) -> list[Any]:
-        """What all ranks measured at the same time."""
-        self.barrier()
-        mine = list(measure())
+        """What all ranks measured at the same time, or in as few turns as there must be."""
+        mine = list(self._in_turn(measure))
         time.sleep(_PAUSE_S)
         return [s for each in self.gather(mine) for s in each]
 
     def steady(self, step: Callable[[], Parts]) -> list[Parts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree: the least disturbed attempt counts."""
-        first = self.gather(step())
+        first = self.gather(self._in_turn(step))
         once_s = max(parts.whole_s for parts in first)
         is_slow = once_s >= _SLOW_STEP_S
         if not is_slow:
-            once_s = max(self.gather(step().whole_s))  # the first was a warm-up
+            # the first was a warm-up
+            once_s = max(parts.whole_s for parts in self.gather(self._in_turn(step)))
         count = _SLOW_STEPS if is_slow else int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
         attempts: list[list[Parts]] = []
         for _ in range(_ATTEMPTS):
@@ -65,14 +84,15 @@ class Ranks:
         return min(attempts, key=_spread)
 
 
-def connect(ranks: int) -> Ranks:
-    """All ranks of the launcher, which must have started so many."""
+def connect(ranks: int, sharing: float = 1.0) -> Ranks:
+    """All ranks of the launcher, which must have started so many. `sharing`: see
+    xprofiler.profile.ProfileMetadata."""
     if "mpi4py" not in sys.modules:
         assert ranks == 1, f"{ranks = } without MPI"
         return Ranks(None)
     from mpi4py import MPI
 
-    found = Ranks(MPI.COMM_WORLD)
+    found = Ranks(MPI.COMM_WORLD, math.ceil(sharing))
     assert found.size == ranks, f"{found.size = } {ranks = }"
     return found
 

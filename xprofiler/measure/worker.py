@@ -64,7 +64,7 @@ class Request:
 
 def main(arguments: list[str]) -> int:
     request = Request(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
-    ranks = connect(int(request.metadata["ranks"]))
+    ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     with torch.inference_mode():
         _Session(request, ranks).run()

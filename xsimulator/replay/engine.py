@@ -24,7 +24,7 @@ from xgpt.lengths import FloatArray, IntArray
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.rows import GroupRows
-from xsimulator.replay.step_clock import StepClock, StepSizes
+from xsimulator.replay.step_clock import Clock, StepSizes
 
 # Of events at one time: what brings work first, then the heads that look for it.
 _ARRIVAL, _TURN = 0, 1
@@ -45,7 +45,7 @@ class Pool:
 
     name: str
     rule: BatchingRule
-    clock: StepClock
+    clock: Clock
     stages: tuple[int, ...]  # indices in the Estimate
     kv_tokens: int
     padded: bool  # attention reads every row at the longest context of its group

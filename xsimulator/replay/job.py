@@ -18,7 +18,8 @@ from xrunner.rules.waa import WaaEncodeRule
 from xsimulator.handover import HandoverCost
 from xsimulator.replay.engine import Engine, Handover, Pool
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.step_clock import StepClock
+from xsimulator.replay.sharing import ROUNDS, SharedClock, slow_downs
+from xsimulator.replay.step_clock import Clock, StepClock
 from xsimulator.stage_times import StageTimes
 
 
@@ -37,27 +38,47 @@ class Replayer:
                        mean_input=problem.lengths.inputs.mean) for _, stages in self._pools]
         self._handover = None if len(self._pools) == 1 else HandoverCost(
             problem, timing, estimate.stages)
+        self._sharing = timing.sharing
         self._clocks: list[StepClock] = []
         self._max_context = 0
 
     def run(self, inputs: IntArray, outputs: IntArray, *, max_outputs: ArrayLike | None = None,
-            rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
+            rules: Sequence[BatchingRule] | None = None,
+            clocks: Sequence[Clock] | None = None) -> ReplayResult:
         """Run queries of these lengths, [queries], in this order.
 
         max_outputs: most tokens each may generate, and so reserves (default: what the problem
-        plans with). rules: others than the estimate's own, one per pool. Raises XgptError for a
-        query that the schedule's KV budget can never hold.
+        plans with). rules, clocks: others than the estimate's own, one per pool. Raises XgptError
+        for a query that the schedule's KV budget can never hold.
         """
         inputs, outputs = np.asarray(inputs, np.int64), np.asarray(outputs, np.int64)
         most = np.broadcast_to(np.asarray(
             planned_outputs(self._problem) if max_outputs is None else max_outputs, np.int64),
             inputs.shape)
-        own = rules or rules_for(self._estimate)
+        if clocks is not None or rules is not None or self._sharing <= 1:
+            return self._once(inputs, outputs, most, rules or rules_for(self._estimate),
+                              clocks or self._ready(inputs, np.maximum(outputs, most)))
+        return self._sharing_cores(inputs, outputs, most)
+
+    def _sharing_cores(self, inputs: IntArray, outputs: IntArray, most: IntArray) -> ReplayResult:
+        """See xsimulator.replay.sharing."""
+        clocks = self._ready(inputs, np.maximum(outputs, most))
+        cores = sum(stage.tp_degree for stage in self._estimate.stages) / self._sharing
+        factors = [[1.0] * len(stages) for _, stages in self._pools]
+        for left in reversed(range(ROUNDS)):
+            result = self._once(inputs, outputs, most, rules_for(self._estimate), [
+                SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
+            if left:
+                factors = [[slow / self._sharing for slow in own] for own in slow_downs(
+                    result, self._estimate.stages, cores)]
+        return result
+
+    def _once(self, inputs: IntArray, outputs: IntArray, most: IntArray,
+              own: Sequence[BatchingRule], clocks: Sequence[Clock]) -> ReplayResult:
         pools = [Pool(name=role, rule=rule, clock=clock, padded=self._padded,
                       stages=tuple(stage.index for stage in stages), kv_tokens=kv_tokens)
                  for (role, stages), rule, clock, kv_tokens in zip(
-                     self._pools, own, self._ready(inputs, np.maximum(outputs, most)),
-                     self._kv_tokens(), strict=True)]
+                     self._pools, own, clocks, self._kv_tokens(), strict=True)]
         handover = None
         if self._handover is not None:
             assert isinstance(own[0], WaaEncodeRule)

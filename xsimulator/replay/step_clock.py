@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,14 @@ class StepSizes(NamedTuple):
     context: float  # tokens that each decoded row is charged
     moved: float  # rows of the KV cache that compaction moves
     handed: int  # encoder output tokens whose keys and values are projected on arrival
+
+
+class Clock(Protocol):
+    """What a pool's steps take."""
+
+    def seconds(self, sizes: StepSizes) -> list[float]:
+        """Per stage of the pool."""
+        ...
 
 
 class StepClock:

@@ -1,0 +1,108 @@
+"""A run's record as the source of step times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.errors import XgptError
+from xgpt.schedule import Estimate
+from xrunner.rules.steps import StepKind
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra import RraConfig
+from xsimulator.policies.waa import WaaConfig
+from xsimulator.replay.job import Replayer
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.recorded import load_recording
+
+QUERIES = 150
+RRA, WAA = RraConfig(encode_batch=12, decode_iterations=6), WaaConfig(encode_batch=3)
+
+
+def leave(folder: Path, result: ReplayResult, inputs: np.ndarray) -> None:
+    """A run's files, as if it had gone as `result` says."""
+    steps = [
+        {"stage": stage, "kind": step.kind.value, "group": step.group, "phase": step.phase,
+         "iteration": step.iteration, "start_s": pool.start_s[i, s], "end_s": pool.end_s[i, s],
+         "queries": int(pool.encoded[i] if step.kind is StepKind.ENCODE
+                        else pool.decoded[i] + pool.encoded[i]), "tokens": 0}
+        for pool in result.pools for s, stage in enumerate(pool.stages)
+        for i, step in enumerate(pool.steps)]
+    results = [{"input_tokens": int(a), "output_tokens": int(b)}
+               for a, b in zip(inputs, result.output_tokens, strict=True)]
+    for name, lines in (("steps.jsonl", steps), ("results.jsonl", results)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "measured.json").write_text(json.dumps(
+        {"state": "done", "queries_before": 0, "wall_s": result.makespan_s}))
+
+
+def made(config: RraConfig | WaaConfig, folder: Path) -> tuple[Replayer, Estimate, np.ndarray]:
+    """A replayer whose own step times are half of those of the run in `folder`."""
+    problem = problem_of("opt-13b", "a40-4", "T")
+    timing = roofline_of(problem)
+    estimate = make_policy("rra" if config is RRA else "waa-c", problem, timing).estimate(config)
+    inputs, outputs = problem.lengths.sample(QUERIES, np.random.default_rng(3))
+    slow = Replayer(problem, timing, estimate)
+    slow._times = [_Twice(times) for times in slow._times]
+    leave(folder, slow.run(inputs, outputs), inputs)
+    return Replayer(problem, timing, estimate), estimate, inputs
+
+
+class _Twice:
+    """StageTimes of a device half as fast."""
+
+    def __init__(self, times: object) -> None:
+        self._times = times
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._times, name)
+        if not callable(found):
+            return 2 * found if name == "overhead_s" else found
+        return lambda *args, **kwargs: _doubled(found(*args, **kwargs))
+
+
+def _doubled(found: object) -> object:
+    return {k: 2 * v for k, v in found.items()} if isinstance(found, dict) else 2 * found
+
+
+@pytest.mark.parametrize("config", [RRA, WAA], ids=["rra", "waa"])
+def test_recorded_times_and_lengths_give_the_runs_makespan(config: RraConfig | WaaConfig,
+                                                           tmp_path: Path) -> None:
+    replayer, estimate, inputs = made(config, tmp_path)
+    recording = load_recording(tmp_path, estimate.stages)
+    assert recording.inputs.tolist() == inputs.tolist()
+    clocks = recording.clocks()
+    timed = replayer.run(recording.inputs, recording.outputs, clocks=clocks)
+    plain = replayer.run(recording.inputs, recording.outputs)
+    assert plain.makespan_s < 0.7 * recording.wall_s
+    if config is RRA:
+        assert timed.makespan_s == pytest.approx(recording.wall_s, rel=1e-9)
+        assert all(clock.num_matched == clock.num_steps for clock in clocks)
+    else:  # the handover is the replayer's own, so that a batch may join a step earlier
+        assert timed.makespan_s == pytest.approx(recording.wall_s, rel=0.05)
+
+
+def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    _, estimate, _ = made(RRA, tmp_path)
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    (tmp_path / "steps.jsonl").write_text("\n".join(lines[:-3]) + "\n")
+    with pytest.raises(XgptError, match="every step"):
+        load_recording(tmp_path, estimate.stages)
+    (tmp_path / "measured.json").write_text(json.dumps(
+        {"state": "stopped", "queries_before": 0, "wall_s": 1.0}))
+    with pytest.raises(XgptError, match="whole run"):
+        load_recording(tmp_path, estimate.stages)
+
+
+def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None:
+    replayer, estimate, inputs = made(RRA, tmp_path)
+    recording = load_recording(tmp_path, estimate.stages)
+    only_encodes = replace(recording, pools=tuple(
+        tuple(step for step in pool if step.kind == "encode") for pool in recording.pools))
+    with pytest.raises(XgptError, match="'decode'"):
+        replayer.run(inputs, recording.outputs, clocks=only_encodes.clocks())

@@ -1,0 +1,104 @@
+"""Ranks that outnumber the cores: who works alone is not slowed down, who never does is in full."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems import problem_of
+
+from xgpt import catalog
+from xgpt.schedule import StageAssignment
+from xprofiler.roofline import Roofline
+from xrunner.rules.steps import Step, StepKind
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra import RraConfig
+from xsimulator.policies.waa import WaaConfig
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.records import PoolRecords, ReplayResult
+from xsimulator.replay.sharing import slow_downs
+
+SHARING = 2.0
+
+
+class Shared(Roofline):
+    """The roofline's device is a core that `SHARING` ranks share: what all of them at work take."""
+
+    sharing = SHARING
+
+    def operator_s(self, operator, x, y=0.0, *, tp_degree=1):
+        return SHARING * super().operator_s(operator, x, y, tp_degree=tp_degree)
+
+    def step_overhead_s(self):
+        return SHARING * super().step_overhead_s()
+
+
+def recorded(start_s, end_s) -> ReplayResult:
+    """[steps][stages]"""
+    none = np.zeros(0)
+    steps = tuple(Step(kind=StepKind.DECODE, group=0, phase=0, iteration=i + 1)
+                  for i in range(len(start_s)))
+    pool = PoolRecords(
+        name="both", stages=(0, 1), steps=steps, decoded=none, encoded=none, tokens=none,
+        context=none, start_s=np.array(start_s, float), end_s=np.array(end_s, float),
+        memory_s=none, memory_tokens=none, kv_tokens=1)
+    return ReplayResult(pools=(pool,), handovers=None, encode_start_s=none, latency_s=none,
+                        output_tokens=none, preemptions=0, makespan_s=3.0)
+
+
+def stages(degrees) -> list[StageAssignment]:
+    return [StageAssignment(index=i, ranks=tuple(range(sum(degrees[:i]), sum(degrees[:i + 1]))),
+                            first_layer=i, num_layers=1) for i in range(len(degrees))]
+
+
+def test_only_time_spent_together_is_slow() -> None:
+    # stage 0 works from 0 to 2, stage 1 from 1 to 5: together for one second
+    result = recorded([[0.0, 1.0]], [[2.0, 5.0]])
+    assert slow_downs(result, stages([1, 1]), cores=1)[0] == pytest.approx([2 / 1.5, 4 / 3.5])
+    assert slow_downs(result, stages([1, 1]), cores=2)[0] == [1.0, 1.0]
+    # a group of two ranks shares a core with itself, and with the other stage
+    assert slow_downs(result, stages([2, 1]), cores=1)[0] == pytest.approx(
+        [2 / (1 / 2 + 1 / 3), 4 / (1 / 3 + 3)])
+
+
+def replays(config, task="S", **changes):
+    """(makespan with cores of their own, with all slowed down as if all worked, shared)"""
+    problem = problem_of("opt-13b", "a40-4", task)
+    device = problem.cluster.device
+    own, shared = Roofline(problem.model, device, problem.dtype), Shared(
+        problem.model, device, problem.dtype)
+    estimate = make_policy("waa-c" if isinstance(config, WaaConfig) else "rra", problem,
+                           own).estimate(config)
+    estimate = replace(estimate, **changes)
+    inputs, outputs = problem.lengths.sample(300, np.random.default_rng(0))
+    jobs = [replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs).makespan_s
+            for timing in (own, shared)]
+    slowed = Shared(problem.model, device, problem.dtype)
+    slowed.sharing = 1.0
+    return jobs[0], replay_job(problem, slowed, estimate, inputs=inputs,
+                               outputs=outputs).makespan_s, jobs[1]
+
+
+def test_stages_that_take_turns_have_the_cores_for_themselves() -> None:
+    """One group on four stages: one stage works at a time, though two cores serve four."""
+    own, _, shared = replays(RraConfig(encode_batch=20, decode_iterations=8,
+                                       decode_micro_batches=1))
+    assert shared == pytest.approx(own, rel=0.02)
+
+
+def test_stages_that_always_work_are_slowed_down_in_full() -> None:
+    own, slowed, shared = replays(RraConfig(encode_batch=64, decode_iterations=8,
+                                            decode_micro_batches=8))
+    assert own < shared <= slowed * 1.001
+    assert shared > 0.85 * slowed
+
+
+def test_a_pool_that_waits_leaves_its_cores_to_the_other() -> None:
+    own, slowed, shared = replays(WaaConfig(encode_batch=2, decode_micro_batches=2))
+    assert own * 1.02 < shared < slowed * 0.98
+
+
+def test_catalog_devices_share_nothing() -> None:
+    problem = problem_of("opt-13b", "a40-4")
+    assert Roofline(problem.model, catalog.cluster("a40-4").device, problem.dtype).sharing == 1.0

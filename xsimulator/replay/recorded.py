@@ -1,0 +1,118 @@
+"""A run's own record as a source of step times: each step takes on each stage what it took there.
+
+Fed with the run's lengths as well, the replay of its schedule takes the run's steps (the same rules
+decide), so that nothing is left of what a timing source may have wrong: what remains between the
+replay's makespan and the run's is the replay's own model of a pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xgpt.errors import XgptError
+from xgpt.lengths import IntArray
+from xgpt.schedule import StageAssignment
+from xsimulator.replay.step_clock import StepSizes
+
+_UNTIMED = frozenset({"cross_kv"})  # taken up as it comes: part of no step
+
+
+class _Recorded(NamedTuple):
+    kind: str
+    queries: int
+    seconds: list[float]  # per stage of the pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """A finished run: its queries in their order, and each pool's steps in theirs."""
+
+    inputs: IntArray  # [queries] tokens
+    outputs: IntArray  # [queries] tokens
+    pools: tuple[tuple[_Recorded, ...], ...]
+    wall_s: float
+
+    def clocks(self) -> list[RecordedClock]:
+        """One for each pool, to be used for one replay."""
+        return [RecordedClock(pool) for pool in self.pools]
+
+
+class RecordedClock:
+    """Seconds of one pool's steps (see StepClock), taken from a record in its order.
+
+    The replay of WAA's decode pool may join a batch one step earlier or later than the run did, so
+    that sizes differ: such a step takes what the nearest recorded one of its kind and size took.
+    """
+
+    def __init__(self, steps: Sequence[_Recorded]) -> None:
+        self._left = {kind: list(reversed([s for s in steps if s.kind == kind]))
+                      for kind in {s.kind for s in steps}}
+        self._all = {kind: list(found) for kind, found in self._left.items()}
+        self.num_matched = 0  # steps of exactly the recorded size
+        self.num_steps = 0
+
+    def seconds(self, sizes: StepSizes) -> list[float]:
+        """Per stage of the pool. Raises XgptError for a kind of step that the run never took."""
+        kind = "decode" if not sizes.spans else "mixed" if sizes.decoded else "encode"
+        queries = sizes.encoded if kind == "encode" else sizes.decoded + sizes.encoded
+        if kind not in self._all:
+            raise XgptError(f"the replay takes a step of kind {kind!r}, the run took none")
+        self.num_steps += 1
+        left = self._left[kind]
+        found = left.pop() if left else None
+        if found is None or found.queries != queries:
+            found = min(self._all[kind], key=lambda step: abs(step.queries - queries))
+        else:
+            self.num_matched += 1
+        return list(found.seconds)
+
+
+def load_recording(folder: Path, stages: Sequence[StageAssignment]) -> Recording:
+    """The run whose results lie in `folder`, executed on `stages`. Raises XgptError if it was
+    stopped or resumed, or its record is not whole."""
+    measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
+    if measured["state"] != "done" or measured["queries_before"]:
+        raise XgptError(f"{folder} does not hold the record of one whole run")
+    results = [json.loads(line) for line in _lines(folder / "results.jsonl")]
+    found = [_figures(line) for line in results]
+    records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]
+    roles = [(role, [stage.index for stage in pool])
+             for role, pool in groupby(stages, key=lambda stage: stage.role)]
+    pools = tuple(_pool(records, indices) for _, indices in roles)
+    inputs, outputs = (np.array(column, np.int64) for column in zip(*found, strict=True))
+    return Recording(inputs=inputs, outputs=outputs, pools=pools, wall_s=float(measured["wall_s"]))
+
+
+def _pool(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
+    columns = [[r for r in records if r["stage"] == stage and r["kind"] not in _UNTIMED]
+               for stage in stages]
+    if len({len(column) for column in columns}) != 1 or columns[0] and columns[0][0]["phase"] != 0:
+        raise XgptError("steps.jsonl does not hold every step of the run: its log keeps the last "
+                        "ones of a long run only")
+    steps = []
+    for row in zip(*columns, strict=True):
+        assert len({(r["kind"], r["group"], r["phase"], r["iteration"]) for r in row}) == 1, (
+            f"stages took different steps: {row}")
+        steps.append(_Recorded(row[0]["kind"], row[0]["queries"],
+                               [r["end_s"] - r["start_s"] for r in row]))
+    return tuple(steps)
+
+
+def _figures(line: Mapping[str, Any]) -> tuple[int, int]:
+    """(input tokens, output tokens) of a result, an OpenAI batch response or our own line."""
+    if "response" in line:
+        usage = line["response"]["body"]["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+    return line["input_tokens"], line["output_tokens"]
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+
