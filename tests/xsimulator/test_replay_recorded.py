@@ -17,8 +17,8 @@ from xsimulator.policies import make_policy
 from xsimulator.policies.rra import RraConfig
 from xsimulator.policies.waa import WaaConfig
 from xsimulator.replay.job import Replayer
-from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.recorded import load_recording
+from xsimulator.replay.records import ReplayResult
 
 QUERIES = 150
 RRA, WAA = RraConfig(encode_batch=12, decode_iterations=6), WaaConfig(encode_batch=3)
