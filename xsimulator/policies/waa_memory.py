@@ -75,10 +75,13 @@ class WaaMemory:
 
     def encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
         """Tokens in the encode pool at most: a batch in each stage, one that waits, and one that is
-        handed over, each at its upper threshold."""
-        largest = np.maximum(batch * self._mean * (1 + self._adjustment), self._inputs.max)
-        tokens: FloatArray = np.ceil((stages + 2) * largest)
+        handed over."""
+        tokens: FloatArray = np.ceil((stages + 2) * self._largest_batch(batch))
         return tokens
+
+    def _largest_batch(self, batch: FloatArray) -> FloatArray:
+        """Tokens of an encode batch at its upper threshold."""
+        return np.maximum(batch * self._mean * (1 + self._adjustment), self._inputs.max)
 
     def kv_tokens(self, in_system: FloatArray) -> FloatArray:
         """Reserved for the queries in the system, at a high quantile, one longest at least."""
@@ -103,7 +106,9 @@ class WaaMemory:
         decoded = np.ceil(in_system / groups)
         return [(plan.encode, self.encode_kv_tokens(batch, len(plan.encode.stages)),
                  memory.largest_rows(self._inputs, encoded), encoded),
-                (plan.decode, self.kv_tokens(in_system), decoded, decoded)]
+                # its caches, and a batch that has been handed over and waits for its turn to join
+                (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch), decoded,
+                 decoded)]
 
     def _per_unit(self, pool: Plan, *, is_encode: bool) -> _PerUnit:
         # the pool is kept with its figures, so that its identity stays its own
