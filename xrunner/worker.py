@@ -20,9 +20,9 @@ from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
 from xgpt.schedule import Schedule, StageAssignment, load_schedule
 from xgpt.workload import RequestError, read_requests
+from xrunner.baseline_heads import head_for
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
-from xrunner.baseline_heads import head_for
 from xrunner.comm import Comm
 from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.handover import parts
