@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xrunner.awaited import Awaited
 from xrunner.comm import Comm
 from xrunner.messages import Joined, StartMessage, StepMessage
 from xrunner.pipeline import Executor, Neighbours
@@ -48,8 +49,7 @@ class Head:
         self._active: dict[int, ActiveQuery] = {}
         self._slots: dict[int, list[int]] = {}  # group -> query of each slot, as the stages hold it
         self._removed: dict[int, list[int]] = {}  # group -> slots to free with its next step
-        self._outstanding: dict[int, list[int]] = {}  # group -> queries awaiting a token
-        self._returned: dict[int, Tensor] = {}
+        self._awaited = Awaited()
         self._output_tokens = 0
 
     def submit(self, query: PreparedQuery) -> bool:
@@ -65,7 +65,8 @@ class Head:
         After `start`."""
         is_complete = True
         while (group := self._rule.next_group()) is not None:
-            self._collect(group)
+            if self._rule.needs_tokens:
+                self._collect(group)
             if self._sink.should_stop():
                 is_complete = False
                 break
@@ -104,14 +105,16 @@ class Head:
         out = self._executor.execute(message, inputs)
         gives_tokens = self._executor.gives_tokens(message)
         if gives_tokens:
-            is_encode = step.kind is StepKind.ENCODE
-            self._outstanding[step.group] = list(
-                step.joined if is_encode else self._slots[step.group])
+            self._awaited.expect(step.group, self._given(step))
         if self._neighbours.route.tokens_from is not None:
             self._neighbours.pass_on(message, out)
         elif gives_tokens:
             assert out is not None, f"{step = }"
-            self._returned[step.group] = out
+            self._awaited.arrive(step.group, out)
+
+    def _given(self, step: Step) -> list[int]:
+        """Queries that the step gives a token, in the order in which they come back."""
+        return list(step.joined if step.kind is StepKind.ENCODE else self._slots[step.group])
 
     def _compose(self, step: Step) -> tuple[StepMessage, Tensor]:
         """The step's header and its input tokens, [T] of an encode or [n] of a decode."""
@@ -123,7 +126,7 @@ class Head:
         if step.kind is StepKind.ENCODE:
             ids = [t for index in step.joined for t in self._active[index].query.input_ids]
         else:
-            ids = [self._last_token(self._active[index]) for index in slots]
+            ids = [self._last_token(self._fed(index)) for index in slots]
         message = StepMessage(kind=step.kind, group=step.group, phase=step.phase,
                               iteration=step.iteration, removed=tuple(removed), joined=joined,
                               ended=self._ended())
@@ -139,6 +142,10 @@ class Head:
         """Queries whose entries were handed over in vain."""
         return ()
 
+    def _fed(self, index: int) -> ActiveQuery:
+        """Whose row is decoded."""
+        return self._active[index]
+
     def _last_token(self, active: ActiveQuery) -> int:
         if active.output_ids:
             return active.output_ids[-1]
@@ -153,23 +160,20 @@ class Head:
         """Wait for what the group's last step yields, if any, and commit its tokens."""
         while self._executor.awaits_encoded(group):
             self._take_up()
-        awaiting = self._outstanding.pop(group, None)
-        if awaiting is None:
-            return
-        while group not in self._returned:
+        while self._awaited.is_missing(group):
             self._take_up()
-        self._commit(group, awaiting, self._returned.pop(group).tolist())
+        for queries, tokens in self._awaited.take(group):
+            self._commit(group, queries, tokens)
 
     def _take_up(self) -> None:
         result = self._neighbours.await_result(self._executor)
         if result is not None:
-            group, tokens = result
-            self._returned[group] = tokens
+            self._awaited.arrive(*result)
 
     def _drain(self) -> None:
         """What is still under way when a run is stopped arrives, and is dropped: who sends it
         would wait for ever."""
-        while self._outstanding.keys() - self._returned.keys() or self._executor.awaits_encoded():
+        while self._awaited.is_missing() or self._executor.awaits_encoded():
             self._take_up()
 
     def _commit(self, group: int, queries: list[int], tokens: list[int]) -> None:
@@ -181,7 +185,8 @@ class Head:
             if self._take_token(self._active[index], token, now):
                 gone.add(index)
         if gone:
-            self._removed[group] = [s for s, q in enumerate(self._slots[group]) if q in gone]
+            self._removed.setdefault(group, []).extend(
+                s for s, q in enumerate(self._slots[group]) if q in gone)
 
     def _take_token(self, active: ActiveQuery, token: int, now: float) -> bool:
         """Whether it was the query's last."""
@@ -196,8 +201,12 @@ class Head:
         query = active.query
         del self._active[query.index]
         self._rule.finish(query.index)
+        self._give(active, reason, text, now)
+
+    def _give(self, active: ActiveQuery, reason: str, text: str | None, now: float) -> None:
+        """A query's result. `text` None: that of all its tokens."""
         self._sink.finished(FinishedQuery(
-            query=query, output_ids=tuple(active.output_ids), finish_reason=reason,
+            query=active.query, output_ids=tuple(active.output_ids), finish_reason=reason,
             encode_start_s=active.encode_start_s, latency_s=now - active.encode_start_s,
             text=self._decode_text(active.output_ids) if text is None else text))
 

@@ -68,9 +68,21 @@ class KvCache:
         self.lengths += input_tokens
         return first
 
+    def place(self, queries: Sequence[int], replaced: Sequence[int]) -> None:
+        """New queries without tokens as yet: the first in the slots `replaced`, whose queries are
+        gone, the others behind all."""
+        for slot, query in zip(replaced, queries, strict=False):
+            self.queries[slot], self.lengths[slot] = query, 0
+        behind = queries[len(replaced):]
+        self.allocate(behind, [0] * len(behind))
+
     def extend(self) -> None:
         """Every active query has one more token cached."""
         self.lengths = [length + 1 for length in self.lengths]
+
+    def grow(self, slot: int, tokens: int = 1) -> None:
+        """The query in `slot` has so many more tokens cached."""
+        self.lengths[slot] += tokens
 
     def free(self, removed: Sequence[int]) -> int:
         """Drop the queries in slots `removed` and close the gaps. Returns the rows copied."""

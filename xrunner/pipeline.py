@@ -21,6 +21,7 @@ from xrunner.messages import (
     TokensMessage,
 )
 from xrunner.route import Route
+from xrunner.rules.steps import StepKind
 from xrunner.stage import StepRecord
 
 
@@ -147,7 +148,8 @@ def serve_stage(neighbours: Neighbours, executor: Executor) -> None:
         if message is None:
             break
         assert isinstance(message, StepMessage) and inputs is not None, f"{message = }"
-        neighbours.await_encoded(executor, message.group)
+        if message.kind is not StepKind.ENCODE or message.removed:
+            neighbours.await_encoded(executor, message.group)
         out = executor.execute(message, inputs)
         neighbours.pass_on(message, out)
         if not neighbours.route.following:

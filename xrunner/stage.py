@@ -13,7 +13,7 @@ from torch import Tensor
 from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.kv import KvCache, cache_bytes
 from xrunner.messages import StartMessage, StepMessage
-from xrunner.models.attention import cross_context, decode_context
+from xrunner.models.attention import Span, cross_context, decode_context, decode_context_of
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.rules.compaction import apply_moves
@@ -102,8 +102,11 @@ class StageExecutor:
         start_s = self._clock()
         self._remove(message)
         is_encode = message.kind is StepKind.ENCODE
-        out = (self._encode if is_encode else self._decode)(message, inputs)
-        queries = len(message.joined) if is_encode else self.caches[message.group].num_active
+        if message.parts or message.resting:
+            queries, out = self._mix(message, inputs)
+        else:
+            out = (self._encode if is_encode else self._decode)(message, inputs)
+            queries = len(message.joined) if is_encode else self.caches[message.group].num_active
         self._record(message.kind.value, message, queries, len(inputs), start_s)
         return out
 
@@ -195,6 +198,37 @@ class StageExecutor:
         if not model.is_last:
             return hidden
         return self._sample(hidden, self._sampling[group], cache.lengths)
+
+    def _mix(self, message: StepMessage, inputs: Tensor) -> tuple[int, Tensor | None]:
+        """A step of continuous batching: who decodes, then what is encoded, in one pass. How many
+        queries get a token, and what `execute` returns."""
+        group, model, joined = message.group, self.model, message.joined
+        assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
+        cache, choices = self.caches[group], self._sampling[group]
+        taken = {*message.replaced, *message.resting}
+        decoding = [] if message.kind is StepKind.ENCODE else [
+            slot for slot in range(cache.num_active) if slot not in taken]
+        cache.place([j.query for j in joined], message.replaced)
+        for slot, j in zip(message.replaced, joined, strict=False):
+            choices[slot] = j.sampling
+        choices += [j.sampling for j in joined[len(message.replaced):]]
+        step = decode_context_of(decoding, cache.lengths, model.dtype,
+                                 inputs.device) if decoding else None
+        hidden = model.mixed(inputs, cache.store, step, [Span(*p[:3]) for p in message.parts])
+        for slot in decoding:
+            cache.grow(slot)
+        for part in message.parts:
+            cache.grow(part.slot, part.tokens)
+        given = decoding + [part.slot for part in message.parts if part.is_last]
+        if not model.is_last:
+            return len(given), hidden
+        ends = torch.tensor([part.tokens for part in message.parts], dtype=torch.long).cumsum(0)
+        ends = ends[[part.is_last for part in message.parts]] + len(decoding) - 1
+        rows = torch.cat([torch.arange(len(decoding)), ends]).to(hidden.device)
+        if not given:  # an input that is encoded in part gives no token
+            return 0, None if model.shard.index else rows
+        return len(given), self._sample(hidden[rows], [choices[slot] for slot in given],
+                                        [cache.lengths[slot] for slot in given])
 
     def _take_over(self, receiver: EntryReceiver, message: StepMessage) -> None:
         """Those who join with a decode step, whose inputs another pool has encoded."""

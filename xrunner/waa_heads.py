@@ -110,7 +110,7 @@ class EncodeHead(Head):
 
     def _hear(self, message: Message, tensor: Any) -> None:
         if isinstance(message, TokensMessage):
-            self._returned[message.group] = tensor
+            self._awaited.arrive(message.group, tensor)
         elif isinstance(message, ArrivedMessage):
             _, queries = self._handing.pop(message.batch)
             for index in queries:
@@ -127,9 +127,10 @@ class EncodeHead(Head):
 
     def _commit_returned(self) -> bool:
         """Whether there was anything to commit."""
-        groups = [group for group in self._returned if group in self._outstanding]
+        groups = self._awaited.groups()
         for group in groups:
-            self._commit(group, self._outstanding.pop(group), self._returned.pop(group).tolist())
+            for queries, tokens in self._awaited.take(group):
+                self._commit(group, queries, tokens)
         return bool(groups)
 
     def _commit(self, group: int, queries: list[int], tokens: list[int]) -> None:

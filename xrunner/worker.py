@@ -20,6 +20,7 @@ from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
 from xgpt.schedule import Schedule, StageAssignment, load_schedule
 from xgpt.workload import RequestError, read_requests
+from xrunner.baseline_heads import head_for
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm import Comm
@@ -37,8 +38,7 @@ from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.route import Route, pools, routes
-from xrunner.rules.registry import EXECUTED
-from xrunner.rules.rra import rra_rule
+from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
 from xrunner.rules.waa import waa_rules
 from xrunner.stage import StageExecutor
 from xrunner.waa_heads import DecodeHead, EncodeHead
@@ -178,7 +178,7 @@ def _first_head(schedule: Schedule, **own: Any) -> Head:
     """Rank 0's."""
     decode_head = _decode_head(schedule)
     if decode_head is None:
-        return Head(rule=rra_rule(schedule.estimate), **own)
+        return head_for(rules_for(schedule.estimate)[0], **own)
     encode_rule, decode_rule = waa_rules(schedule.estimate)
     return EncodeHead(rule=encode_rule, decode_rule=decode_rule, decode_head=decode_head, **own)
 
@@ -252,10 +252,10 @@ def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
     estimate = schedule.estimate
     if estimate.policy not in EXECUTED:
-        raise XgptError(f"policy {estimate.policy!r} cannot be executed yet; can be: "
+        raise XgptError(f"policy {estimate.policy!r} cannot be executed; can be: "
                         f"{', '.join(EXECUTED)}")
     roles = [pool[0].role for pool in pools(estimate.stages)]
-    expected = ["both"] if estimate.policy == "rra" else ["encode", "decode"]
+    expected = ["encode", "decode"] if estimate.policy in TWO_POOLS else ["both"]
     if roles != expected:
         raise XgptError(f"the schedule's stages have the roles {roles}; {estimate.policy} has "
                         f"{expected}")

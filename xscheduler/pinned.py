@@ -25,6 +25,7 @@ from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies import BASELINES, Policy, make_policy
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra import EstimateArrays, Rra, RraConfig
 from xsimulator.policies.waa import Waa, WaaConfig
@@ -95,8 +96,11 @@ class PinnedWaa(Waa):
         return np.full(len(points.batch), self.encode_devices)
 
 
-def pinned_policy(deployed: Estimate, problem: Problem, timing: TimingSource) -> Rra | PinnedWaa:
-    """The closed form of the schedule's policy on its stages."""
+def pinned_policy(deployed: Estimate, problem: Problem,
+                  timing: TimingSource) -> Policy:
+    """The closed form of the schedule's policy on its stages (a baseline's: on its own)."""
+    if deployed.policy in BASELINES:
+        return make_policy(deployed.policy, problem, timing)
     plans = PinnedPlans(problem, timing, deployed.stages)
     made: Rra | PinnedWaa
     if deployed.policy == "rra":

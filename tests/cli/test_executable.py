@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from xgpt import catalog
 from xgpt.cli.local_profile import wanted_profile
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
-from xgpt.errors import InputError
+from xgpt.errors import InfeasibleError, InputError
 from xgpt.schedule import with_estimate
 
 
@@ -64,6 +66,55 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
     assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
 
 
-def test_policies_that_are_only_simulated_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not execute"):
-        executable(session_of(tmp_path, "policy: orca"))
+@pytest.mark.parametrize(("schedule", "chosen"), [
+    ("policy: ft, encode_batch: 16", {"encode_batch": 16}),
+    ("policy: dsi, encode_micro_batches: 12", {"encode_micro_batches": 12}),
+    ("policy: dsi, encode_batch: 9, decode_micro_batches: 3, encode_micro_batches: 6",
+     {"encode_batch": 9, "decode_micro_batches": 3, "encode_micro_batches": 6}),
+    ("policy: orca, max_active: 7", {"max_active": 7}),
+    ("policy: vllm, token_budget: 700", {"token_budget": 700}),
+    ("policy: orca, max_active: 6, tp_degree: 2, tp_gpus: 2",
+     {"max_active": 6, "tp_degree": 2, "tp_gpus": 2})])
+def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
+        tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
+    session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
+    found = find(session, timing_of(session))
+    assert {name: getattr(found.estimate, name) for name in chosen} == chosen
+    assert found.estimate.policy == session.problem.fixed.policy and found.estimate.fits
+    assert found.fingerprint == session.problem.fingerprint
+    free = find(executable(session_of(tmp_path, f"policy: {found.estimate.policy}",
+                                      cluster="a40-4")), timing_of(session))
+    if found.estimate.tp_degree == 1:  # a run looks at one degree alone, unless it is asked
+        assert free.estimate.throughput_qps >= found.estimate.throughput_qps
+
+
+def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> None:
+    session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
+    timing = timing_of(session)
+    free = find(session, timing)
+    bound_s = 0.9 * free.estimate.latency_s
+
+    def bounded(latency_s: float) -> Session:
+        constraint = replace(session.problem.constraint, latency_s=latency_s)
+        return replace(session, problem=replace(session.problem, constraint=constraint))
+
+    found = find(bounded(bound_s), timing)
+    assert found.estimate.latency_s * found.margin <= bound_s
+    assert found.estimate.throughput_qps < free.estimate.throughput_qps
+    assert found.estimate.encode_batch < free.estimate.encode_batch
+    with pytest.raises(InfeasibleError, match="no configuration of ft keeps .* quickest seen"):
+        find(bounded(1e-6), timing)
+    with pytest.raises(InfeasibleError, match="encode_batch 4000 fits"):
+        fixed = replace(session.problem.fixed, encode_batch=4000)
+        find(replace(session, problem=replace(session.problem, fixed=fixed)), timing)
+
+
+@pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])
+def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
+        tmp_path: Path, policy: str) -> None:
+    session = session_of(tmp_path, f"policy: {policy}")
+    problem = replace(session.problem, model=catalog.model("t5-11b"))
+    with pytest.raises(InputError, match="ft, dsi for an encoder-decoder model"):
+        executable(replace(session, problem=problem))
+    fixed = replace(problem.fixed, policy="dsi", max_active=None)
+    assert executable(replace(session, problem=replace(problem, fixed=fixed)))

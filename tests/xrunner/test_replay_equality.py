@@ -25,11 +25,13 @@ from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery
-from xrunner.rules.registry import rules_for
+from xrunner.rules.registry import DECODER_ONLY, rules_for
 from xrunner.rules.steps import StepKind
 from xrunner.stage import StageExecutor
 from xsimulator.policies import make_policy
+from xsimulator.policies.iteration import IterationConfig
 from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.static import StaticConfig
 from xsimulator.policies.waa import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords
@@ -95,6 +97,45 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
     expected = replayed_steps(result.pools[0])
     assert all(run_steps(executor) == expected for executor in executors)
     assert len({step[4] for step in expected}) > 2
+
+
+@pytest.mark.parametrize(("policy", "degrees", "config"), [
+    ("ft", (1, 1), StaticConfig(encode_batch=9, decode_micro_batches=2)),
+    ("ft", (1,), StaticConfig(encode_batch=5, decode_micro_batches=3)),
+    ("dsi", (1, 1, 1), StaticConfig(encode_batch=7, decode_micro_batches=2, encode_parts=2)),
+    ("orca", (1,), IterationConfig(max_active=6)),
+    ("orca", (2, 1), IterationConfig(max_active=7, tp_degree=2, tp_gpus=2)),
+    ("vllm", (1, 1), IterationConfig(max_active=9, token_budget=60)),
+    ("sarathi", (1, 1), IterationConfig(max_active=9, token_budget=12))])
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_a_baseline_and_its_replay_take_the_same_steps(
+        work: Work, policy: str, degrees: tuple[int, ...], config: object,
+        is_tight: bool) -> None:
+    directory, queries, outputs = work
+    inputs = np.array([len(q.input_ids) for q in queries])
+    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
+    if problem.model.is_encoder_decoder and policy in DECODER_ONLY:
+        pytest.skip("decoder-only models")
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate: Estimate = make_policy(policy, problem, timing).estimate(config)
+    most = -(-max(q.reserve_tokens for q in queries) // 16) * 16
+    estimate = replace(estimate, kv_tokens=estimate.decode_micro_batches * most * (
+        2 if is_tight else 40))
+    assert tuple(stage.tp_degree for stage in estimate.stages) == degrees
+    sink, executors = run_in_process(directory, queries, stages=estimate.stages,
+                                     rule=rules_for(estimate)[0])
+    finished = {r.query.index: len(r.output_ids) for r in sink.results}
+    assert [finished[q.index] for q in queries] == outputs.tolist()
+    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
+                        max_outputs=[q.max_new_tokens for q in queries])
+    pool = result.pools[0]
+    expected = [(step.kind.value, step.group, step.phase, step.iteration, encoded + decoded,
+                 tokens + decoded) for step, encoded, decoded, tokens in zip(
+        pool.steps, pool.encoded.tolist(), pool.decoded.tolist(), pool.tokens.tolist(),
+        strict=True)]
+    for executor in executors:
+        assert [record[:6] for record in executor.log if record.kind != "cross_kv"] == expected
+    assert (result.preemptions > 0) == (is_tight and policy in ("vllm", "sarathi"))
 
 
 @pytest.mark.parametrize(("devices", "config"), [

@@ -15,11 +15,11 @@ import torch
 
 from xgpt.model import ModelSpec, from_hf_config
 from xgpt.schedule import StageAssignment
+from xrunner.baseline_heads import head_for
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.comm import Comm, local_comms
 from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.handover import Part, parts
-from xrunner.head import Head
 from xrunner.io.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
@@ -305,7 +305,7 @@ def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rul
          queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
     """What the first rank does."""
     sink = sink or Collector()
-    head = Head(rule=rule, sink=sink, **of_head(directory, comm, route, executor))
+    head = head_for(rule, sink=sink, **of_head(directory, comm, route, executor))
     for query in queries:
         assert head.submit(query)
     head.start()

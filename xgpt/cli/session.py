@@ -29,14 +29,14 @@ from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
+from xrunner.rules.paged import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
 
 
 EXECUTED = (None, *registry.EXECUTED)  # policies; None: the job leaves it open
-NOT_EXECUTED = (f"one of {', '.join(registry.EXECUTED)}: this version simulates baselines, but "
-                "does not execute them")
+NOT_EXECUTED = f"one of {', '.join(registry.EXECUTED)}"
 # What a run takes where the job leaves the policy open. WAA is executed where the job fixes it:
 # until the benchmarks show that its predictions come true on CPU ranks, whose pools share the
 # memory's bandwidth, a search that preferred it could be wrong about it.
@@ -120,6 +120,13 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
     if policy not in EXECUTED:
         raise InputError([Mistake(file=str(session.job.source), line=None, key="schedule.policy",
                                   value=policy, allowed=NOT_EXECUTED)])
+    if policy in registry.DECODER_ONLY and session.problem.model.is_encoder_decoder:
+        able = [name for name in registry.EXECUTED if name not in registry.DECODER_ONLY]
+        raise InputError([Mistake(
+            file=str(session.job.source), line=None, key="schedule.policy", value=policy,
+            allowed=f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
+            "queries beside decoding others, or again with what they generated, in one pass "
+            "through the same layers")])
     fixed = replace(fixed, policy=policy or _OPEN_POLICY)
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
@@ -131,9 +138,13 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
 
 def find(session: Session, timing: TimingSource) -> Schedule:
     """The best schedule within the bound and its confidence, with room for the longest request
-    where the memory allows it. Raises InfeasibleError."""
+    where the memory allows it. Raises InfeasibleError. A policy that is not searched, a baseline,
+    has to be named by the job."""
+    from xgpt.cli.baseline_planning import BASELINES, find_baseline
     from xgpt.cli.planning import Planner
 
+    if session.problem.fixed.policy in BASELINES:
+        return with_room(session, find_baseline(session.problem, timing))
     planner = Planner(session.problem, timing, asked=session.job.schedule)
     return with_room(session, planner.find())
 
@@ -160,6 +171,8 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
     """`schedule` with KV tokens for a query of `query_tokens` in every group, if they fit: one
     request longer than the planned lengths should be answered, not refused. Else unchanged."""
     estimate = schedule.estimate
+    if estimate.token_budget:  # its memory is paged
+        query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
     kv_tokens = max(estimate.kv_tokens, query_tokens * estimate.decode_micro_batches)
     per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
     added = (kv_tokens - estimate.kv_tokens) * per_layer

@@ -7,7 +7,8 @@ Grouped heads are kept as a [k, g] pair, so that keys and values are never repea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ class DecodeContext:
 
     rows: Tensor  # [n] slot of each query: 0..n-1
     positions: Tensor  # [n] index of the token being decoded
-    mask: Tensor  # [n, 1, 1, max_context] additive: 0 where present, -inf beyond a query's context
+    mask: Tensor  # [width, 1, 1, max_context] additive: 0 where present, -inf beyond a context
     max_context: int
+    width: int  # slots that attention reads: n, more where some before the last do not decode
 
 
 def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
@@ -34,7 +36,31 @@ def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
     mask = torch.zeros(beyond.shape, dtype=dtype, device=contexts.device)
     mask.masked_fill_(beyond, float("-inf"))
     return DecodeContext(rows=torch.arange(len(contexts), device=contexts.device),
-                         positions=contexts, mask=mask[:, None, None, :], max_context=longest)
+                         positions=contexts, mask=mask[:, None, None, :], max_context=longest,
+                         width=len(contexts))
+
+
+def decode_context_of(slots: Sequence[int], contexts: Sequence[int], dtype: torch.dtype,
+                      device: torch.device) -> DecodeContext:
+    """The same of the queries in `slots` alone, in rising order; contexts by slot, of all. What
+    lies between them is read along, and dropped: gathering the rows would copy them all."""
+    width = slots[-1] + 1
+    rows = torch.tensor(slots, device=device)
+    whole = decode_context(torch.tensor(contexts[:width], device=device), dtype)
+    if width == len(slots):
+        return whole
+    positions = whole.positions[rows]
+    longest = int(positions.max()) + 1
+    return replace(whole, rows=rows, positions=positions, max_context=longest,
+                   mask=whole.mask[..., :longest])
+
+
+class Span(NamedTuple):
+    """Tokens first .. first + tokens - 1 of the query in `slot`, encoded by one step."""
+
+    slot: int
+    first: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +95,17 @@ def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
     cache_key[step.rows, :, step.positions] = key
     cache_value[step.rows, :, step.positions] = value
     grouped = query.view(n, kv_heads, heads // kv_heads, dim)
+    if step.width > n:
+        spread = grouped.new_zeros(step.width, *grouped.shape[1:])
+        spread[step.rows] = grouped
+        grouped = spread
     out = scaled_dot_product_attention(
-        grouped, cache_key[:n, :, :step.max_context], cache_value[:n, :, :step.max_context],
+        grouped, cache_key[:step.width, :, :step.max_context],
+        cache_value[:step.width, :, :step.max_context],
         attn_mask=step.mask if bias is None else bias, scale=scale,
     )
+    if step.width > n:
+        out = out[step.rows]
     return out.reshape(n, heads * dim)
 
 
@@ -101,6 +134,41 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
         start = end
     assert start == total, f"{start = } {total = }"
     return out.view(total, heads * dim)
+
+
+def attend_parts(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
+                 cache_value: Tensor, parts: Sequence[Span]) -> Tensor:
+    """Causal attention of whole inputs or parts of them, packed; a part attends to the entries its
+    query has so far, too. Shapes as of attend_encode. Returns [T, h * d]."""
+    outs, start = [], 0
+    for slot, first, tokens in parts:
+        here = slice(start, start + tokens)
+        start += tokens
+        if first == 0:
+            outs.append(attend_encode(query[here], key[here], value[here], cache_key, cache_value,
+                                      slot, [tokens]))
+        else:
+            outs.append(_attend_on(query[here], key[here], value[here], cache_key[slot],
+                                   cache_value[slot], first))
+    assert start == len(query), f"{start = } {len(query) = }"
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attend_on(query: Tensor, key: Tensor, value: Tensor, row_key: Tensor, row_value: Tensor,
+               first: int) -> Tensor:
+    """Tokens from `first` on of one query; row_* [k, capacity, d] of its slot."""
+    tokens, heads, dim = query.shape
+    end, kv_heads = first + tokens, key.shape[1]
+    row_key[:, first:end] = key.transpose(0, 1)
+    row_value[:, first:end] = value.transpose(0, 1)
+    at = torch.arange(end, device=query.device)
+    group = (kv_heads, heads // kv_heads, end, dim)
+    attended = scaled_dot_product_attention(
+        query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3),
+        row_key[:, None, :end].expand(group), row_value[:, None, :end].expand(group),
+        attn_mask=at[None, :] <= at[first:, None],
+    )
+    return attended.permute(2, 0, 1, 3).reshape(tokens, heads * dim)
 
 
 def attend_bidirectional(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],

@@ -11,7 +11,13 @@ from torch import Tensor
 from xgpt.errors import XgptError
 from xgpt.model import ModelSpec, refuse_tp_degree
 from xgpt.schedule import StageAssignment
-from xrunner.models.attention import DecodeContext, attend_decode, attend_encode
+from xrunner.models.attention import (
+    DecodeContext,
+    Span,
+    attend_decode,
+    attend_encode,
+    attend_parts,
+)
 from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
 from xrunner.models.llama import LlamaEnds, LlamaLayer
 from xrunner.models.opt import OptEnds, OptLayer
@@ -95,13 +101,42 @@ class StageModel:
     def decode(self, inputs: Tensor, cache: Tensor, step: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
         after it. Returns hidden [n, H]."""
-        hidden = self.ends.embed(inputs, step.positions) if self.is_first else inputs
+        hidden = self.ends.embed(inputs, self._within(step.positions)) if self.is_first else inputs
         prepared = self.ends.prepare(step.positions, self.dtype)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
             query, key, value = layer.qkv(hidden, prepared)
             attended = attend_decode(query, key, value, keys, values, step)
             hidden = layer.finish(hidden, attended)
         return hidden
+
+    def mixed(self, inputs: Tensor, cache: Tensor, step: DecodeContext | None,
+              parts: Sequence[Span]) -> Tensor:
+        """One token of each of n queries (None: of none), then parts of inputs, packed: one product
+        for all rows, attention apart (ORCA's selective batching). `inputs`: tokens [n + T] on the
+        first stage, hidden [n + T, H] after it. Returns hidden [n + T, H]."""
+        n = 0 if step is None else len(step.positions)
+        spans = [torch.arange(part.first, part.first + part.tokens) for part in parts]
+        positions = torch.cat(spans).to(inputs.device) if spans else inputs.new_empty(
+            0, dtype=torch.long)
+        if step is not None:
+            positions = torch.cat([step.positions, positions])
+        hidden = self.ends.embed(inputs, positions) if self.is_first else inputs
+        prepared = self.ends.prepare(positions, self.dtype)
+        for layer, (keys, values) in zip(self.layers, cache, strict=True):
+            query, key, value = layer.qkv(hidden, prepared)
+            attended = []
+            if step is not None:
+                attended.append(attend_decode(query[:n], key[:n], value[:n], keys, values, step))
+            if parts:
+                attended.append(attend_parts(query[n:], key[n:], value[n:], keys, values, parts))
+            hidden = layer.finish(hidden, torch.cat(attended))
+        return hidden
+
+    def _within(self, positions: Tensor) -> Tensor:
+        """A static batch decodes the rows of queries that are done, beyond the model's positions if
+        others need as long; what comes of it is dropped."""
+        most = self.spec.max_positions
+        return positions if most is None else positions.clamp(max=most - 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> logits [n, V_local] of this shard's tokens; last stage only."""

@@ -13,7 +13,12 @@ from xrunner.rules.static import static_rule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import waa_rules
 
-EXECUTED = ("rra", "waa-c", "waa-m")  # what the runner's ranks execute; the others are replayed
+# what the runner's ranks execute
+EXECUTED = ("rra", "waa-c", "waa-m", "ft", "dsi", "orca", "vllm", "sarathi")
+TWO_POOLS = ("waa-c", "waa-m")
+# One pass encodes some queries beside decoding others, or encodes a query again with what it has
+# generated: an encoder-decoder model would need two passes, through different layers.
+DECODER_ONLY = ("orca", "vllm", "sarathi")
 
 _RULES: dict[str, Callable[[Estimate], tuple[BatchingRule, ...]]] = {
     "rra": lambda estimate: (rra_rule(estimate),),

@@ -1,0 +1,69 @@
+"""Baselines by the whole command: `xgpt submit` with the policy that the job names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import job_folder  # noqa: E402
+import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines  # noqa: E402
+
+from xgpt.schedule import load_schedule  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("policy", "family", "more"), [
+    ("vllm", "opt", "max_active: 6, token_budget: 64"),
+    pytest.param("orca", "llama", "max_active: 5", marks=slow),
+    pytest.param("orca", "opt", "tp_degree: 2, tp_gpus: 2", marks=slow),
+    pytest.param("sarathi", "gpt2", "max_active: 8, token_budget: 16", marks=slow),
+    pytest.param("ft", "llama", "encode_batch: 6", marks=slow),
+    pytest.param("ft", "t5", "encode_batch: 6", marks=slow),
+    pytest.param("dsi", "opt", "encode_batch: 8, encode_micro_batches: 4", marks=slow),
+    pytest.param("dsi", "t5", "", marks=slow)])
+def test_submit_runs_a_baseline(tmp_path: Path, cache: dict[str, str], policy: str, family: str,
+                                more: str) -> None:
+    directory = tmp_path / "model"
+    reference = toys.make_model(family, directory)
+    queries = toys.random_queries(24, seed=9)
+    job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
+                               schedule="policy: rra")
+    wanted = f"schedule={{policy: {policy}{', ' if more else ''}{more}}}"
+    done = submit(job, wanted, cache)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+        q.id: toys.generate(reference, q) for q in queries}
+    metrics: dict[str, Any] = json.loads(done.stdout)
+    assert metrics["status"] == "done" and metrics["queries"] == 24
+    assert all(metrics[key]["predicted"] > 0 for key in ("throughput_qps", "latency_p99_s"))
+    estimate = load_schedule(out / "schedule.json").estimate
+    assert estimate.policy == policy
+    for name, value in (pair.split(": ") for pair in more.split(", ") if pair):
+        assert getattr(estimate, name) == int(value)
+    steps = [s for s in read_lines(out / "steps.jsonl") if s["stage"] == 0]
+    kinds = {s["kind"] for s in steps} - {"cross_kv"}
+    assert kinds <= {"encode", "decode", "mixed"} and "decode" in kinds
+    assert ("mixed" in kinds) == (policy in ("orca", "sarathi"))
+    latencies = {(round(r["encode_start_s"] + r["latency_s"], 5))
+                 for r in read_lines(out / "results.jsonl")}
+    assert (len(latencies) <= 8) == (policy in ("ft", "dsi")), "results come batch by batch"
+    assert (out / "report.html").stat().st_size > 10_000
+
+
+def submit(job: Path, wanted: str, cache: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    measured = subprocess.run([*XGPT, "profile", str(job), "--budget", "1s", "--set", wanted],
+                              capture_output=True, text=True, env=cache, timeout=240, check=False)
+    assert measured.returncode == 0, measured.stderr
+    return subprocess.run([*XGPT, "submit", str(job), "--json", "--set", wanted],
+                          capture_output=True, text=True, env=cache, timeout=240, check=False)

@@ -1,0 +1,172 @@
+"""Baselines executed: greedy float32 tokens equal transformers' `generate`, query by query, with
+static batches, with queries that join while others decode, and with queries that are evicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import FAMILIES, T5_FAMILIES, Collector, random_queries, run_in_process
+
+from xrunner.query import PreparedQuery
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.paged import SarathiRule, VllmRule
+from xrunner.rules.static import StaticRule
+from xrunner.rules.steps import BatchingRule, Step
+from xrunner.sampling import Sampling
+from xrunner.stage import StageExecutor
+
+Made = Callable[[str], tuple[Path, Any]]
+Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
+TIGHT = 6 * 16  # KV tokens of a group: six blocks, where a query may need three
+
+
+def rule_of(policy: str, groups: int, *, batch: int = 5, kv_tokens: int = TIGHT) -> BatchingRule:
+    """`batch`: queries at a time, in each group."""
+    most, kv_tokens = batch * groups, kv_tokens * groups
+    if policy in ("ft", "dsi"):
+        return StaticRule(encode_batch=most, num_groups=groups, kv_tokens=10_000,
+                          encode_micro_batches=groups * (2 if policy == "dsi" else 1))
+    if policy == "orca":
+        return OrcaRule(num_groups=groups, max_active=most, kv_tokens=10_000)
+    kind = VllmRule if policy == "vllm" else SarathiRule
+    return kind(num_groups=groups, max_active=most, kv_tokens=kv_tokens,
+                token_budget=40 if policy == "vllm" else 9)
+
+
+class Watched:
+    """A rule that counts what it decided."""
+
+    def __init__(self, rule: BatchingRule) -> None:
+        self._rule, self.counts = rule, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def decide(self) -> Step | None:
+        step = self._rule.decide()
+        if step is not None:
+            self.counts[step.kind.value] += 1
+            self.counts["evicted"] += len(step.evicted)
+            self.counts["in part"] += any(chunk.first > 0 for chunk in step.chunks)
+            self.counts["together"] += len(step.joined) > 1
+        return step
+
+
+def run(answered: Answered, family: str, made: Made, policy: str, degrees: Sequence[int],
+        groups: int, **sizes: int) -> tuple[Collector, list[StageExecutor], Counter[str]]:
+    queries, answers = answered(family)
+    rule = Watched(rule_of(policy, groups, **sizes))
+    sink, executors = run_in_process(made(family)[0], queries, degrees=degrees, rule=rule)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == answers
+    orders = [[record[:6] for record in e.log if record.kind != "cross_kv"] for e in executors]
+    assert all(order == orders[0] for order in orders), "ranks took different steps"
+    return sink, executors, rule.counts
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", *T5_FAMILIES])
+@pytest.mark.parametrize(("policy", "degrees", "groups"), [
+    ("ft", (1,), 2), ("ft", (1, 1), 2), ("dsi", (1, 1), 2), ("dsi", (1, 1, 1), 1)])
+def test_static_batches_answer_as_generate_does(answered: Answered, made: Made, family: str,
+                                                policy: str, degrees: tuple[int, ...],
+                                                groups: int) -> None:
+    sink, executors, counts = run(answered, family, made, policy, degrees, groups)
+    assert counts["encode"] >= 4 and counts["decode"] > 20
+    assert all(e.rows_compacted == 0 for e in executors)
+    # queries of a batch end together, however few tokens they have
+    ends = Counter(round(r.encode_start_s + r.latency_s, 9) for r in sink.results)
+    assert len(ends) == (2 if groups == 2 else 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt", "gpt2"])
+@pytest.mark.parametrize(("policy", "degrees", "groups"), [
+    ("orca", (1,), 1), ("orca", (1, 1), 2), ("vllm", (1,), 1), ("vllm", (1, 1), 2),
+    ("sarathi", (1,), 1), ("sarathi", (1, 1), 2)])
+def test_continuous_batches_answer_as_generate_does(answered: Answered, made: Made, family: str,
+                                                    policy: str, degrees: tuple[int, ...],
+                                                    groups: int) -> None:
+    _, _, counts = run(answered, family, made, policy, degrees, groups)
+    if policy == "vllm":
+        assert counts["encode"] and counts["decode"] and not counts["mixed"]
+        assert counts["together"]
+    else:
+        assert counts["mixed"] > 4
+    assert bool(counts["evicted"]) == (policy != "orca")
+    assert bool(counts["in part"]) == (policy == "sarathi")
+
+
+@pytest.mark.parametrize(("policy", "degrees"), [
+    ("ft", (2,)), ("dsi", (2, 1)), ("orca", (2, 1)), ("vllm", (1, 2)), ("sarathi", (2,))])
+def test_tensor_parallel_stages_run_baselines(answered: Answered, made: Made, policy: str,
+                                              degrees: tuple[int, ...]) -> None:
+    run(answered, "llama", made, policy, degrees, len(degrees))
+
+
+@pytest.mark.parametrize("policy", ["ft", "dsi", "orca", "vllm", "sarathi"])
+@pytest.mark.parametrize("batch", [1, 17])
+def test_one_query_at_a_time_and_all_at_once(answered: Answered, made: Made, policy: str,
+                                             batch: int) -> None:
+    run(answered, "llama", made, policy, (1, 1), 2, batch=batch)
+
+
+@pytest.mark.parametrize("policy", ["orca", "vllm"])
+def test_those_who_join_take_the_rows_of_those_who_left(answered: Answered, made: Made,
+                                                        policy: str) -> None:
+    """While queries wait, rows are moved only where two leave at once."""
+    _, executors, _ = run(answered, "llama", made, policy, (1,), 1, batch=4, kv_tokens=4 * 64)
+    assert executors[0].rows_compacted <= 5
+
+
+def test_dead_rows_go_on_beyond_the_models_positions(made: Made) -> None:
+    """OPT has 128 learned positions; a long input's row is decoded on with the longest output."""
+    from toys import generate
+
+    directory, model = made("opt")
+    first, second = random_queries(2, seed=4)
+    queries = [replace(first, input_ids=first.input_ids * 40, index=0),
+               replace(second, max_new_tokens=100, is_forced=True, index=1)]
+    queries[0] = replace(queries[0], input_ids=queries[0].input_ids[:120], max_new_tokens=8,
+                         is_forced=True)
+    sink, _ = run_in_process(directory, queries, degrees=(1, 1), rule=rule_of("ft", 1))
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
+        q.index: generate(model, q) for q in queries}
+
+
+def test_the_same_seed_draws_the_same_text_under_every_policy(made: Made) -> None:
+    directory, _ = made("llama")
+    queries = [replace(q, is_forced=True, max_new_tokens=14, sampling=Sampling(
+        temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
+        for q in random_queries(9)]
+    texts = []
+    for policy in ("ft", "orca", "vllm", "sarathi"):
+        rule = Watched(rule_of(policy, 2, kv_tokens=4 * 16))
+        sink, _ = run_in_process(directory, queries, degrees=(1, 1), rule=rule)
+        texts.append({r.query.index: r.output_ids for r in sink.results})
+        assert bool(rule.counts["evicted"]) == (policy in ("vllm", "sarathi"))
+    sink, _ = run_in_process(directory, queries, num_stages=1)
+    assert all(text == {r.query.index: r.output_ids for r in sink.results} for text in texts)
+
+
+@pytest.mark.parametrize("policy", ["dsi", "orca", "vllm", "sarathi"])
+def test_stopping_early_ends_every_stage(answered: Answered, made: Made, policy: str) -> None:
+    queries, answers = answered("llama")
+    sink, _ = run_in_process(made("llama")[0], queries, degrees=(1, 1, 1),
+                             rule=rule_of(policy, 3, batch=2), sink=Collector(stop_after=5))
+    assert 5 <= len(sink.results) < len(queries)
+    assert all(list(r.output_ids) == answers[r.query.index] for r in sink.results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, *T5_FAMILIES])
+@pytest.mark.parametrize("degrees", [(1,), (2,), (1, 1), (2, 1), (1, 2), (1, 1, 1), (2, 2)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_layout(answered: Answered, made: Made, family: str, degrees: tuple[int, ...],
+                      groups: int) -> None:
+    policies = ("ft", "dsi") if family in T5_FAMILIES else ("ft", "dsi", "orca", "vllm", "sarathi")
+    for policy in policies:
+        for batch in (1, 3, 8):
+            run(answered, family, made, policy, degrees, groups, batch=batch)
