@@ -7,7 +7,8 @@ each has its own part of the memory, and messages between them go through the ho
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,15 +41,19 @@ def own_device(kind: Kind, place: int) -> torch.device:
             f"this was planned for GPUs, and PyTorch {torch.__version__} can use none here: "
             "install a build of it for this machine's CUDA driver, or set CUDA_VISIBLE_DEVICES to "
             "nothing and plan for CPU ranks")
-    device = torch.device("cuda", gpu_of(place, torch.cuda.device_count()))
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    device = torch.device("cuda", gpu_of(place, [(gpu.name, gpu.total_memory) for gpu in gpus]))
     torch.cuda.set_device(device)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     return device
 
 
-def gpu_of(place: int, count: int) -> int:
-    """Which of a host's `count` GPUs its rank at `place` takes."""
-    return place % count
+def gpu_of(place: int, kinds: Sequence[Hashable]) -> int:
+    """Which of a host's GPUs its rank at `place` takes: of the largest group of equal ones, as
+    xgpt.local counts them, in turn. `kinds`: of all its GPUs."""
+    commonest = Counter(kinds).most_common(1)[0][0]
+    equal = [index for index, kind in enumerate(kinds) if kind == commonest]
+    return equal[place % len(equal)]
 
 
 def has_own_gpu_each(comm: Any, device: torch.device) -> bool:

@@ -145,9 +145,10 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
 
 
 def test_ranks_of_a_host_take_its_gpus_in_turn() -> None:
-    assert [devices.gpu_of(place, 4) for place in range(4)] == [0, 1, 2, 3]
-    assert [devices.gpu_of(place, 2) for place in range(5)] == [0, 1, 0, 1, 0]
-    assert [devices.gpu_of(place, 1) for place in range(3)] == [0, 0, 0]
+    assert [devices.gpu_of(place, ["H200"] * 4) for place in range(4)] == [0, 1, 2, 3]
+    assert [devices.gpu_of(place, ["H200"]) for place in range(3)] == [0, 0, 0]
+    mixed = ["T1000", "A40", "A40"]
+    assert [devices.gpu_of(place, mixed) for place in range(5)] == [1, 2, 1, 2, 1]
 
 
 def test_a_rank_without_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
