@@ -132,7 +132,7 @@ def measure(request: dict[str, Any]) -> None:
     with torch.inference_mode():
         for degree in request["degrees"]:
             bench = LayerBench(profile.model, getattr(torch, of.dtype), num_stages=of.ranks,
-                               tp_degree=degree, device=own_device(of.device, ranks.rank))
+                               tp_degree=degree, device=own_device(of.device, ranks))
             for phase, points in (("decode", _decodes(rng, profile)), ("encode", _encodes(rng))):
                 for lengths in points:
                     held_out(ranks, bench, timing, phase, lengths, degree, found["operators"])

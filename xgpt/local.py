@@ -6,6 +6,7 @@ schedule; the measured profile is what a run is planned with.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from xgpt import catalog
 from xgpt.cluster import Cluster, Device, Link
@@ -48,19 +50,20 @@ class SmiGpu:
 
 def detect(num_workers: int | None = None) -> Cluster:
     """This machine as a cluster of one node. `num_workers`: ranks wanted; by default one per GPU
-    or, on a machine without, one per usable core up to 8."""
+    or, on a machine without, one per usable core up to 8. Ranks beyond the GPUs share them."""
     gpus = visible_gpus(_query_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return gpu_cluster(gpus, num_workers) if gpus else cpu_cluster(num_workers)
 
 
 def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:
-    """The machine's largest group of equal GPUs, or `num_workers` of them."""
+    """The machine's largest group of equal GPUs, or `num_workers` of them. Of more workers than
+    GPUs each has an even part of a GPU, and messages go through the host's memory."""
     (name, memory_bytes), count = Counter((g.name, g.memory_bytes) for g in gpus).most_common(1)[0]
-    if num_workers is not None and num_workers > count:
-        raise InputError([Mistake(file="local", line=None, key="run.ranks", value=num_workers,
-                                  allowed=f"at most {count}: this machine has {count} {name}")])
     device, link = _gpu_device(name, memory_bytes)
-    return Cluster(name="local", device=device, num_nodes=1, devices_per_node=num_workers or count,
+    workers = num_workers or count
+    if workers > count:
+        device, link = _part_of(device, -(-workers // count)), _SHARED_MEMORY
+    return Cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
                    intra_link=link, inter_link=link)
 
 
@@ -127,6 +130,18 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
         left = _cgroup_memory_left(folder)
         available = available if left is None else min(available, left)
     return max(available, 0)
+
+
+def why_no_torch(kind: Literal["cpu", "gpu"]) -> str | None:
+    """Why this environment's PyTorch cannot compute on such devices, as far as its files say
+    without importing it; None where it can."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return "torch is not installed"
+    written = _read(Path(found.origin).with_name("version.py")) or ""
+    if kind == "gpu" and re.search(r"^cuda\b[^=\n]*=\s*['\"]", written, re.M) is None:
+        return "this PyTorch was built without CUDA"
+    return None
 
 
 def core_clock(root: Path = Path("/")) -> str:
@@ -200,6 +215,15 @@ def _cpu_device(cores: int, workers: int, memory_bytes: int, cpuinfo: str) -> De
 
 def _cpuinfo(root: Path) -> str:
     return _read(root / "proc/cpuinfo") or ""
+
+
+def _part_of(gpu: Device, sharers: int) -> Device:
+    """What one of `sharers` ranks has of a GPU."""
+    return replace(
+        gpu, name=f"{gpu.name}/{sharers}", memory_bytes=gpu.memory_bytes // sharers,
+        bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s / sharers,
+        flops_per_s=tuple((dtype, rate / sharers) for dtype, rate in gpu.flops_per_s),
+        source=f"an even part of what {sharers} ranks share; {gpu.source}")
 
 
 def _query_gpus() -> list[SmiGpu]:

@@ -13,7 +13,7 @@ from xprofiler.profile import ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
                "xrunner/comm.py", "xrunner/collective.py", "xrunner/torch_group.py",
-               "xrunner/handover.py", "xrunner/head.py", "xprofiler/measure",
+               "xrunner/devices.py", "xrunner/handover.py", "xrunner/head.py", "xprofiler/measure",
                "xgpt/launch/local.py")
 
 

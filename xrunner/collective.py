@@ -1,4 +1,5 @@
 """What the ranks of a tensor-parallel group do together: sums of a tensor, over MPI, and gathers.
+(Between GPUs that no two ranks share: xrunner.torch_group.)
 
 Sums are taken in float32 in the order of the ranks, so every rank holds the same bits, whatever
 the dtype (MPI has no bfloat16). Small messages are gathered whole, in one exchange; large ones are
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xrunner.comm import as_bytes, wait_politely
+from xrunner.devices import to_host
 
 _GATHER_UP_TO_BYTES = 32 * 1024  # below this the second exchange costs more than its bytes save
 
@@ -42,14 +44,14 @@ class MpiGroup:
         device."""
         if self.size == 1:
             return tensor
-        flat = tensor.reshape(-1).cpu()
+        flat = to_host(tensor.reshape(-1))
         total = (self._gathered(flat) if flat.nbytes <= _GATHER_UP_TO_BYTES
                  else self._scattered(flat))
         return total.view(tensor.shape).to(tensor.device)
 
     def gather(self, tensor: Tensor) -> Tensor | None:
         """[ranks, *shape] on the group's first rank, in the host's memory; None on the others."""
-        mine = tensor.cpu().contiguous()
+        mine = to_host(tensor).contiguous()
         parts = torch.empty((self.size, *mine.shape), dtype=mine.dtype) if self.rank == 0 else None
         self._wait(self._comm.Igather(
             as_bytes(mine), None if parts is None else as_bytes(parts), root=0))

@@ -1,6 +1,8 @@
 """Point-to-point messages between ranks: a header and, with it, at most one tensor.
 
 Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working rank may need.
+A tensor may be sent from any device and arrives in the host's memory (pinned beside a GPU): a step
+is over, and its GPU idle, before its output is sent, so there is no other work to overlap with.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from xrunner.devices import host_buffer, to_host
 from xrunner.messages import Message
 
 _TAG_HEADER, _TAG_TENSOR = 1, 2
@@ -38,7 +41,7 @@ class Comm(Protocol):
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
         """The next message from any of `sources`, waiting politely; those of one source come in
-        the order in which they were sent."""
+        the order in which they were sent. Its tensor lies in the host's memory."""
         ...
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
@@ -59,7 +62,8 @@ def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> Non
 
 
 class MpiComm:
-    """Over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy."""
+    """Over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy of what
+    lies in the host's memory."""
 
     def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
         """`sleep_s`: between two looks for a message."""
@@ -79,7 +83,7 @@ class MpiComm:
         shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         self._keep(self._comm.isend((message, shape), dest=target, tag=_TAG_HEADER), message)
         if tensor is not None:
-            data = as_bytes(tensor.contiguous())
+            data = as_bytes(to_host(tensor).contiguous())
             self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
@@ -96,7 +100,7 @@ class MpiComm:
         self._reap()
         if shape is None:
             return message, None
-        tensor = torch.empty(shape[0], dtype=shape[1])
+        tensor = host_buffer(*shape)
         request = self._comm.Irecv(as_bytes(tensor), source=source, tag=_TAG_TENSOR)
         wait_politely(lambda: bool(request.Test()))
         return message, tensor

@@ -1,9 +1,10 @@
 """Entries on their way from WAA's encode to its decode pool, while both pools go on computing.
 
-An encode rank copies what each decode rank needs of a batch out of its cache, and a thread sends
-it. A thread of each decode rank receives, and tells its pool's head, which lets a query join once
-all ranks have its entries; they lie in the host's memory until then. Threads, because a message of
-this size only moves while both sides call MPI, and a step may compute for seconds.
+An encode rank copies what each decode rank needs of a batch out of its cache, from a GPU into the
+host's memory, and a thread sends it. A thread of each decode rank receives, and tells its pool's
+head, which lets a query join once all ranks have its entries; they lie in the host's memory until
+then. Threads, because a message of this size only moves while both sides call MPI, and a step may
+compute for seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from xrunner.comm import Comm
+from xrunner.devices import to_host
 from xrunner.handover import Part, pack, put
 from xrunner.kv import KvCache
 from xrunner.messages import BlockMessage, HeldMessage, StepMessage, StopMessage
@@ -88,7 +90,7 @@ class EntrySender:
         leaving = [joined for joined in message.joined if joined.leaves]
         header = BlockMessage(batch=message.phase, queries=tuple(j.query for j in leaving),
                               lengths=tuple(j.input_tokens for j in leaving))
-        self._waiting.put([(part.target, header, block_of(part).cpu()) for part in self._parts])
+        self._waiting.put([(part.target, header, to_host(block_of(part))) for part in self._parts])
 
     def _send(self) -> None:
         while (blocks := self._waiting.get()) is not None:

@@ -71,7 +71,8 @@ def unpack(cache: KvCache, queries: Sequence[int], lengths: Sequence[int], block
 
 def put(cache: KvCache, slot: int, entries: Tensor, layers: slice = _ALL,
         heads: slice = _ALL) -> None:
-    """One query's entries [layers, 2, kv_heads, tokens, head_dim] into a slot of `cache`."""
+    """One query's entries [layers, 2, kv_heads, tokens, head_dim], wherever they lie, into a slot
+    of `cache`."""
     cache.store[layers, :, slot, heads, :entries.shape[3]] = entries
 
 

@@ -114,16 +114,24 @@ def cache_bytes(spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
            is_resident: bool) -> Tensor:
     if device.type != "cpu" or 0 in shape:  # no layers: a pool that has an encoder alone
-        return torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.cuda.OutOfMemoryError:
+            raise _refused(shape, dtype, f"of memory, more than {device} has left") from None
     # numpy asks the system for zero pages, torch.zeros would write (and so occupy) every one
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         memory = np.zeros(num_bytes, dtype=np.uint8)
     except MemoryError:
-        raise XgptError(
-            f"the KV cache of {shape[2]} queries of up to {shape[4]} tokens takes "
-            f"{format_bytes(num_bytes)} of address space, which this machine refuses: shorten the "
-            "longest requests (or their max_tokens), or give a smaller schedule") from None
+        raise _refused(shape, dtype, "of address space, which this machine refuses") from None
     if is_resident:
         memory[::mmap.PAGESIZE] = 0
     return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _refused(shape: tuple[int, ...], dtype: torch.dtype, why: str) -> XgptError:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return XgptError(
+        f"the KV cache of {shape[2]} queries of up to {shape[4]} tokens takes "
+        f"{format_bytes(num_bytes)} {why}: shorten the longest requests (or their max_tokens), or "
+        "give a smaller schedule")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xrunner.courier import EntryReceiver, EntrySender
+from xrunner.devices import settle
 from xrunner.kv import KvCache, cache_bytes
 from xrunner.messages import StartMessage, StepMessage
 from xrunner.models.attention import Span, cross_context, decode_context, decode_context_of
@@ -73,6 +74,7 @@ class StageExecutor:
                             for _ in groups]
         self._pending = [deque() for _ in groups]
         self._sampling = [[] for _ in groups]
+        settle(self.model.device)
 
     def adopt(self, group: int, choices: Sequence[Sampling]) -> None:
         """How the queries in the group's cache are sampled, by slot, where they were put there
@@ -100,6 +102,7 @@ class StageExecutor:
         [rows, H]; on the last stage the encoder's output, or the sampled tokens of the step's
         queries, [n] (None on all but the first rank of a tensor-parallel group)."""
         start_s = self._clock()
+        inputs = inputs.to(self.model.device)
         self._remove(message)
         is_encode = message.kind is StepKind.ENCODE
         if message.parts or message.resting:
@@ -116,11 +119,13 @@ class StageExecutor:
         start_s = self._clock()
         first, lengths, message = self._pending[group].popleft()
         assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
-        self.model.store_encoded(encoded, self.encoded[group].store, first, lengths)
+        self.model.store_encoded(encoded.to(self.model.device), self.encoded[group].store, first,
+                                 lengths)
         self._record("cross_kv", message, len(lengths), len(encoded), start_s)
 
     def _record(self, kind: str, message: StepMessage, queries: int, tokens: int,
                 start_s: float) -> None:
+        settle(self.model.device)  # else the step would end before its work does
         self.log.append(StepRecord(kind, message.group, message.phase, message.iteration, queries,
                                    tokens, start_s, self._clock()))
         self.busy_s += self.log[-1].end_s - start_s

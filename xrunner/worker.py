@@ -7,7 +7,6 @@ makes an uncaught error on one rank end them all.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from functools import partial
@@ -25,6 +24,7 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm import Comm
 from xrunner.courier import EntryReceiver, EntrySender
+from xrunner.devices import peak_memory_bytes
 from xrunner.handover import parts
 from xrunner.head import Head
 from xrunner.io.prepare import prepare
@@ -78,12 +78,17 @@ class RunSink:
 
 def main(arguments: list[str]) -> int:
     plan = load_plan(Path(arguments[0]))
-    world = connect()
+    world = None
     try:
+        world = connect(plan.device_kind)
         _run(plan, world)
+        world.close()
     except XgptError as error:
-        print(f"xgpt: rank {world.comm.rank}: {error}", file=sys.stderr, flush=True)
-        world.abort(error.exit_code)
+        if world is None:
+            print(f"xgpt: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"xgpt: rank {world.comm.rank}: {error}", file=sys.stderr, flush=True)
+            world.abort(error.exit_code)
         return error.exit_code
     return 0
 
@@ -226,7 +231,7 @@ def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> 
     spec = read_spec(plan.model_dir, plan.model_name)
     dtype = getattr(torch, plan.dtype)
     reader = CheckpointReader(plan.model_dir, dtype)
-    model = load_stage(spec, reader, stage, dtype, shard)
+    model = load_stage(spec, reader, stage, dtype, shard, world.device)
     reader.close()
     seconds = time.perf_counter() - start
     sender, receiver = _couriers(schedule, spec, stage, world)
@@ -270,7 +275,7 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
 
 def _report(loaded: Loaded) -> RankReport:
     executor = loaded.executor
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory_bytes(executor.model.device)
     handed_bytes, handover_s = 0, 0.0
     if executor.sender is not None:
         handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds

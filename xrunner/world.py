@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from xgpt.errors import XgptError
 from xrunner.collective import Group, MpiGroup
 from xrunner.comm import Comm, MpiComm, local_comms, wait_politely
 from xrunner.courier import LOOK_S
+from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, own_device
 from xrunner.pipeline import RankReport
+from xrunner.torch_group import TorchGroup
 
 
 class World(NamedTuple):
@@ -22,16 +26,22 @@ class World(NamedTuple):
     abort: Callable[[int], None]
     split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
     duplicate: Callable[[], Comm]  # the same ranks, messages of their own; collective
+    device: torch.device = CPU  # this rank's
+    close: Callable[[], None] = lambda: None  # at an orderly end; collective
 
 
-def connect() -> World:
-    """All ranks of the launcher; a single rank started without one needs no MPI."""
+def connect(kind: Kind = "cpu") -> World:
+    """All ranks of the launcher, each on its device; a single rank started without one needs no
+    MPI. Raises XgptError where there is no such device."""
     if "mpi4py" not in sys.modules:
         return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
-                     abort=lambda code: None, split=_no_group, duplicate=_no_duplicate)
+                     abort=lambda code: None, split=_no_group, duplicate=_no_duplicate,
+                     device=own_device(kind, 0))
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    device = own_device(kind, local_rank(world))
+    is_direct, groups = has_own_gpu_each(world, device), list[Group]()
 
     def barrier() -> None:
         # rank 0 may tokenise for minutes: the others must not spin in a blocking call meanwhile
@@ -45,10 +55,26 @@ def connect() -> World:
                             "`schedule: {policy: rra}`")
         return MpiComm(world.Dup(), LOOK_S)
 
+    def split(group: int, place: int) -> Group:
+        groups.append(group_of(world.Split(group, place), is_direct=is_direct))
+        return groups[-1]
+
+    def close() -> None:
+        for group in groups:
+            if isinstance(group, TorchGroup):
+                group.close()
+
     return World(MpiComm(world), barrier=barrier, abort=world.Abort,
                  gather=lambda report: world.gather(report, root=0),
-                 split=lambda group, place: MpiGroup(world.Split(group, place)),
-                 duplicate=duplicate)
+                 split=split, duplicate=duplicate, device=device, close=close)
+
+
+def group_of(comm: Any, *, is_direct: bool) -> Group:
+    """The ranks of `comm` as a group: over NCCL where every rank of the run has a GPU of its own
+    (`is_direct`), else over MPI through the host's memory. Collective."""
+    if is_direct and comm.Get_size() > 1:
+        return TorchGroup(comm, "nccl")
+    return MpiGroup(comm)
 
 
 def _no_group(group: int, place: int) -> Group:

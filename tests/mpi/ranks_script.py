@@ -8,10 +8,12 @@ import torch
 from mpi4py import MPI
 
 from xrunner.collective import MpiGroup
+from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
 from xrunner.torch_group import TorchGroup
 
 
-def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],
+               device: torch.device = CPU) -> None:
     world = MPI.COMM_WORLD
     for dtype in dtypes:
         # below and above the size from which a sum is scattered, and no multiple of the ranks
@@ -19,17 +21,17 @@ def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...]) ->
             parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
                      for rank in range(world.Get_size())]
             expected = sum((p.float() for p in parts[1:]), parts[0].float()).to(dtype)
-            mine = parts[world.Get_rank()].clone()
-            total = group.all_reduce(mine)
+            mine = parts[world.Get_rank()].clone().to(device)
+            total = group.all_reduce(mine).cpu()
             assert total.shape == expected.shape and total.dtype == dtype
             if isinstance(group, MpiGroup):
                 assert torch.equal(total, expected), f"{dtype = } {shape = }"
                 assert torch.equal(mine, parts[world.Get_rank()]), "the input is left alone"
             else:
                 assert torch.allclose(total, expected, atol=1e-5)
-            gathered = group.gather(parts[world.Get_rank()])
+            gathered = group.gather(parts[world.Get_rank()].to(device))
             if world.Get_rank() == 0:
-                assert gathered is not None and torch.equal(gathered, torch.stack(parts))
+                assert gathered is not None and torch.equal(gathered.cpu(), torch.stack(parts))
             else:
                 assert gathered is None
             bits = world.allgather(total.float().numpy().tobytes())
@@ -44,6 +46,12 @@ def main() -> None:
         own = world.Split(world.Get_rank(), 0)
         tensor = torch.ones(3)
         assert MpiGroup(own).all_reduce(tensor) is tensor
+    elif sys.argv[1] == "nccl":
+        device = own_device("gpu", local_rank(world))
+        assert has_own_gpu_each(world, device)
+        group = TorchGroup(world, "nccl")
+        check_sums(group, (torch.float32,), device)
+        group.close()
     else:
         group = TorchGroup(world, "gloo")
         check_sums(group, (torch.float32,))

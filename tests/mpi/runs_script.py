@@ -1,5 +1,6 @@
 """What every rank of test_exact_runs.py runs: the cases of a file, one after the other, each on as
-many of the ranks as its stages have. Usage: runs_script.py CASES.json ANSWERS.json"""
+many of the ranks as its stages have. A case may ask for GPUs (`device`), and for sums over gloo
+(`group`). Usage: runs_script.py CASES.json ANSWERS.json"""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys
 
 from xgpt.schedule import StageAssignment
-from xrunner.collective import MpiGroup
+from xrunner.collective import Group
 from xrunner.comm import MpiComm, wait_politely
 from xrunner.courier import LOOK_S
+from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.handover import parts
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.route import Route, routes
 from xrunner.rules.rra import RraRule
+from xrunner.stage import StageExecutor
+from xrunner.torch_group import TorchGroup
+from xrunner.world import group_of
 
 
 def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
@@ -31,13 +36,37 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
               else toys.stages_of(directory, case["degrees"]))
     stage = next(s for s in stages if rank in s.ranks)
     index = stage.ranks.index(rank)
-    group = MpiGroup(comm.Split(stage.index, index))
-    shard = WHOLE if group.size == 1 else Shard(index, group.size, group.all_reduce, group.gather)
-    route, messages = routes(stages)[rank], MpiComm(comm)
+    device = own_device(case.get("device", "cpu"), local_rank(comm))
+    group = make_group(case, comm.Split(stage.index, index),
+                       is_direct=has_own_gpu_each(comm, device))
+    shard = (WHOLE if stage.tp_degree == 1 else
+             Shard(index, stage.tp_degree, group.all_reduce, group.gather))
+    side: dict[str, Any] = {}
     if is_waa:
-        return run_waa(case, stages, stage, shard, route, messages, MpiComm(comm.Dup(), LOOK_S))
-    executor = toys.executor_of(directory, stage, shard)
-    if rank > 0:
+        decoding = [rank for s in stages if s.role == "decode" for rank in s.ranks]
+        own = parts(stages, toys.spec_of(directory))
+        side = toys.couriers(stage, MpiComm(comm.Dup(), LOOK_S), own, decoding)
+    executor = toys.executor_of(directory, stage, shard, device=device, **side)
+    execute = run_waa if is_waa else run_rra
+    answers = execute(case, stages, routes(stages)[rank], MpiComm(comm), executor)
+    if isinstance(group, TorchGroup):
+        group.close()
+    return answers
+
+
+def make_group(case: dict[str, Any], comm: Any, *, is_direct: bool) -> Group:
+    if case.get("group") == "gloo" and comm.Get_size() > 1:
+        return TorchGroup(comm, "gloo")
+    group = group_of(comm, is_direct=is_direct)
+    wanted = case.get("group", type(group).__name__)
+    assert comm.Get_size() == 1 or type(group).__name__ == wanted, f"{group = } {wanted = }"
+    return group
+
+
+def run_rra(case: dict[str, Any], stages: list[StageAssignment], route: Route, messages: MpiComm,
+            executor: StageExecutor) -> dict[int, list[int]] | None:
+    directory = Path(case["directory"])
+    if messages.rank > 0:
         toys.serve(messages, route, executor)
         return None
     rule = RraRule(encode_batch=case["encode_batch"], max_active=12, kv_tokens=10_000,
@@ -48,23 +77,19 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
-def run_waa(case: dict[str, Any], stages: list[StageAssignment], stage: StageAssignment,
-            shard: Shard, route: Route, messages: MpiComm,
-            side: MpiComm) -> dict[int, list[int]] | None:
+def run_waa(case: dict[str, Any], stages: list[StageAssignment], route: Route, messages: MpiComm,
+            executor: StageExecutor) -> dict[int, list[int]] | None:
     """The same of WAA's two pools."""
     directory = Path(case["directory"])
-    decoding = [rank for s in stages if s.role == "decode" for rank in s.ranks]
-    own = parts(stages, toys.spec_of(directory))
-    executor = toys.executor_of(directory, stage, shard,
-                                **toys.couriers(stage, side, own, decoding))
+    decode_head = next(s.ranks[0] for s in stages if s.role == "decode")
     rules = toys.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
                                num_groups=case["num_groups"])
     if messages.rank == 0:
-        sink = toys.lead_encoding(directory, messages, route, executor, rules, decoding[0],
+        sink = toys.lead_encoding(directory, messages, route, executor, rules, decode_head,
                                   toys.random_queries(case["queries"]))
         messages.flush()
         return {r.query.index: list(r.output_ids) for r in sink.results}
-    if messages.rank == decoding[0]:
+    if messages.rank == decode_head:
         toys.lead_decoding(directory, messages, route, executor, rules[1])
         messages.flush()
     else:

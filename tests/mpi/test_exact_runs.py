@@ -40,10 +40,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
 
 
 def check(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path,
-          cases: Sequence[tuple[str, tuple[int, ...], int, int, int]], timeout_s: float) -> None:
-    """`cases`: family, degree of each stage, micro-batches, encode batch, decode iterations."""
+          cases: Sequence[tuple[str, tuple[int, ...], int, int, int]], timeout_s: float,
+          **more: str) -> None:
+    """`cases`: family, degree of each stage, micro-batches, encode batch, decode iterations.
+    `more`: for all of them, as runs_script.py has it."""
     values = [{"directory": str(models[family][0]), "degrees": degrees, "num_groups": groups,
-               "encode_batch": batch, "decode_iterations": iterations, "queries": QUERIES}
+               "encode_batch": batch, "decode_iterations": iterations, "queries": QUERIES, **more}
               for family, degrees, groups, batch, iterations in cases]
     launch(models, folder, cases, values, max(sum(case[1]) for case in cases), timeout_s)
 
@@ -82,6 +84,13 @@ def test_every_layout_answers_as_generate_does(
     assert {case[1] for case in cases} == set(LAYOUTS) and {case[2] for case in cases} == {
         1, 2, 3, 4}
     check(models, tmp_path, cases, timeout_s=200)
+
+
+def test_sums_over_torch_distributed_answer_the_same(
+        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    """The way that groups of GPUs take, with gloo in the place of NCCL."""
+    cases = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1), 1, 9, 5)]
+    check(models, tmp_path, cases, timeout_s=100, group="gloo")
 
 
 @pytest.mark.slow

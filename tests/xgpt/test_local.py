@@ -154,10 +154,30 @@ def test_an_unknown_gpu_keeps_the_memory_read_and_says_so() -> None:
         local.gpu_cluster(local.parse_smi("0, GPU-a, Odd GPU, [N/A]"), None)
 
 
-def test_ranks_beyond_the_gpus_are_refused() -> None:
+def test_ranks_beyond_the_gpus_share_them_evenly() -> None:
     assert local.gpu_cluster(local.parse_smi(SMI), 1).num_devices == 1
-    with pytest.raises(InputError, match="at most 2"):
-        local.gpu_cluster(local.parse_smi(SMI), 3)
+    whole, cluster = catalog.device("A40"), local.gpu_cluster(local.parse_smi(SMI), 3)
+    assert cluster.num_devices == 3 and cluster.intra_link.name == "shared-memory"
+    part = cluster.device
+    assert part.kind == "gpu" and part.name == "A40/2" and "2 ranks" in part.source
+    assert part.memory_bytes == whole.memory_bytes // 2
+    assert part.peak_flops_per_s("float16") == whole.peak_flops_per_s("float16") / 2
+    assert part.bandwidth_bytes_per_s == whole.bandwidth_bytes_per_s / 2
+
+
+@pytest.mark.parametrize(("version", "why"), [
+    ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "without CUDA"),
+    ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", None),
+    ('cuda = "12.1"\n', None), (None, "not installed")])
+def test_a_build_of_torch_is_known_without_importing_it(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str | None,
+        why: str | None) -> None:
+    (tmp_path / "version.py").write_text(version or "")
+    found = None if version is None else SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(local.importlib.util, "find_spec", lambda name: found)
+    said = local.why_no_torch("gpu")
+    assert said is None if why is None else said is not None and why in said
+    assert (local.why_no_torch("cpu") is None) == (version is not None)
 
 
 @pytest.mark.parametrize("outcome", [

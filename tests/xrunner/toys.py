@@ -189,14 +189,15 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                    max_active: int = 12, kv_tokens: int = 10_000, sink: Collector | None = None,
                    dtype: torch.dtype = torch.float32, degrees: Sequence[int] | None = None,
                    stages: Sequence[StageAssignment] | None = None,
-                   rule: BatchingRule | None = None) -> tuple[Collector, list[StageExecutor]]:
+                   rule: BatchingRule | None = None, device: torch.device | str = "cpu",
+                   ) -> tuple[Collector, list[StageExecutor]]:
     """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
     Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks."""
     stages = stages or stages_of(directory, degrees or [1] * num_stages)
     executors: list[StageExecutor] = []
     for stage in stages:
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
-        executors += [executor_of(directory, stage, shard, dtype) for shard in shards]
+        executors += [executor_of(directory, stage, shard, dtype, device) for shard in shards]
     comms, route = local_comms(len(executors)), routes(stages)
     rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                            num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
@@ -294,11 +295,12 @@ def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
 
 
 def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
-                dtype: torch.dtype = torch.float32, **couriers: Any) -> StageExecutor:
+                dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+                **couriers: Any) -> StageExecutor:
     """One rank's, which checks its caches after every step."""
     reader = CheckpointReader(directory, dtype)
-    return StageExecutor(load_stage(spec_of(directory), reader, stage, dtype, shard), check=True,
-                         **couriers)
+    model = load_stage(spec_of(directory), reader, stage, dtype, shard, device)
+    return StageExecutor(model, check=True, **couriers)
 
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,

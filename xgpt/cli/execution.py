@@ -103,7 +103,8 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches)
+        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches,
+        device_kind=session.problem.cluster.device.kind)
 
 
 def _write_synthetic(session: Session) -> Path:

@@ -20,7 +20,7 @@ from xgpt.cli.session import (
 from xgpt.errors import InputError, Mistake
 from xgpt.job import Job
 from xgpt.job_file import LOCAL_CLUSTER, load_job
-from xgpt.local import detect, usable_cores
+from xgpt.local import detect, usable_cores, why_no_torch
 from xgpt.report.table import schedule_table
 from xgpt.schedule import Schedule, load_schedule
 from xprofiler.timing import TimingSource
@@ -70,12 +70,18 @@ def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
 def refuse_what_cannot_run(job: Job) -> None:
     """Raises InputError for a job that this version plans, but does not execute."""
     most = _RANKS_PER_CORE * usable_cores()
-    local_cpu = job.cluster == LOCAL_CLUSTER and detect(1).device.kind == "cpu"
+    is_local = job.cluster == LOCAL_CLUSTER
+    machine = detect() if is_local else None
+    gpus = machine if machine is not None and machine.device.kind == "gpu" else None
+    why = why_no_torch("gpu") if gpus is not None else None
     checks: list[tuple[bool, str, object, str]] = [
         (job.slurm is not None, "slurm", job.slurm, "nothing yet: this version starts ranks on "
          "this machine only; inside an allocation, use --set slurm=null"),
-        (not local_cpu, "cluster", job.cluster, "`local`, on a machine without GPUs: this version "
-         "executes on CPU ranks; `xgpt schedule`, `simulate` and `sweep` plan for any cluster"),
+        (not is_local, "cluster", job.cluster, "`local`: this version executes on this machine's "
+         "GPUs or, where it has none, cores; `xgpt schedule`, `simulate` and `sweep` plan for any "
+         "cluster"),
+        (why is not None, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
+         "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing"),
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
          f"at most {most} on this machine's {usable_cores()} cores"),
         (job.schedule.policy not in EXECUTED, "schedule.policy", job.schedule.policy, NOT_EXECUTED),
@@ -86,6 +92,10 @@ def refuse_what_cannot_run(job: Job) -> None:
                 for is_wrong, key, value, allowed in checks if is_wrong]
     if mistakes:
         raise InputError(mistakes)
+    if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
+        say(f"note: {job.run.ranks} ranks share {gpus.num_devices} x {gpus.device.name}: each has "
+            "a part of a GPU's memory and waits for the others' turns, which is no faster than "
+            "fewer ranks")
 
 
 def _finish(session: Session, timing: TimingSource, schedule: Schedule, as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from xgpt.errors import InputError, Mistake
 from xgpt.job import Job
 from xgpt.job_file import LOCAL_CLUSTER, load_job
 from xgpt.lengths import IntArray
+from xgpt.local import why_no_torch
 from xgpt.problem import Problem, resolve
 from xgpt.schedule import Schedule, with_estimate
 from xgpt.units import DTYPE_BYTES
@@ -88,11 +88,14 @@ def timing_of(session: Session) -> TimingSource:
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
     if job.profile is not None:
         return given_timing(session, job.profile, roofline)
-    if session.is_local and problem.cluster.device.kind == "cpu":
-        if importlib.util.find_spec("torch") is not None:
+    if session.is_local:
+        kind = problem.cluster.device.kind
+        why = why_no_torch(kind)
+        if why is None:
             return ProfileTiming(local_profile(wanted_profile(job, problem)))
-        say("note: torch is not installed, so nothing can be measured here; times come from the "
-            "roofline of a generic CPU and are rough")
+        of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
+        say(f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
+            "and are rough")
     return roofline
 
 

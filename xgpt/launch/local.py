@@ -19,6 +19,8 @@ _POLL_S = 0.1
 # A layer's large temporaries come and go thousands of times: keep their memory instead of returning
 # it to the system, which hands it back page by page (seen: 5 % of an encode). glibc's names.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# CUDA counts the fastest GPU first; nvidia-smi, by which a plan is made, goes by their places.
+_GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 _GRACE_S = 20.0  # between asking a run to stop and ending it
 
 
@@ -50,7 +52,7 @@ def run_ranks(module: str, argument: Path, ranks: int, *, watch: Callable[[], No
     with the end of the ranks' messages if they fail, StoppedEarly if they were ended at once.
     `inherited`: descriptors the launcher keeps open (the output folder's lock).
     """
-    environment = {**_ALLOCATOR, **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile() as messages:
         # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
         process = subprocess.Popen(rank_command(module, argument, ranks), stdout=messages,

@@ -22,6 +22,7 @@ from xprofiler.measure.clock import clock_of
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
 from xrunner.collective import MpiGroup
 from xrunner.comm import MpiComm, wait_politely
+from xrunner.devices import has_own_gpu_each
 from xrunner.handover import pack, unpack
 from xrunner.kv import KvCache
 from xrunner.messages import TokensMessage
@@ -98,14 +99,15 @@ def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], n
                     far: str) -> dict[TableKey, tuple[Sample, ...]]:
     """Every table of messages that these ranks can measure; `near`, `far`: the links' names."""
     where = places(world)
-    can_go_direct = _has_own_gpu_each(world, subject.device)
+    can_go_direct = has_own_gpu_each(world, subject.device)
     ways: dict[str, type[_Channel]] = {HANDOVER: _ThroughHosts}
     if can_go_direct:
         ways[HANDOVER_DIRECT] = _Directly
     tables: dict[TableKey, tuple[Sample, ...]] = {}
     for link, groups in _scopes(where, 2, near, far):
         tables[TableKey(TRANSFER, 1, link)] = tuple(
-            _on_groups(world, groups, n, partial(_transfer, num_bytes=n)) for n in TRANSFER_BYTES)
+            _on_groups(world, groups, n, partial(_transfer, num_bytes=n, device=subject.device))
+            for n in TRANSFER_BYTES)
         for name, way in ways.items():
             tables[TableKey(name, 1, link)] = tuple(
                 _on_groups(world, groups, n * subject.kv_bytes,
@@ -126,14 +128,6 @@ def _scopes(where: Places, size: int, near: str, far: str
     if where.is_split and far != near:
         scopes.append((far, where.far_groups(size)))
     return [(link, groups) for link, groups in scopes if groups]
-
-
-def _has_own_gpu_each(world: Any, device: torch.device) -> bool:
-    """NCCL refuses two ranks on one GPU."""
-    if device.type != "cuda":
-        return False
-    places_of = world.allgather((places(world).node_of[world.Get_rank()], device.index))
-    return len(set(places_of)) == len(places_of)
 
 
 def _on_groups(world: Any, groups: list[tuple[int, ...]], num_bytes: int,
@@ -173,7 +167,7 @@ class _ThroughHosts:
         self.rank = self._comm.rank
 
     def send(self, block: Tensor) -> None:
-        self._comm.send(1 - self.rank, TokensMessage(group=0), block.cpu())
+        self._comm.send(1 - self.rank, TokensMessage(group=0), block)
 
     def receive(self, like: Tensor) -> Tensor:
         _, block = self._comm.receive(1 - self.rank)
@@ -203,12 +197,18 @@ class _Directly:
         self._group.close()
 
 
-def _transfer(comm: Any, num_bytes: int) -> list[float]:
-    """One-way time of a step's header and tensor, by ping-pong."""
+def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:
+    """One-way time of a step's header and tensor, from device to device, by ping-pong."""
     channel = MpiComm(comm)
-    tensor, other = torch.zeros(num_bytes, dtype=torch.uint8), 1 - channel.rank
+    tensor, other = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 1 - channel.rank
+
+    def receive() -> None:
+        _, found = channel.receive(other)
+        assert found is not None
+        found.to(device)
+
     return _ping_pong(channel.rank, lambda: channel.send(other, TokensMessage(group=0), tensor),
-                      lambda: channel.receive(other), channel.flush)
+                      receive, channel.flush)
 
 
 def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> list[float]:

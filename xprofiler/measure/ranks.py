@@ -13,6 +13,7 @@ import torch
 
 from xprofiler.measure.probe import Parts
 from xprofiler.verdict import SPREAD_LIMIT
+from xrunner import devices
 from xrunner.comm import wait_politely
 
 _ATTEMPTS = 3
@@ -97,13 +98,10 @@ def connect(ranks: int, sharing: float = 1.0) -> Ranks:
     return found
 
 
-def own_device(name: str, rank: int) -> torch.device:
-    """The CPU, or for a profile of GPUs one of them, in turn."""
-    if name.startswith("cpu") or not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+def own_device(name: str, ranks: Ranks) -> torch.device:
+    """The CPU, or for a profile of GPUs one of them, as in a run."""
+    place = 0 if ranks.world is None else devices.local_rank(ranks.world)
+    return devices.own_device("cpu" if name.startswith("cpu") else "gpu", place)
 
 
 def _spread(steps: Sequence[Parts]) -> float:

@@ -83,7 +83,7 @@ class _Session:
         refused = {**known.refused, **{int(k): v for k, v in request.refused.items()}}
         known = replace(known, refused=refused)
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
-        self._device = own_device(metadata.device, ranks.rank)
+        self._device = own_device(metadata.device, ranks)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self._begin_s = self._saved_s = time.monotonic()

@@ -92,7 +92,8 @@ class EncoderDecoderStage:
         """The encoder's output [T, H] as keys and values in the cross-attention's cache
         [layers, 2, slots, k, capacity, d], from `first_slot` on."""
         counts = torch.tensor(lengths)
-        slots = torch.repeat_interleave(torch.arange(len(lengths)) + first_slot, counts)
+        slots = torch.repeat_interleave(torch.arange(len(lengths)) + first_slot, counts,
+                                        output_size=len(encoded))
         positions = torch.cat([torch.arange(n) for n in lengths])
         slots, positions = slots.to(encoded.device), positions.to(encoded.device)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
@@ -121,8 +122,9 @@ class EncoderDecoderStage:
 
 
 def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment, dtype: torch.dtype,
-               shard: Shard = WHOLE) -> StageModel | EncoderDecoderStage:
+               shard: Shard = WHOLE,
+               device: torch.device | str = "cpu") -> StageModel | EncoderDecoderStage:
     """A stage of any family."""
     if spec.is_encoder_decoder:
-        return EncoderDecoderStage(spec, weights, stage, dtype, shard)
-    return StageModel(spec, weights, stage, dtype, shard)
+        return EncoderDecoderStage(spec, weights, stage, dtype, shard, device)
+    return StageModel(spec, weights, stage, dtype, shard, device)

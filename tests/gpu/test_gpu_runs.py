@@ -1,0 +1,224 @@
+"""The runner on a GPU: tokens equal transformers' `generate` (float32, on the CPU), with one rank
+and with several on one GPU, under real mpiexec too; NCCL between GPUs where there are two.
+
+None of this runs without a CUDA device, or with a PyTorch that has no CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache as remember
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="ranks need the extra `run`")
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "xrunner"), str(TESTS / "mpi")]
+import job_folder  # noqa: E402
+import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines  # noqa: E402
+
+from xgpt.errors import XgptError  # noqa: E402
+from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xrunner import devices  # noqa: E402
+from xrunner.checkpoint.source import find_model  # noqa: E402
+from xrunner.kv import KvCache  # noqa: E402
+from xrunner.messages import Joined, StartMessage, StepMessage  # noqa: E402
+from xrunner.rules.steps import StepKind  # noqa: E402
+from xrunner.sampling import Sampling  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]
+FAMILIES = (*toys.FAMILIES, *toys.T5_FAMILIES)
+QUERIES = 9
+Made = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """(directory, transformers' model) of a family."""
+
+    @remember
+    def make(family: str) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(family)
+        return directory, toys.make_model(family, directory)
+
+    return make
+
+
+@pytest.fixture()
+def device() -> torch.device:
+    return devices.own_device("gpu", 0)
+
+
+def answers(sink: toys.Collector) -> dict[int, list[int]]:
+    return {r.query.index: list(r.output_ids) for r in sink.results}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
+                                               family: str) -> None:
+    directory, model = made(family)
+    queries = toys.random_queries(17)
+    expected = {q.index: toys.generate(model, q) for q in queries}
+    for degrees, groups in (((1,), 2), ((1, 1), 2), ((2,), 1), ((2, 1), 3)):
+        sink, executors = toys.run_in_process(directory, queries, degrees=degrees,
+                                              num_groups=groups, device=device)
+        assert answers(sink) == expected, f"{degrees = }"
+        assert all(e.caches[0].store.device == device for e in executors)
+        assert sum(e.rows_compacted for e in executors) > 0
+
+
+def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
+                                                                 device: torch.device) -> None:
+    directory, _ = made("llama")
+    queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
+        temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
+        for q in toys.random_queries(QUERIES)]
+    texts = [answers(toys.run_in_process(directory, queries, degrees=degrees, num_groups=groups,
+                                         encode_batch=batch, device=device)[0])
+             for degrees, groups, batch in (((1,), 1, 9), ((1, 1), 2, 3), ((2,), 1, 4))]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_step_lasts_until_its_work_is_done(made: Made, device: torch.device) -> None:
+    directory, _ = made("llama")
+    executor = toys.executor_of(directory, toys.stages_of(directory, [1])[0], device=device)
+    executor.start(StartMessage(num_groups=1, slots=2, capacity=8))
+    message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=(
+        Joined(query=0, input_tokens=3, sampling=Sampling()),))
+    tokens = torch.tensor([7, 8, 9])
+    executor.execute(message, tokens)  # kernels are loaded when first called
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(200_000_000)  # clock ticks: about a tenth of a second
+    end.record()
+    executor.execute(replace(message, removed=(0,)), tokens)
+    record = executor.log[-1]
+    # begun while the GPU slept, ended after it
+    assert record.end_s - record.start_s > 0.5 * begin.elapsed_time(end) / 1e3
+
+
+def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) -> None:
+    tensor = torch.zeros(1 << 20, device=device)
+    torch.cuda._sleep(200_000_000)
+    tensor += 3
+    found = devices.to_host(tensor[::2])
+    assert found.is_pinned() and bool((found == 3).all())
+
+
+def test_caches_that_do_not_fit_are_refused_in_words(made: Made, device: torch.device) -> None:
+    directory, _ = made("llama")
+    with pytest.raises(XgptError, match="the KV cache of .* more than cuda"):
+        KvCache(toys.spec_of(directory), 5, torch.float32, slots=10**6, capacity=10**5,
+                device=device)
+
+
+RRA = [("llama", (1, 1)), ("llama", (2,)), ("opt", (2, 1)), ("gpt2", (1, 2)), ("t5", (1, 1)),
+       ("t5", (2,))]
+WAA = [("llama", (1,), (1,)), ("t5", (1,), (1,)), ("opt", (2,), (1,)), ("gpt2", (1,), (2,))]
+
+
+def cases(made: Made, *, group: str, most_ranks: int) -> list[dict[str, Any]]:
+    """As tests/mpi/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
+    found: list[dict[str, Any]] = []
+    for family, degrees in RRA:
+        found.append({"directory": str(made(family)[0]), "degrees": degrees, "num_groups": 2,
+                      "encode_batch": 4, "decode_iterations": 3})
+    for family, encode, decode in WAA:
+        found.append({"directory": str(made(family)[0]), "encode": encode, "decode": decode,
+                      "num_groups": 2, "encode_batch": 3})
+    ranks = [sum(c.get("degrees", ())) + sum(c.get("encode", ())) + sum(c.get("decode", ()))
+             for c in found]
+    return [{**case, "queries": QUERIES, "device": "gpu", "group": group}
+            for case, count in zip(found, ranks, strict=True) if count <= most_ranks]
+
+
+def check(made: Made, folder: Path, wanted: list[dict[str, Any]], ranks: int) -> None:
+    (folder / "cases.json").write_text(json.dumps(wanted))
+    done = subprocess.run(
+        [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py",
+         str(TESTS / "mpi" / "runs_script.py"), str(folder / "cases.json"),
+         str(folder / "answers.json")], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((folder / "answers.json").read_text())
+    models = {str(directory): model for directory, model in map(made, ("llama", "opt", "gpt2",
+                                                                       "t5"))}
+    for case, answer in zip(wanted, found, strict=True):
+        assert answer == {str(q.index): toys.generate(models[case["directory"]], q)
+                          for q in toys.random_queries(QUERIES)}, f"{case = }"
+
+
+def test_ranks_that_share_a_gpu_answer_as_generate_does(made: Made, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """All on the first GPU, however many there are: sums go through the host's memory."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    check(made, tmp_path, cases(made, group="MpiGroup", most_ranks=3), 3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank: 2")
+def test_ranks_with_a_gpu_each_sum_over_nccl(made: Made, tmp_path: Path) -> None:
+    check(made, tmp_path, cases(made, group="TorchGroup", most_ranks=2), 2)
+
+
+def test_a_group_over_nccl_sums_and_is_closed() -> None:
+    """Of as many ranks as there are GPUs: one will do."""
+    ranks = str(torch.cuda.device_count())
+    done = subprocess.run(
+        [find_mpiexec(), "-n", ranks, sys.executable, "-m", "mpi4py",
+         str(TESTS / "mpi" / "ranks_script.py"), "nccl"],
+        capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and "ok" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One profile cache for all runs."""
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [
+    (1, "policy: rra, encode_batch: 3, decode_iterations: 4"),
+    (2, "policy: rra, encode_batch: 3, decode_iterations: 4"),
+    (2, "policy: waa-c, encode_batch: 1")])
+def test_the_whole_command_profiles_schedules_and_runs(
+        made: Made, tmp_path: Path, profiles: dict[str, str], ranks: int, schedule: str) -> None:
+    directory, model = made("llama")
+    queries = toys.random_queries(20, seed=3)
+    job = job_folder.write_job(tmp_path, directory, as_requests(queries), schedule=schedule,
+                               ranks=ranks)
+    for command in (["profile", str(job), "--budget", "1s"], ["submit", str(job)]):
+        done = subprocess.run([*XGPT, *command], capture_output=True, text=True, timeout=140,
+                              env=profiles, check=False)
+        assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+        q.id: toys.generate(model, q) for q in queries}
+    assert json.loads((out / "run.json").read_text())["device_kind"] == "gpu"
+    shared = ranks > torch.cuda.device_count()
+    assert ("share" in done.stderr) == shared
+    measured = json.loads((out / "measured.json").read_text())
+    assert all(s["peak_memory_bytes"] > 0 for s in measured["stages"])
+
+
+def test_the_quickstart_runs_on_a_gpu(tmp_path: Path) -> None:
+    try:
+        find_model("smollm2-135m", say=lambda message: None)
+    except XgptError as cause:
+        pytest.skip(f"the model is not to be had here: {cause}")
+    job = TESTS.parent / "jobs" / "quickstart.yaml"
+    done = subprocess.run(
+        [*XGPT, "submit", str(job), "--set", "run.ranks=1", "--set", f"output={tmp_path}/out"],
+        capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    prompts = read_lines(TESTS.parent / "jobs" / "prompts" / "quickstart.jsonl")
+    assert [r["id"] for r in results] == [p["id"] for p in prompts]

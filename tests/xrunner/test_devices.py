@@ -1,0 +1,175 @@
+"""Ranks and their devices; and that a step on a device other than the CPU mixes no two devices.
+
+No GPU is needed: the steps run on tensors that have a device and a shape, and no memory (torch's
+FakeTensor), which refuse what two devices' tensors would refuse. `lazy` is a device type that any
+build of torch knows; it stands for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from xgpt.errors import XgptError
+from xgpt.model import ModelSpec
+from xgpt.schedule import StageAssignment
+from xrunner import devices
+from xrunner.comm import local_comms
+from xrunner.courier import EntryReceiver, EntrySender
+from xrunner.handover import parts
+from xrunner.messages import Joined, StartMessage, StepMessage
+from xrunner.models.encoder_decoder import load_stage
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.weights import Part
+from xrunner.rules.steps import StepKind
+from xrunner.sampling import Sampling
+from xrunner.stage import StageExecutor
+
+DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
+START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY,
+                     spare_bytes=0)
+
+
+class Zeros:
+    """A WeightSource in the host's memory."""
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        return torch.zeros(shape if part is None else part.shape(shape))
+
+    def has(self, name: str) -> bool:
+        return True
+
+
+@pytest.fixture()
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors have no values; where a step asks for one (its longest context), it is 9."""
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda self: 9)
+    with FakeTensorMode():
+        yield
+
+
+def spec_of(family: str) -> ModelSpec:
+    return ModelSpec(
+        name="toy", family=family, num_layers=LAYERS, hidden_size=24, num_heads=6,
+        num_kv_heads=2 if family == "llama" else 6, vocab_size=50, intermediate_size=32,
+        is_gated_mlp=family == "llama", has_bias=family in ("opt", "gpt2"), tied_embeddings=True,
+        max_positions=64, num_encoder_layers=LAYERS if family == "t5" else 0)
+
+
+def stages(spec: ModelSpec, *roles: str) -> list[StageAssignment]:
+    """One stage of one rank for each role."""
+    found = []
+    for place, role in enumerate(roles):
+        encoder = spec.num_encoder_layers if role != "decode" else 0
+        is_encoder = spec.is_encoder_decoder and role == "encode"
+        found.append(StageAssignment(
+            index=place, ranks=(place,), first_layer=0, num_layers=0 if is_encoder else LAYERS,
+            first_encoder_layer=0, num_encoder_layers=encoder, role=role))
+    return found
+
+
+def encode(*, leaves: bool = False) -> StepMessage:
+    choices = (Sampling(), Sampling(), Sampling())
+    return StepMessage(
+        kind=StepKind.ENCODE, group=0, phase=0, iteration=0, removed=(), ended=(),
+        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, leaves=leaves)
+                     for i, (n, s) in enumerate(zip(LENGTHS, choices, strict=True))))
+
+
+def decode(removed: tuple[int, ...] = (), joined: tuple[Joined, ...] = ()) -> StepMessage:
+    return StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1, removed=removed,
+                       ended=(), joined=joined)
+
+
+def on_host(count: int) -> Tensor:
+    """Tokens as a head composes them."""
+    return torch.zeros(count, dtype=torch.long)
+
+
+def check_steps(executor: StageExecutor) -> None:
+    executor.start(START)
+    assert executor.caches[0].store.device == DEVICE
+    first = executor.execute(encode(), on_host(sum(LENGTHS)))
+    assert first is not None
+    after = executor.execute(decode(removed=(0,)), on_host(2))
+    assert after is not None and after.shape == (2,)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "t5"])
+def test_a_step_stays_on_its_device(elsewhere: None, family: str) -> None:
+    spec = spec_of(family)
+    model = load_stage(spec, Zeros(), stages(spec, "both")[0], torch.float32, WHOLE, DEVICE)
+    check_steps(StageExecutor(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(
+        elsewhere: None, family: str) -> None:
+    def through_host(tensor: Tensor) -> Tensor:
+        return devices.to_host(tensor).to(tensor.device)
+
+    def gather(tensor: Tensor) -> Tensor:
+        return torch.stack([devices.to_host(tensor)] * 2)
+
+    spec = spec_of(family)
+    model = load_stage(spec, Zeros(), stages(spec, "both")[0], torch.float32,
+                       Shard(0, 2, through_host, gather), DEVICE)
+    check_steps(StageExecutor(model))
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_entries_travel_through_the_hosts_memory_between_two_devices(
+        elsewhere: None, family: str) -> None:
+    spec = spec_of(family)
+    pools, comms = stages(spec, "encode", "decode"), local_comms(2)
+    own = parts(pools, spec)
+    models = [load_stage(spec, Zeros(), stage, torch.float32, WHOLE, DEVICE) for stage in pools]
+    encoder = StageExecutor(models[0], sender=EntrySender(comms[0], own))
+    decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))
+    for executor in (encoder, decoder):
+        executor.start(START)
+    message = encode(leaves=True)
+    encoder.execute(message, on_host(sum(LENGTHS)))
+    encoder.close()
+    assert decoder.receiver is not None
+    decoder.receiver.close()
+    assert decoder.receiver.is_held(0)
+    held = [e.tensor for entries in decoder.receiver._entries.values() for e in entries]
+    assert len(held) == 3 and {t.device.type for t in held} == {"cpu"}
+    tokens = decoder.execute(decode(joined=message.joined), on_host(3))
+    assert tokens is not None and tokens.shape == (3,)
+
+
+def test_ranks_of_a_host_take_its_gpus_in_turn() -> None:
+    assert [devices.gpu_of(place, ["H200"] * 4) for place in range(4)] == [0, 1, 2, 3]
+    assert [devices.gpu_of(place, ["H200"]) for place in range(3)] == [0, 0, 0]
+    mixed = ["T1000", "A40", "A40"]
+    assert [devices.gpu_of(place, mixed) for place in range(5)] == [1, 2, 1, 2, 1]
+
+
+def test_a_rank_without_its_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.own_device("cpu", 3) == torch.device("cpu")
+    with pytest.raises(XgptError, match="planned for GPUs.*CUDA_VISIBLE_DEVICES"):
+        devices.own_device("gpu", 0)
+
+
+def test_float32_products_are_never_rounded_to_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        devices.own_device("cpu", 0)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_what_lies_in_the_hosts_memory_is_not_copied() -> None:
+    tensor = torch.arange(6.0).view(2, 3).T
+    assert devices.to_host(tensor) is tensor
+    buffer = devices.host_buffer((2, 3), torch.bfloat16)
+    assert buffer.shape == (2, 3) and not buffer.is_pinned(), "no GPU is in use here"

@@ -1,0 +1,95 @@
+"""The device a rank works on: the CPU, or one of its host's GPUs; and what differs between the two.
+
+The ranks of a host take its GPUs in turn. Where there are more ranks than GPUs they share them:
+each has its own part of the memory, and messages between them go through the host's.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from xgpt.errors import XgptError
+
+Kind = Literal["cpu", "gpu"]
+CPU = torch.device("cpu")
+
+
+def local_rank(world: Any) -> int:
+    """This rank's place among those of its host. `world`: of mpi4py; collective."""
+    from mpi4py import MPI
+
+    host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    place = int(host.Get_rank())
+    host.Free()
+    return place
+
+
+def own_device(kind: Kind, place: int) -> torch.device:
+    """The device of the rank at `place` of its host, made the current one. Raises XgptError."""
+    # TF32 keeps 10 bits of a factor: float32 tokens would not be those of the same model elsewhere
+    torch.set_float32_matmul_precision("highest")
+    if kind == "cpu":
+        return CPU
+    if not torch.cuda.is_available():
+        raise XgptError(
+            f"this was planned for GPUs, and PyTorch {torch.__version__} can use none here: "
+            "install a build of it for this machine's CUDA driver, or set CUDA_VISIBLE_DEVICES to "
+            "nothing and plan for CPU ranks")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    device = torch.device("cuda", gpu_of(place, [(gpu.name, gpu.total_memory) for gpu in gpus]))
+    torch.cuda.set_device(device)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return device
+
+
+def gpu_of(place: int, kinds: Sequence[Hashable]) -> int:
+    """Which of a host's GPUs its rank at `place` takes: of the largest group of equal ones, as
+    xgpt.local counts them, in turn. `kinds`: of all its GPUs."""
+    commonest = Counter(kinds).most_common(1)[0][0]
+    equal = [index for index, kind in enumerate(kinds) if kind == commonest]
+    return equal[place % len(equal)]
+
+
+def has_own_gpu_each(comm: Any, device: torch.device) -> bool:
+    """Whether every rank of `comm` has a GPU to itself: NCCL refuses two on one. By the GPU's own
+    name, since a launcher may show each rank its own as number 0. Collective."""
+    if device.type != "cuda":
+        return False
+    names = comm.allgather(str(torch.cuda.get_device_properties(device).uuid))
+    return len(set(names)) == len(names)
+
+
+def settle(device: torch.device) -> None:
+    """Returns when what was asked of the device has happened: a GPU works on after a call."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory for a message; where this process uses a GPU, pinned, so that the GPU copies
+    without a detour."""
+    is_pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=is_pinned)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory, complete; itself where it is there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    found = host_buffer(tensor.shape, tensor.dtype)
+    found.copy_(tensor, non_blocking=True)
+    settle(tensor.device)
+    return found
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most this process has held at once, on its device."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
