@@ -84,7 +84,7 @@ def resolve_cluster(job: Job) -> Cluster:
     if isinstance(job.cluster, dict):
         cluster = build_cluster(job.cluster)
     elif job.cluster == LOCAL_CLUSTER:
-        return limited(local.detect(job.run.ranks), job.constraint)
+        return limited(local.detect(job.run.ranks, len(job.run.hosts) or 1), job.constraint)
     else:
         cluster = catalog.cluster(job.cluster)
     if job.run.ranks is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.cli.bars import RunBar
-from xgpt.cli.local_profile import threads_per_rank
+from xgpt.cli.local_profile import hosts_of, threads_per_rank
 from xgpt.cli.options import plain, say
 from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.session import Session, predict
@@ -148,7 +148,8 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> N
     ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
         run_ranks("xrunner.worker", run_file, ranks, watch=bar.update,
-                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,))
+                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
+                  hosts=hosts_of(session.job, session.problem))
     finally:
         bar.end()
     if not (output / "measured.json").is_file():

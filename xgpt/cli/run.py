@@ -69,7 +69,7 @@ def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
 
 def refuse_what_cannot_run(job: Job) -> None:
     """Raises InputError for a job that this version plans, but does not execute."""
-    most = _RANKS_PER_CORE * usable_cores()
+    most = _RANKS_PER_CORE * usable_cores() * (len(job.run.hosts) or 1)
     local_cpu = job.cluster == LOCAL_CLUSTER and detect(1).device.kind == "cpu"
     checks: list[tuple[bool, str, object, str]] = [
         (job.slurm is not None, "slurm", job.slurm, "nothing yet: this version starts ranks on "
@@ -77,7 +77,8 @@ def refuse_what_cannot_run(job: Job) -> None:
         (not local_cpu, "cluster", job.cluster, "`local`, on a machine without GPUs: this version "
          "executes on CPU ranks; `xgpt schedule`, `simulate` and `sweep` plan for any cluster"),
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
-         f"at most {most} on this machine's {usable_cores()} cores"),
+         f"at most {most} on {'the hosts' if job.run.hosts else 'this machine'}: "
+         f"{most // _RANKS_PER_CORE} cores"),
         (job.schedule.policy not in EXECUTED, "schedule.policy", job.schedule.policy, NOT_EXECUTED),
         (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
          "a run needs a file of requests, or {count: N}"),
