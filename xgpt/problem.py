@@ -66,7 +66,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Requ
     token_lengths: [num_requests], their tokenised input lengths; needed by `from_requests`
         unless every request gives tokens.
     """
-    shape = model or _model(job)
+    shape = model or known_model(job)
     cluster = resolve_cluster(job)
     if requests is None and job.workload.requests is not None:
         requests = _usable_requests(job, job.workload.requests)
@@ -130,7 +130,8 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
     return replace(cluster, num_nodes=nodes, devices_per_node=ranks // nodes)
 
 
-def _model(job: Job) -> ModelSpec:
+def known_model(job: Job) -> ModelSpec:
+    """The shape of the job's model, without fetching anything. Raises InputError."""
     if job.model in catalog.names("model"):
         return catalog.model(job.model)
     folder = Path(job.model)

@@ -20,7 +20,7 @@ from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
 from xgpt.schedule import Schedule, StageAssignment, load_schedule
 from xgpt.workload import RequestError, read_requests
-from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm import Comm
 from xrunner.courier import EntryReceiver, EntrySender
@@ -225,7 +225,7 @@ def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> 
     start = time.perf_counter()
     spec = read_spec(plan.model_dir, plan.model_name)
     dtype = getattr(torch, plan.dtype)
-    reader = CheckpointReader(plan.model_dir, dtype)
+    reader = open_weights(plan.model_dir, dtype)
     model = load_stage(spec, reader, stage, dtype, shard)
     reader.close()
     seconds = time.perf_counter() - start

@@ -46,7 +46,8 @@ hosts = hosts_of(job, resolve(job))
 assert hosts is not None and hosts.ranks_each == 1
 run_ranks("xrunner.worker", Path(sys.argv[2]), 2, watch=lambda: None, hosts=hosts)
 """
-CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4), "waa-c": WaaConfig(encode_batch=1)}
+CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4),
+           "waa-c": WaaConfig(encode_batch=1)}
 SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4",
              "waa-c": "policy: waa-c, encode_batch: 1"}
 

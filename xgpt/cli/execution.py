@@ -27,6 +27,7 @@ from xgpt.workload import synthetic_requests
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
+from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 
@@ -88,6 +89,8 @@ def make_folder(session: Session) -> None:
 def _plan(session: Session, schedule: Schedule) -> RunPlan:
     job, files = session.job, session.files
     assert files is not None, "a run needs the model's files"
+    if job.run.weights == "random":
+        write_random_model(files.directory, files.spec)
     requests = job.workload.requests
     if requests is None:
         requests = _write_synthetic(session)

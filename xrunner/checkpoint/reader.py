@@ -16,7 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xgpt.errors import XgptError
-from xrunner.models.weights import Part
+from xrunner.checkpoint.random_model import is_random_model
+from xrunner.models.weights import Part, RandomWeights
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
@@ -71,6 +72,30 @@ class CheckpointReader:
         wanted = slice(part.start, part.stop)
         sliced: Tensor = held[wanted] if part.dim == 0 else held[:, wanted]
         return sliced
+
+
+class MadeWeights:
+    """WeightSource of a folder that only states a shape; `bytes_read` counts what was made."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._weights, self.bytes_read = RandomWeights(dtype), 0
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        tensor = self._weights.get(name, shape, part)
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | MadeWeights:
+    """The weights of a model's folder, whatever they are."""
+    made = is_random_model(directory)
+    return MadeWeights(dtype) if made else CheckpointReader(directory, dtype)
 
 
 def _index(directory: Path) -> dict[str, Path]:
