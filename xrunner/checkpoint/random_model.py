@@ -35,6 +35,6 @@ def random_shape(config: dict[str, Any]) -> ModelSpec | None:
     return ModelSpec(**shape)
 
 
-def is_random_model(folder: Path) -> bool:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return random_shape(config) is not None
+def shape_to_make(folder: Path) -> ModelSpec | None:
+    """The shape of a model whose weights are to be made; None for a checkpoint's folder."""
+    return random_shape(json.loads((folder / "config.json").read_text(encoding="utf-8")))

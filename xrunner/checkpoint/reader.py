@@ -16,7 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xgpt.errors import XgptError
-from xrunner.checkpoint.random_model import is_random_model
+from xgpt.model import ModelSpec
+from xrunner.checkpoint.random_model import shape_to_make
 from xrunner.models.weights import Part, RandomWeights
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
@@ -77,8 +78,10 @@ class CheckpointReader:
 class MadeWeights:
     """WeightSource of a folder that only states a shape; `bytes_read` counts what was made."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._weights, self.bytes_read = RandomWeights(dtype), 0
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        # a product with normed rows is then of their size: finite in half precision, however deep
+        self._weights = RandomWeights(dtype, scale=spec.hidden_size ** -0.5)
+        self.bytes_read = 0
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -94,8 +97,8 @@ class MadeWeights:
 
 def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | MadeWeights:
     """The weights of a model's folder, whatever they are."""
-    made = is_random_model(directory)
-    return MadeWeights(dtype) if made else CheckpointReader(directory, dtype)
+    spec = shape_to_make(directory)
+    return CheckpointReader(directory, dtype) if spec is None else MadeWeights(spec, dtype)
 
 
 def _index(directory: Path) -> dict[str, Path]:
