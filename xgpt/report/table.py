@@ -13,6 +13,7 @@ from xgpt.report.output import number, text_at
 from xgpt.report.words import (
     counted,
     layers_of,
+    loading_words,
     margin_words,
     proved_against,
     pruned_words,
@@ -76,7 +77,9 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
-    return _ascii(first) + "\n" + table(header, body, right=(1, 2, 3))
+    loading = loading_words(metrics)
+    last = "" if loading is None else "\n" + textwrap.fill(_ascii(loading), WIDTH)
+    return _ascii(first) + "\n" + table(header, body, right=(1, 2, 3)) + last
 
 
 def stage_table(schedule: Schedule) -> str:

@@ -54,7 +54,8 @@ class CheckpointReader:
         return None
 
     def _map(self, path: Path, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
-        """A view of the file's tensor, or of part of it: pages never touched are never read."""
+        """A view of the file's tensor, or of part of it: of pages that are never touched only those
+        are read that the system reads ahead (up to some MiB a piece)."""
         if path not in self._open:
             self._open[path] = (safe_open(path, framework="pt") if path.suffix == ".safetensors"
                                 else torch.load(path, mmap=True, weights_only=True))
