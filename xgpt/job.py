@@ -79,6 +79,9 @@ class RunSpec:
     top_p: float = 1.0
     threads_per_rank: int | None = None
     ignore_eos: bool = False
+    weights: str = "checkpoint"  # or "random": of the model's shape, for performance work
+    hosts: tuple[str, ...] = ()  # over which the ranks are spread evenly; (): this machine
+    launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from xgpt.yaml_tree import Field, apply_override, read_tree
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("checkpoint", "random")
 # Control variables of each policy, besides tp_degree and tp_gpus.
 CONTROLS = {
     "rra": ("encode_batch", "decode_iterations", "decode_micro_batches"),
@@ -48,6 +49,8 @@ CONTROLS = {
 POLICIES = tuple(CONTROLS)
 MAX_COUNT = 10**8
 
+# no option of ssh or mpiexec, no list within a list
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SLURM_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|infinite|unlimited",
                          re.IGNORECASE)
@@ -325,9 +328,30 @@ def _read_run(top: Section) -> RunSpec:
         top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
         threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
         ignore_eos=section.flag("ignore_eos", False),
+        weights=section.choice("weights", "checkpoint", WEIGHTS),
+        hosts=_read_names(section, "hosts") or (),
+        launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
     )
+    _check_hosts(section, run, top.get("cluster"))
     section.finish()
     return run
+
+
+def _check_hosts(section: Section, run: RunSpec, cluster: Field | None) -> None:
+    """Distinct hosts that can share the ranks evenly."""
+    count = len(run.hosts)
+    if count == 0:
+        if run.launcher is not None:
+            section.reject("launcher", "needs run.hosts: it starts the ranks there")
+        return
+    strange = [name for name in run.hosts if not _HOST.fullmatch(name)]
+    if strange or len(set(run.hosts)) < count:
+        section.reject("hosts", "names of hosts, each once"
+                       + (f"; {strange[0]!r} is none" if strange else ""))
+    if run.ranks is not None and run.ranks % count:
+        section.reject("ranks", f"a multiple of the {count} hosts: each has as many")
+    if cluster is not None and cluster.value != LOCAL_CLUSTER:
+        section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
 
 
 def _read_slurm(top: Section) -> dict[str, SlurmValue] | None:

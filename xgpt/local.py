@@ -33,6 +33,8 @@ _OTHER_FLOPS = 20e9
 _BANDWIDTH_PER_CORE = 13e9
 _SHARED_MEMORY = Link(name="shared-memory", bandwidth_bytes_per_s=6.5e9, latency_s=10e-6,
                       source="rough constant for processes on one host")
+_NETWORK = Link(name="network", bandwidth_bytes_per_s=1.2e9, latency_s=50e-6,
+                source="rough constant for 10 Gbit/s Ethernet between hosts")
 # A GPU that is no catalog row: a small one of 2018 or later, so that nothing is promised.
 _UNKNOWN_GPU_FLOPS = (("float32", 10e12), ("float16", 60e12))
 _UNKNOWN_GPU_BANDWIDTH = 300e9
@@ -48,11 +50,14 @@ class SmiGpu:
     memory_bytes: int | None
 
 
-def detect(num_workers: int | None = None) -> Cluster:
-    """This machine as a cluster of one node. `num_workers`: ranks wanted; by default one per GPU
-    or, on a machine without, one per usable core up to 8. Ranks beyond the GPUs share them."""
+def detect(num_workers: int | None = None, num_hosts: int = 1) -> Cluster:
+    """This machine as a cluster of one node, or `num_hosts` like it. `num_workers`: ranks wanted of
+    all; by default one per GPU or, on a machine without, one per usable core up to 8. Ranks beyond
+    the GPUs share them."""
     gpus = visible_gpus(_query_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return gpu_cluster(gpus, num_workers) if gpus else cpu_cluster(num_workers)
+    each = None if num_workers is None else max(num_workers // num_hosts, 1)
+    node = gpu_cluster(gpus, each) if gpus else cpu_cluster(each)
+    return node if num_hosts == 1 else replace(node, num_nodes=num_hosts, inter_link=_NETWORK)
 
 
 def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:

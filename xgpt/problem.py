@@ -66,7 +66,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Requ
     token_lengths: [num_requests], their tokenised input lengths; needed by `from_requests`
         unless every request gives tokens.
     """
-    shape = model or _model(job)
+    shape = model or known_model(job)
     cluster = resolve_cluster(job)
     if requests is None and job.workload.requests is not None:
         requests = _usable_requests(job, job.workload.requests)
@@ -84,7 +84,7 @@ def resolve_cluster(job: Job) -> Cluster:
     if isinstance(job.cluster, dict):
         cluster = build_cluster(job.cluster)
     elif job.cluster == LOCAL_CLUSTER:
-        return limited(local.detect(job.run.ranks), job.constraint)
+        return limited(local.detect(job.run.ranks, len(job.run.hosts) or 1), job.constraint)
     else:
         cluster = catalog.cluster(job.cluster)
     if job.run.ranks is not None:
@@ -130,7 +130,8 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
     return replace(cluster, num_nodes=nodes, devices_per_node=ranks // nodes)
 
 
-def _model(job: Job) -> ModelSpec:
+def known_model(job: Job) -> ModelSpec:
+    """The shape of the job's model, without fetching anything. Raises InputError."""
     if job.model in catalog.names("model"):
         return catalog.model(job.model)
     folder = Path(job.model)

@@ -36,6 +36,7 @@ def write_measured(output: Path, *, state: str, wall_s: float,
         "latency_p50_s": p50, "latency_p99_s": p99,
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
+        **_of_disk(reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "stages": [_of_stage(group) for group in stages],
@@ -47,6 +48,14 @@ def write_measured(output: Path, *, state: str, wall_s: float,
                          **record._asdict()})
              for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
+
+
+def _of_disk(reports: Sequence[RankReport]) -> dict[str, float | None]:
+    """What loading took from storage, the rest having been in memory; None where not counted."""
+    taken = [r.disk_bytes for r in reports if r.disk_bytes is not None]
+    rate = next((r.disk_bytes_per_s for r in reports if r.disk_bytes_per_s is not None), None)
+    return {"loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
+            "disk_bytes_per_s": rate}
 
 
 def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
@@ -68,6 +77,7 @@ def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
 
 def _figures(report: RankReport) -> dict[str, Any]:
     return {"busy_s": report.busy_s, "load_s": report.load_s, "bytes_read": report.bytes_read,
+            "disk_bytes": report.disk_bytes,
             "rows_compacted": report.rows_compacted,
             "peak_memory_bytes": report.peak_memory_bytes,
             **_handover(report.role, report.handover_bytes, report.handover_s)}

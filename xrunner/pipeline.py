@@ -59,6 +59,8 @@ class RankReport:
     role: Role = "both"
     handover_bytes: int = 0  # WAA: of entries sent, or received
     handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
+    disk_bytes: int | None = None  # that loading took from storage; None: not counted here
+    disk_bytes_per_s: float | None = None  # rank 0: what one reader gets of the disk
 
 
 class Neighbours:

@@ -20,7 +20,8 @@ from xgpt.model import ModelSpec
 from xgpt.schedule import Schedule, StageAssignment, load_schedule
 from xgpt.workload import RequestError, read_requests
 from xrunner.baseline_heads import head_for
-from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
+from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm import Comm
 from xrunner.courier import EntryReceiver, EntrySender
@@ -55,6 +56,8 @@ class Loaded(NamedTuple):
     stage: StageAssignment
     seconds: float
     bytes_read: int
+    disk_bytes: int | None  # of them, and of what was read ahead: from storage
+    disk_bytes_per_s: float | None  # rank 0 of a checkpoint's: one reader's of the disk
 
 
 class RunSink:
@@ -227,17 +230,19 @@ def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> 
         group = world.split(stage.index, index)
         if stage.tp_degree > 1:
             shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
-    start = time.perf_counter()
+    start, meter = time.perf_counter(), DiskMeter()
     spec = read_spec(plan.model_dir, plan.model_name)
     dtype = getattr(torch, plan.dtype)
-    reader = CheckpointReader(plan.model_dir, dtype)
+    reader = open_weights(plan.model_dir, dtype)
     model = load_stage(spec, reader, stage, dtype, shard, world.device)
     reader.close()
-    seconds = time.perf_counter() - start
+    seconds, from_disk = time.perf_counter() - start, meter.num_bytes
+    is_sampled = rank == 0 and isinstance(reader, CheckpointReader)
+    disk_rate = disk_bytes_per_s(plan.model_dir) if is_sampled else None
     sender, receiver = _couriers(schedule, spec, stage, world)
     return Loaded(
         StageExecutor(model, clock=clock, sender=sender, receiver=receiver), routes(stages)[rank],
-        stage, seconds, reader.bytes_read)
+        stage, seconds, reader.bytes_read, from_disk, disk_rate)
 
 
 def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
@@ -285,7 +290,8 @@ def _report(loaded: Loaded) -> RankReport:
                       log=tuple(executor.log),
                       busy_s=executor.busy_s, load_s=loaded.seconds, bytes_read=loaded.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
-                      handover_bytes=handed_bytes, handover_s=handover_s)
+                      handover_bytes=handed_bytes, handover_s=handover_s,
+                      disk_bytes=loaded.disk_bytes, disk_bytes_per_s=loaded.disk_bytes_per_s)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,21 @@ def test_the_summary_puts_predicted_beside_measured() -> None:
     assert lines[5].split() == ["Time", "to", "load", "-", "1.50", "s"]
 
 
+def test_the_summary_says_how_much_was_loaded_and_what_of_it_came_from_the_disk() -> None:
+    loaded = {**METRICS, "loaded_bytes": 2.7e8, "loaded_from_disk_bytes": 1.8e8,
+              "disk_bytes_per_s": 1.94e9}
+    said = " ".join(summary_table(loaded).split())
+    assert said.endswith("loaded 0.27 GB in 1.50 s: 0.18 GB/s (0.18 GB came from the disk, which "
+                         "gives one reader 1.9 GB/s)")
+    warm = summary_table({**loaded, "loaded_from_disk_bytes": 0, "disk_bytes_per_s": None})
+    assert warm.endswith("loaded 0.27 GB in 1.50 s: 0.18 GB/s (0 B came from the disk)")
+    uncounted = summary_table({**loaded, "loaded_from_disk_bytes": None})
+    assert uncounted.endswith("loaded 0.27 GB in 1.50 s: 0.18 GB/s")
+    made = summary_table({**loaded, "weights": "random"})
+    assert made.endswith("made 0.27 GB in 1.50 s: 0.18 GB/s")
+    assert "loaded" not in summary_table(METRICS)
+
+
 def test_a_stopped_run_and_an_empty_one_have_a_summary() -> None:
     assert "stopped early" in summary_table({**METRICS, "status": "stopped"})
     assert summary_table({}) == "0 queries done"

@@ -42,6 +42,18 @@ def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(
         (0, 0, 0.0), (0, 0, 1.0), (1, 2, 0.0), (1, 2, 1.0)]
 
 
+def test_what_came_from_the_disk_is_the_sum_of_the_ranks_where_all_count_it(
+        tmp_path: Path) -> None:
+    counted = [replace(report(i, i), disk_bytes=30 * i, disk_bytes_per_s=None if i else 1e9)
+               for i in range(3)]
+    for reports, expected in ((counted, (90, 1e9)), ([*counted, report(3, 3)], (None, 1e9)),
+                              ([report(0, 0)], (None, None))):
+        write(tmp_path, reports)
+        measured = json.loads((tmp_path / "measured.json").read_text())
+        assert (measured["loaded_from_disk_bytes"], measured["disk_bytes_per_s"]) == expected
+    assert [r["disk_bytes"] for r in measured["ranks"]] == [None]
+
+
 def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ranks 0 and 1 of stage 0"):
         write(tmp_path, [report(0, 0), report(1, 0, iterations=3)])

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from xgpt.model import ModelSpec, from_hf_config
+from xgpt.model import ModelSpec
 from xgpt.schedule import StageAssignment
 from xrunner.baseline_heads import head_for
-from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.reader import open_weights
+from xrunner.checkpoint.source import read_spec
 from xrunner.comm import Comm, local_comms
 from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.handover import Part, parts
@@ -125,7 +126,7 @@ def _stir_norms_and_biases(model: Any, centre: float | None = None) -> None:
 
 
 def spec_of(directory: Path) -> ModelSpec:
-    return from_hf_config(json.loads((directory / "config.json").read_text()), directory.name)
+    return read_spec(directory, directory.name)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:
@@ -298,7 +299,7 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
                 **couriers: Any) -> StageExecutor:
     """One rank's, which checks its caches after every step."""
-    reader = CheckpointReader(directory, dtype)
+    reader = open_weights(directory, dtype)
     model = load_stage(spec_of(directory), reader, stage, dtype, shard, device)
     return StageExecutor(model, check=True, **couriers)
 

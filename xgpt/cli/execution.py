@@ -14,7 +14,7 @@ import numpy as np
 
 from xgpt.cli.attribution import attribute
 from xgpt.cli.bars import RunBar
-from xgpt.cli.local_profile import threads_per_rank
+from xgpt.cli.local_profile import hosts_of, threads_per_rank
 from xgpt.cli.options import plain, say
 from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.session import Session, predict
@@ -29,6 +29,7 @@ from xgpt.workload import synthetic_requests
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
+from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 
@@ -93,6 +94,8 @@ def make_folder(session: Session) -> None:
 def _plan(session: Session, schedule: Schedule) -> RunPlan:
     job, files = session.job, session.files
     assert files is not None, "a run needs the model's files"
+    if job.run.weights == "random":
+        write_random_model(files.directory, files.spec)
     requests = job.workload.requests
     if requests is None:
         requests = _write_synthetic(session)
@@ -154,7 +157,8 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> N
     ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
         run_ranks("xrunner.worker", run_file, ranks, watch=bar.update,
-                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,))
+                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
+                  hosts=hosts_of(session.job, session.problem))
     finally:
         bar.end()
     if not (output / "measured.json").is_file():
@@ -182,7 +186,10 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
         "steady_state_qps": schedule.estimate.throughput_qps,
         "load_bytes_per_s": measured["loaded_bytes"] / max(measured["load_s"], 1e-9),
-        "model_source": session.files.served_by, "ranks": cluster.num_devices,
+        **{key: measured[key] for key in (
+            "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
+        "model_source": session.files.served_by, "weights": session.job.run.weights,
+        "ranks": cluster.num_devices,
         "dtype": session.problem.dtype,
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": {"device": cluster.device.name,

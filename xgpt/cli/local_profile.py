@@ -22,6 +22,7 @@ from xgpt.cluster import Device
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, MissingExtraError, Mistake, StoppedEarly
 from xgpt.job import Job
+from xgpt.launch.hosts import Hosts
 from xgpt.launch.local import run_ranks
 from xgpt.local import core_clock, usable_cores
 from xgpt.model import ModelSpec, refuse_tp_degree
@@ -50,6 +51,7 @@ class Wanted:
     degrees: tuple[int, ...]
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
+    hosts: Hosts | None = None  # that measure; None: this machine
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None) -> Wanted:
@@ -75,7 +77,8 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
                                   value=d, allowed=why) for d, why in refused.items()])
     return Wanted(metadata=profile_metadata(job, problem), model=problem.model,
                   needs=_needs(problem), degrees=tuple(possible), refused=refused,
-                  links=(cluster.intra_link.name, cluster.inter_link.name))
+                  links=(cluster.intra_link.name, cluster.inter_link.name),
+                  hosts=hosts_of(job, problem))
 
 
 def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool = False
@@ -145,7 +148,17 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def threads_per_rank(job: Job, problem: Problem) -> int:
     given = job.run.threads_per_rank
-    return given or max(usable_cores() // problem.cluster.num_devices, 1)
+    return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
+
+
+def hosts_of(job: Job, problem: Problem) -> Hosts | None:
+    """Where the job's ranks run; None for this machine."""
+    if not job.run.hosts:
+        return None
+    cluster = problem.cluster
+    return Hosts(names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
+                 threads_per_rank=threads_per_rank(job, problem), launcher=job.run.launcher,
+                 source=job.source)
 
 
 def _sharing(job: Job, problem: Problem) -> float:
@@ -196,7 +209,9 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, *, is_new: bool) -> 
         f"about {budget_s:.0f} s, once")
     for reason in wanted.refused.values():
         say(f"profile: left out, {reason}")
-    scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-"))
+    # every rank reads the request: hosts have the cache in common, but not /tmp
+    scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-",
+                                    dir=target.parent if wanted.hosts is not None else None))
     try:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
         near, far = wanted.links
@@ -207,7 +222,8 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, *, is_new: bool) -> 
             "stop": str(stop)}), encoding="utf-8")
         with StepBar("profiling") as bar:
             run_ranks("xprofiler.measure.worker", request, of.ranks,
-                      watch=lambda: bar.read(progress), ask_to_stop=stop.touch)
+                      watch=lambda: bar.read(progress), ask_to_stop=stop.touch,
+                      hosts=wanted.hosts)
         if stop.exists():
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
     finally:

@@ -69,7 +69,7 @@ def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
 
 def refuse_what_cannot_run(job: Job) -> None:
     """Raises InputError for a job that this version plans, but does not execute."""
-    most = _RANKS_PER_CORE * usable_cores()
+    most = _RANKS_PER_CORE * usable_cores() * (len(job.run.hosts) or 1)
     is_local = job.cluster == LOCAL_CLUSTER
     machine = detect() if is_local else None
     gpus = machine if machine is not None and machine.device.kind == "gpu" else None
@@ -83,7 +83,8 @@ def refuse_what_cannot_run(job: Job) -> None:
         (why is not None, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
          "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing"),
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
-         f"at most {most} on this machine's {usable_cores()} cores"),
+         f"at most {most} on {'the hosts' if job.run.hosts else 'this machine'}: "
+         f"{most // _RANKS_PER_CORE} cores"),
         (job.schedule.policy not in EXECUTED, "schedule.policy", job.schedule.policy, NOT_EXECUTED),
         (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
          "a run needs a file of requests, or {count: N}"),

@@ -17,7 +17,7 @@ from xgpt.job import Job
 from xgpt.job_file import LOCAL_CLUSTER, load_job
 from xgpt.lengths import IntArray
 from xgpt.local import why_no_torch
-from xgpt.problem import Problem, resolve
+from xgpt.problem import Problem, known_model, resolve
 from xgpt.schedule import Schedule, with_estimate
 from xgpt.units import DTYPE_BYTES
 from xgpt.workload import Request, RequestError, read_requests
@@ -27,6 +27,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
+from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
 from xrunner.rules.paged import BLOCK_TOKENS
@@ -73,7 +74,12 @@ def open_session(job_file: Path, overrides: Sequence[str], *, fetch: bool) -> Se
                 + (f"; line {errors[0].line}: {errors[0].error}" if errors else ""))])
     needs_tokens = (job.workload.input_tokens.kind == "from_requests"
                     and any(r.tokens is None for r in requests))
-    files = find_model(job.model, say) if fetch or needs_tokens or _is_unknown_shape(job) else None
+    if job.run.weights == "random":
+        files: ModelFiles | None = _random_model(job, requests)
+    elif fetch or needs_tokens or _is_unknown_shape(job):
+        files = find_model(job.model, say)
+    else:
+        files = None
     lengths = _input_lengths(requests, files, job) if requests and files else None
     problem = resolve(job, model=files.spec if files else None,
                       requests=requests or None, token_lengths=lengths)
@@ -215,6 +221,17 @@ def runnable_lengths(session: Session, schedule: Schedule) -> tuple[IntArray, In
     runs &= inputs < (session.problem.model.max_positions or np.inf)
     runs &= inputs <= (estimate.encode_kv_tokens or np.inf)
     return inputs[runs], (reserves - inputs)[runs]
+
+
+def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:
+    """A folder that execution will write. Raises InputError for requests of text."""
+    texts = [request for request in requests if request.tokens is None]
+    if texts:
+        raise InputError([Mistake(
+            file=str(job.source), line=None, key="run.weights", value="random",
+            allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
+            f"tokenizer, and line {texts[0].line} of {job.workload.requests} is text")])
+    return ModelFiles(directory=job.output / "model", spec=known_model(job), served_by=SERVED_BY)
 
 
 def _is_unknown_shape(job: Job) -> bool:

@@ -1,4 +1,5 @@
-"""Ranks on this machine: `mpiexec -n N python -m mpi4py -m MODULE`, watched until they end."""
+"""Ranks on this machine, or on hosts like it: `mpiexec -n N python -m mpi4py -m MODULE`, watched
+until they end."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from xgpt.errors import MissingExtraError, StoppedEarly, XgptError
+from xgpt.launch.hosts import Hosts, check_hosts
 
 _POLL_S = 0.1
 # A layer's large temporaries come and go thousands of times: keep their memory instead of returning
@@ -24,12 +26,14 @@ _GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 _GRACE_S = 20.0  # between asking a run to stop and ending it
 
 
-def rank_command(module: str, argument: Path, ranks: int) -> list[str]:
-    """The command that runs `module` on `ranks` ranks; a single one needs no MPI."""
-    if ranks == 1:
+def rank_command(module: str, argument: Path, ranks: int,
+                 hosts: Hosts | None = None) -> list[str]:
+    """The command that runs `module` on `ranks` ranks; a single one here needs no MPI."""
+    if ranks == 1 and hosts is None:
         return [sys.executable, "-m", module, str(argument)]
     # `-m mpi4py` aborts every rank when one fails; without it the others would wait for ever
-    return [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module,
+    where = hosts.mpiexec_options if hosts is not None else []
+    return [find_mpiexec(), *where, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module,
             str(argument)]
 
 
@@ -44,18 +48,21 @@ def find_mpiexec() -> str:
 
 def run_ranks(module: str, argument: Path, ranks: int, *, watch: Callable[[], None],
               ask_to_stop: Callable[[], None] | None = None,
-              inherited: tuple[int, ...] = ()) -> None:
+              inherited: tuple[int, ...] = (), hosts: Hosts | None = None) -> None:
     """Runs `module` and calls `watch` ten times a second meanwhile.
 
     SIGINT and SIGTERM call `ask_to_stop` (None: end the ranks at once) and let the ranks finish in
     their own time; a second signal, or a grace period that runs out, ends them. Raises XgptError
     with the end of the ranks' messages if they fail, StoppedEarly if they were ended at once.
-    `inherited`: descriptors the launcher keeps open (the output folder's lock).
+    `inherited`: descriptors the launcher keeps open (the output folder's lock). `hosts`: None for
+    this machine; raises InputError for those that cannot be used.
     """
+    if hosts is not None:
+        check_hosts(hosts, argument)
     environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile() as messages:
         # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
-        process = subprocess.Popen(rank_command(module, argument, ranks), stdout=messages,
+        process = subprocess.Popen(rank_command(module, argument, ranks, hosts), stdout=messages,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                    env=environment, start_new_session=True,
                                    pass_fds=inherited)

@@ -215,6 +215,7 @@ def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:
 def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [("Job", text_at(output.job, "name")), ("Model", text_at(output.job, "model")),
              ("Weights", text_at(metrics, "model_source")),
+             ("Loading", words.loading_words(metrics)),
              ("Ranks", _as_text(metrics.get("ranks"))), ("Dtype", text_at(metrics, "dtype")),
              ("Requests", text_at(output.job, "workload", "requests")),
              ("Date", text_at(metrics, "date")), ("Status", text_at(metrics, "status"))]

@@ -13,6 +13,7 @@ from xgpt.report.output import number, text_at
 from xgpt.report.words import (
     counted,
     layers_of,
+    loading_words,
     margin_words,
     proved_against,
     pruned_words,
@@ -76,9 +77,9 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
-    why = text_at(metrics, "attribution", "sentence")
+    remarks = [loading_words(metrics), text_at(metrics, "attribution", "sentence")]
     return "\n".join([_ascii(first), table(header, body, right=(1, 2, 3)),
-                      *([textwrap.fill(_ascii(why), WIDTH)] if why else [])])
+                      *(textwrap.fill(_ascii(text), WIDTH) for text in remarks if text)])
 
 
 def stage_table(schedule: Schedule) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
@@ -213,3 +215,28 @@ def _stages_in_words(e: Estimate) -> str:
 
 def _span(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def loading_words(metrics: Mapping[str, Any]) -> str | None:
+    """What was loaded, how quickly, and how much of it came from the disk and not from memory."""
+    loaded, seconds = number(metrics, "loaded_bytes"), number(metrics, "load_s", "measured")
+    if not loaded or not seconds:
+        return None
+    is_made = text_at(metrics, "weights") == "random"
+    text = (f"{'made' if is_made else 'loaded'} {_decimal_bytes(loaded)} in "
+            f"{format_seconds(seconds)}: {_decimal_bytes(loaded / seconds)}/s")
+    from_disk = number(metrics, "loaded_from_disk_bytes")
+    rate = number(metrics, "disk_bytes_per_s")
+    if from_disk is None or is_made:
+        return text
+    text += f" ({_decimal_bytes(from_disk)} came from the disk"
+    return text + (f", which gives one reader {_decimal_bytes(rate)}/s)" if rate else ")")
+
+
+def _decimal_bytes(num_bytes: float) -> str:
+    """In powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= 0.1 * unit:
+            return f"{num_bytes / unit:.2g} {name}" if num_bytes < 100 * unit else (
+                f"{num_bytes / unit:,.0f} {name}")
+    return f"{num_bytes:.0f} B"

@@ -16,7 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xgpt.errors import XgptError
-from xrunner.models.weights import Part
+from xgpt.model import ModelSpec
+from xrunner.checkpoint.random_model import shape_to_make
+from xrunner.models.weights import Part, RandomWeights
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
@@ -52,7 +54,8 @@ class CheckpointReader:
         return None
 
     def _map(self, path: Path, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
-        """A view of the file's tensor, or of part of it: pages never touched are never read."""
+        """A view of the file's tensor, or of part of it: of pages that are never touched only those
+        are read that the system reads ahead (up to some MiB a piece)."""
         if path not in self._open:
             self._open[path] = (safe_open(path, framework="pt") if path.suffix == ".safetensors"
                                 else torch.load(path, mmap=True, weights_only=True))
@@ -71,6 +74,32 @@ class CheckpointReader:
         wanted = slice(part.start, part.stop)
         sliced: Tensor = held[wanted] if part.dim == 0 else held[:, wanted]
         return sliced
+
+
+class MadeWeights:
+    """WeightSource of a folder that only states a shape; `bytes_read` counts what was made."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        # a product with normed rows is then of their size: finite in half precision, however deep
+        self._weights = RandomWeights(dtype, scale=spec.hidden_size ** -0.5)
+        self.bytes_read = 0
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        tensor = self._weights.get(name, shape, part)
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | MadeWeights:
+    """The weights of a model's folder, whatever they are."""
+    spec = shape_to_make(directory)
+    return CheckpointReader(directory, dtype) if spec is None else MadeWeights(spec, dtype)
 
 
 def _index(directory: Path) -> dict[str, Path]:

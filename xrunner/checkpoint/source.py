@@ -20,6 +20,7 @@ from pathlib import Path
 from xgpt import catalog
 from xgpt.errors import MissingExtraError, XgptError
 from xgpt.model import ModelSpec, from_hf_config
+from xrunner.checkpoint.random_model import random_shape
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
@@ -72,7 +73,8 @@ def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
 def read_spec(directory: Path, name: str) -> ModelSpec:
     """The shape in a directory's config.json. Raises XgptError for one xgpt cannot execute."""
     try:
-        return from_hf_config(json.loads((directory / "config.json").read_text("utf-8")), name)
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        return random_shape(config) or from_hf_config(config, name)
     except (OSError, ValueError) as cause:
         raise XgptError(f"model {name!r}: {directory / 'config.json'}: {cause}") from None
 

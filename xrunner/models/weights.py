@@ -67,9 +67,10 @@ class RandomWeights:
             return torch.ones(wanted.shape(shape), dtype=self.dtype)
         out = torch.empty(wanted.shape(shape), dtype=self.dtype)
         rows = Part(0, 0, shape[0]) if wanted.dim != 0 else wanted
-        block_rows = max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1)
+        block_rows = min(max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1), shape[0])
+        scratch = torch.empty((block_rows, *shape[1:]), dtype=torch.float32)  # all that is extra
         for first in range(rows.start - rows.start % block_rows, rows.stop, block_rows):
-            block = self._block(name, first, (min(block_rows, shape[0] - first), *shape[1:]))
+            block = self._draw(name, first, scratch[:shape[0] - first])
             low, high = max(rows.start, first), min(rows.stop, first + len(block))
             drawn = block[low - first:high - first]
             out[low - rows.start:high - rows.start] = drawn if wanted is rows else wanted.of(drawn)
@@ -78,10 +79,9 @@ class RandomWeights:
     def has(self, name: str) -> bool:
         return True
 
-    def _block(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
+    def _draw(self, name: str, first_row: int, into: Tensor) -> Tensor:
         seed = zlib.crc32(f"{self.seed} {name} {first_row}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        return torch.empty(shape, dtype=torch.float32).normal_(0, self.scale, generator=generator)
+        return into.normal_(0, self.scale, generator=torch.Generator().manual_seed(seed))
 
 
 def _is_norm(name: str) -> bool:

@@ -1,0 +1,129 @@
+"""`weights: random` by the whole command: no model files, no network, no text."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+from job_folder import XGPT, read_lines  # noqa: E402
+
+from xgpt.job_file import load_job  # noqa: E402
+from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.problem import resolve  # noqa: E402
+from xgpt.schedule import Schedule, save_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.checkpoint.random_model import SERVED_BY, write_random_model  # noqa: E402
+from xrunner.plan import RunPlan  # noqa: E402
+from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
+
+JOB = """
+model: {model}
+cluster: local
+workload:
+  requests: {requests}
+  input_tokens: {{mean: 12, std: 4, max: 24}}
+  output_tokens: {{mean: 8, std: 3, max: 16}}
+schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4}}
+run: {{ranks: {ranks}, weights: random, threads_per_rank: 1}}
+"""
+SHAPE = {"model_type": "opt", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+         "ffn_dim": 128, "vocab_size": 120, "max_position_embeddings": 64,
+         "eos_token_id": 3}  # a shape alone is taken of it: the end of sequence is not
+
+
+def job_of(folder: Path, *, model: str, ranks: int = 1, requests: str = "{count: 20}") -> Path:
+    job = folder / "job.yaml"
+    job.write_text(JOB.format(model=model, requests=requests, ranks=ranks))
+    return job
+
+
+def xgpt(*arguments: str, cache: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    # an empty hub cache, and a hub that answers nothing
+    env = {**cache, "HF_HUB_CACHE": cache["XDG_CACHE_HOME"] + "/hub", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([*XGPT, *arguments], capture_output=True, text=True, env=env,
+                          timeout=280, check=False)
+
+
+def check_run(out: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    metrics: dict[str, Any] = json.loads(done.stdout)
+    assert metrics["queries"] == 20 and metrics["model_source"] == "random weights of its shape"
+    results = read_lines(out / "results.jsonl")
+    requests = read_lines(out / "requests.jsonl")
+    assert [len(r["output_ids"]) for r in results] == [r["forced_tokens"] for r in requests]
+    assert {r["text"] for r in results} == {""}
+    assert not list((out / "model").glob("*.safetensors"))
+    return metrics
+
+
+@pytest.fixture
+def toy_job(tmp_path: Path, cache: dict[str, str]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    job = job_of(tmp_path, model=".")
+    assert xgpt("profile", str(job), "--budget", "1s", cache=cache).returncode == 0
+    return job
+
+
+def test_a_shape_alone_runs(toy_job: Path, tmp_path: Path, cache: dict[str, str]) -> None:
+    check_run(tmp_path / "out", xgpt("submit", str(toy_job), "--json", cache=cache))
+
+
+@pytest.mark.slow
+def test_requests_of_tokens_go_to_their_cap(toy_job: Path, tmp_path: Path,
+                                            cache: dict[str, str]) -> None:
+    (tmp_path / "tokens.jsonl").write_text("".join(
+        json.dumps({"tokens": [i, 7], "max_tokens": 9}) + "\n" for i in range(30)))
+    done = xgpt("submit", str(toy_job), "--set", "workload.requests=tokens.jsonl", "--set",
+                "output=other", cache=cache)
+    assert done.returncode == 0, done.stderr
+    results = read_lines(tmp_path / "other" / "results.jsonl")
+    assert {r["output_tokens"] for r in results} == {9}
+    assert len({tuple(r["output_ids"]) for r in results}) > 1
+
+
+def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path: Path,
+                                                         cache: dict[str, str]) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"tokens": [5]}\n{"prompt": "Hello"}\n')
+    job = job_of(tmp_path, model="opt-125m", requests="texts.jsonl")
+    done = xgpt("submit", str(job), cache=cache)
+    assert done.returncode == 2
+    assert "run.weights = 'random'" in done.stderr and "line 2" in done.stderr
+    done = xgpt("submit", str(job_of(tmp_path, model="some/model")), cache=cache)
+    assert done.returncode == 2 and "give a catalog name, or a folder" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) -> None:
+    """Without the command around the ranks, which would measure the model for minutes."""
+    job, out = load_job(job_of(tmp_path, model="opt-125m", ranks=2), ()), tmp_path / "out"
+    problem = resolve(job)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=4, decode_iterations=4))
+    write_random_model(out / "model", problem.model)
+    (tmp_path / "requests.jsonl").write_text("".join(
+        json.dumps({"tokens": [i, 7, 9], "forced_tokens": 3 + i % 5}) + "\n" for i in range(20)))
+    save_schedule(Schedule(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), out / "schedule.json")
+    plan = RunPlan(
+        name="random", output=out, model_dir=out / "model", model_name="opt-125m",
+        served_by=SERVED_BY, requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=16,
+        dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
+        threads_per_rank=1,
+        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+    run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+    results = read_lines(out / "results.jsonl")
+    assert [len(r["output_ids"]) for r in results] == [3 + i % 5 for i in range(20)]
+    measured = json.loads((out / "measured.json").read_text())
+    made = [rank["bytes_read"] for rank in measured["ranks"]]
+    # each end has the table of tokens: the head is tied to it
+    assert sum(made) == 4 * (problem.model.num_params + problem.model.head_params)
+    assert max(made) < 0.6 * sum(made)

@@ -1,0 +1,158 @@
+"""A run over two hosts (network namespaces with their own addresses) gives the tokens of a run on
+one, and its messages go over the cable between them."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import job_folder  # noqa: E402
+import namespaces  # noqa: E402
+import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines  # noqa: E402
+
+from xgpt.job_file import load_job  # noqa: E402
+from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.problem import resolve  # noqa: E402
+from xgpt.schedule import Schedule, save_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.plan import RunPlan  # noqa: E402
+from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.rra import RraConfig  # noqa: E402
+from xsimulator.policies.waa import WaaConfig  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.netns]
+
+# what a host of its own is asked to do: the ranks of a job, without the command around them
+LAUNCH = """
+import sys
+from pathlib import Path
+from xgpt.cli.local_profile import hosts_of
+from xgpt.job_file import load_job
+from xgpt.launch.local import run_ranks
+from xgpt.problem import resolve
+job = load_job(Path(sys.argv[1]), sys.argv[3:])
+hosts = hosts_of(job, resolve(job))
+assert hosts is not None and hosts.ranks_each == 1
+run_ranks("xrunner.worker", Path(sys.argv[2]), 2, watch=lambda: None, hosts=hosts)
+"""
+CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4),
+           "waa-c": WaaConfig(encode_batch=1)}
+SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4",
+             "waa-c": "policy: waa-c, encode_batch: 1"}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[namespaces.TwoHosts]:
+    if (reason := namespaces.refusal()) is not None:
+        pytest.skip(reason)
+    with namespaces.two_hosts() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, toys.make_model("llama", directory)
+
+
+def keys_of(hosts: namespaces.TwoHosts) -> list[str]:
+    return [f"run.hosts=[{', '.join(namespaces.HOSTS)}]", f"run.launcher={hosts.launcher}"]
+
+
+def on_first_host(hosts: namespaces.TwoHosts, *command: str, env: dict[str, str],
+                  ) -> subprocess.CompletedProcess[str]:
+    """The words are quoted for the shell that a launcher hands them to."""
+    quoted = [f"'{word}'" for word in command]
+    assert not any("'" in word for word in command)
+    return subprocess.run([str(hosts.launcher), namespaces.HOSTS[0], "exec", *quoted],
+                          env={**env, **namespaces.ENVIRONMENT}, capture_output=True, text=True,
+                          timeout=240, check=False)
+
+
+def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
+    """What a run's ranks read, as the simulator plans it for this machine."""
+    out.mkdir()
+    problem = resolve(load_job(job_file, ()))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
+    save_schedule(Schedule(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), out / "schedule.json")
+    return RunPlan(
+        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
+        requests=job_file.with_name("requests.jsonl"), is_chat=False, max_tokens=40,
+        dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
+        threads_per_rank=1,
+        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches).save()
+
+
+def answers(out: Path) -> dict[str, list[int]]:
+    return {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")}
+
+
+@pytest.mark.parametrize("policy", ["rra", pytest.param("waa-c", marks=pytest.mark.slow)])
+def test_two_hosts_give_the_tokens_of_one(
+        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path, policy: str) -> None:
+    directory, reference = llama
+    # long prompts: the hidden states alone must be more than MPI's own chatter
+    queries = [replace(q, input_ids=q.input_ids * 4) for q in toys.random_queries(24, longest=20)]
+    job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
+                               schedule=SCHEDULES[policy])
+    plan = lay_out(tmp_path / "two", job, directory, policy)
+    before = hosts.sent_bytes()
+    done = on_first_host(hosts, sys.executable, "-c", LAUNCH, str(job), str(plan), *keys_of(hosts),
+                         env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    sent = [now - then for now, then in zip(hosts.sent_bytes(), before, strict=True)]
+    run_ranks("xrunner.worker", lay_out(tmp_path / "one", job, directory, policy), 2,
+              watch=lambda: None)
+    assert answers(tmp_path / "two") == answers(tmp_path / "one") == {
+        q.id: toys.generate(reference, q) for q in queries}
+    hidden_bytes = sum(len(q.input_ids) for q in queries) * 48 * 4
+    assert hidden_bytes > 100_000
+    # a pipeline's second stage is sent every input's hidden states; WAA's decode pool the entries
+    assert sent[0] > hidden_bytes and sent[1] > 10_000, f"{sent = } {hidden_bytes = }"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(CONFIGS))
+def test_submit_measures_plans_and_runs_over_both_hosts(
+        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path, policy: str,
+        cache: dict[str, str]) -> None:
+    directory, reference = llama
+    queries = toys.random_queries(40, seed=6)
+    job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
+                               schedule=SCHEDULES[policy])
+    keys = [word for key in keys_of(hosts) for word in ("--set", key)]
+    for command in (("profile", str(job), "--budget", "1s"), ("submit", str(job))):
+        done = on_first_host(hosts, *XGPT, *command, *keys, env=cache)
+        assert done.returncode == 0, done.stderr
+    assert answers(tmp_path / "out") == {q.id: toys.generate(reference, q) for q in queries}
+    assert "transfer over network" in on_first_host(
+        hosts, *XGPT, "profile", str(job), *keys, env=cache).stdout
+
+
+def test_a_host_that_cannot_serve_is_named_before_anything_starts(
+        llama: tuple[Path, Any], hosts: namespaces.TwoHosts, tmp_path: Path) -> None:
+    job = job_folder.write_job(tmp_path, llama[0], as_requests(toys.random_queries(3)), ranks=2,
+                               schedule=SCHEDULES["rra"])
+    plan = lay_out(tmp_path / "out", job, llama[0], "rra")
+    keys = [f"run.hosts=[{namespaces.HOSTS[0]}, nowhere]", f"run.launcher={hosts.launcher}"]
+    done = on_first_host(hosts, sys.executable, "-c", LAUNCH, str(job), str(plan), *keys,
+                         env=dict(os.environ))
+    assert done.returncode != 0
+    assert "run.hosts = 'nowhere': cannot be reached: unknown host nowhere" in done.stderr
+    assert namespaces.HOSTS[0] not in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out" / "progress.json").exists()

@@ -1,0 +1,111 @@
+"""Ranks on several hosts: job keys, mpiexec's options, and hosts that cannot serve."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from xgpt.cluster import Cluster
+from xgpt.errors import InputError
+from xgpt.job_file import load_job
+from xgpt.launch import local
+from xgpt.launch.hosts import Hosts, check_hosts
+from xgpt.problem import resolve_cluster
+
+JOB = """
+model: opt-125m
+cluster: {cluster}
+workload: {{requests: {{count: 4}}, task: S}}
+run: {{{run}}}
+"""
+
+
+def job_file(folder: Path, run: str, cluster: str = "local") -> Path:
+    path = folder / "job.yaml"
+    path.write_text(JOB.format(run=run, cluster=cluster))
+    return path
+
+
+def hosts_for(launcher: Path, names: tuple[str, ...], threads: int = 1) -> Hosts:
+    return Hosts(names=names, ranks_each=2, threads_per_rank=threads, launcher=str(launcher),
+                 source=Path("job.yaml"))
+
+
+def fake_ssh(folder: Path, **answers: str) -> Path:
+    """A launcher whose hosts do what the shell words say; any other host is unknown."""
+    cases = "".join(f"{name}) {words};;\n" for name, words in answers.items())
+    script = folder / "fake ssh"
+    script.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{cases}'
+                      '*) echo "no route to $host" >&2; exit 255;;\nesac\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: Path) -> None:
+    def cluster(run: str) -> Cluster:
+        return resolve_cluster(load_job(job_file(tmp_path, run), ()))
+
+    two = cluster("ranks: 4, hosts: [h1, h2]")
+    assert (two.num_nodes, two.devices_per_node) == (2, 2)
+    assert two.intra_link != two.inter_link
+    one = cluster("ranks: 2")
+    assert (one.num_nodes, one.inter_link) == (1, one.intra_link)
+    assert two.device.name == one.device.name, "a host's cores are divided by its own ranks"
+
+
+@pytest.mark.parametrize(("run", "cluster", "key", "message"), [
+    ("ranks: 3, hosts: [h1, h2]", "local", "run.ranks", "multiple of the 2 hosts"),
+    ("ranks: 2, hosts: [h1, h1]", "local", "run.hosts", "each once"),
+    ("hosts: [h1, '-oProxyCommand=x']", "local", "run.hosts", "'-oProxyCommand=x' is none"),
+    ("hosts: ['h1,h2']", "local", "run.hosts", "'h1,h2' is none"),
+    ("hosts: [[h1]]", "local", "run.hosts", "a list of names"),
+    ("hosts: [h1, h2]", "a40-4", "run.hosts", "only with `cluster: local`"),
+    ("launcher: ssh", "local", "run.launcher", "needs run.hosts"),
+])
+def test_what_hosts_cannot_be(tmp_path: Path, run: str, cluster: str, key: str,
+                              message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_job(job_file(tmp_path, run, cluster), ())
+    assert [m.key for m in caught.value.mistakes] == [key]
+    assert message in str(caught.value)
+
+
+def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
+    argument, launcher = tmp_path / "run.json", fake_ssh(tmp_path)
+    module = [sys.executable, "-m", "mpi4py", "-m", "worker", str(argument)]
+    assert local.rank_command("worker", argument, 4) == ["mpiexec", "-n", "4", *module]
+    hosts = hosts_for(launcher, ("h1", "h2"))
+    assert local.rank_command("worker", argument, 4, hosts) == [
+        "mpiexec", "-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", "h1,h2", "-ppn",
+        "2", "-n", "4", *module]
+    assert "mpiexec" in local.rank_command("worker", argument, 1, hosts), "the host is another one"
+    assert "mpiexec" not in local.rank_command("worker", argument, 1)
+
+
+def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path: Path) -> None:
+    argument = tmp_path / "run.json"
+    argument.touch()
+    launcher = fake_ssh(tmp_path, good='sh -c "$*"', bare="exit 41", apart="exit 42",
+                        small="echo 0", odd="echo Segmentation fault >&2; exit 139")
+    names = ("good", "bare", "apart", "small", "odd", "gone")
+    with pytest.raises(InputError) as caught:
+        check_hosts(hosts_for(launcher, names), argument)
+    reasons = {str(m.value): m.allowed for m in caught.value.mistakes}
+    assert list(reasons) == ["bare", "apart", "small", "odd", "gone"]
+    assert "same path on every host" in reasons["bare"]
+    assert f"does not see {argument}" in reasons["apart"] and "shared" in reasons["apart"]
+    assert "has 0 cores" in reasons["small"]
+    assert "cannot be reached: Segmentation fault (exit code 139)" in reasons["odd"]
+    assert "cannot be reached: no route to gone" in reasons["gone"]
+    check_hosts(hosts_for(launcher, ("good",)), argument)
+    with pytest.raises(InputError, match="does not see"):
+        check_hosts(hosts_for(launcher, ("good",)), tmp_path / "absent.json")
+
+
+def test_a_launcher_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"run.launcher.*no such program"):
+        check_hosts(hosts_for(tmp_path / "absent", ("h1",)), tmp_path)

@@ -1,0 +1,125 @@
+"""`weights: random`: the same model however it is divided, and never more of it than a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from toys import random_queries, run_in_process, spec_of, split_stages
+
+from xgpt import catalog
+from xgpt.model import ModelSpec
+from xrunner.checkpoint.random_model import write_random_model
+from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weights
+from xrunner.checkpoint.source import read_spec
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.models.encoder_decoder import load_stage
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import StageModel
+
+SMALL = ModelSpec(name="small", family="llama", num_layers=4, hidden_size=48, num_heads=6,
+                  num_kv_heads=2, vocab_size=97, intermediate_size=80, is_gated_mlp=True,
+                  has_bias=False, has_qkv_bias=True, max_positions=128, activation="silu")
+PLAIN = replace(SMALL, num_kv_heads=None, is_gated_mlp=False, has_bias=True, has_qkv_bias=None,
+                has_learned_positions=True)
+SHAPES = {
+    "llama": SMALL, "qwen2-untied": replace(SMALL, tied_embeddings=False),
+    "opt": replace(PLAIN, family="opt", activation="relu"),
+    "gpt2": replace(PLAIN, family="gpt2", activation="gelu_new"),
+    "t5": replace(SMALL, family="t5", num_encoder_layers=4, num_kv_heads=None, is_gated_mlp=False,
+                  has_qkv_bias=None, max_positions=None, activation="relu"),
+}
+
+
+def folder_of(tmp_path: Path, spec: ModelSpec) -> Path:
+    write_random_model(tmp_path / "model", spec)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", catalog.names("model"))
+def test_every_shape_of_the_catalog_is_stated_and_read_back(name: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, catalog.model(name))
+    assert read_spec(folder, "whatever") == catalog.model(name)
+    assert isinstance(open_weights(folder, torch.float32), MadeWeights)
+
+
+def test_a_folder_of_random_weights_has_no_text_and_no_end(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, SMALL)
+    assert eos_ids(folder) == frozenset() and start_token(folder) == 0
+    assert TextTokenizer(folder).decode([1, 2]) == ""
+
+
+def test_a_folder_of_any_other_kind_is_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert isinstance(open_weights(tmp_path, torch.float32), CheckpointReader)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_tokens_do_not_depend_on_how_the_model_is_divided(
+        family: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, SHAPES[family])
+    queries = [replace(q, max_new_tokens=12, is_forced=True) for q in random_queries(7)]
+    answers = []
+    for degrees in ((1,), (2,), (1, 1), (1, 2)):
+        sink, _ = run_in_process(folder, queries, degrees=degrees, num_groups=2)
+        answers.append({r.query.index: r.output_ids for r in sink.results})
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert len(set(answers[0].values())) > 1, "every query has the same answer"
+
+
+def allocated_peak(work: Callable[[], object]) -> tuple[object, int]:
+    """(what `work()` returns, most bytes its tensors took at any time)."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        result = work()
+    events = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return result, peak
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_path: Path) -> None:
+    spec = replace(SHAPES[family], hidden_size=384, intermediate_size=1536, vocab_size=6000,
+                   num_layers=6, num_encoder_layers=6 if family == "t5" else 0)
+    folder = folder_of(tmp_path, spec)
+    stages = split_stages(spec.num_layers, 2, encoder_layers=spec.num_encoder_layers)
+    for stage in stages:
+        weights = open_weights(folder, torch.bfloat16)
+        shard = WHOLE if degree == 1 else Shard(1, 2)
+        model, peak = allocated_peak(
+            partial(load_stage, spec, weights, stage, torch.bfloat16, shard))
+        slice_bytes = weights.bytes_read
+        assert model is not None
+        assert 0.2 * spec.num_params * 2 / degree < slice_bytes < 0.75 * spec.num_params * 2
+        # what is drawn at a time: 2^20 elements in float32
+        assert slice_bytes <= peak < slice_bytes + 4.5 * 2**20, f"{slice_bytes = } {peak = }"
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_activations_stay_finite_in_half_precision(family: str, tmp_path: Path) -> None:
+    spec = replace(SHAPES[family], hidden_size=768, num_heads=12, num_kv_heads=None,
+                   intermediate_size=3072)
+    folder = folder_of(tmp_path, spec)
+    if spec.is_encoder_decoder:
+        sink, _ = run_in_process(folder, random_queries(2), num_stages=1, dtype=torch.float16)
+        assert len({r.output_ids for r in sink.results}) == 2
+        return
+    stage = split_stages(spec.num_layers, 1)[0]
+    model = StageModel(spec, open_weights(folder, torch.float16), stage, torch.float16)
+    cache = torch.zeros(spec.num_layers, 2, 1, model.kv_heads, 24, spec.head_dim,
+                        dtype=torch.float16)
+    with torch.inference_mode():
+        logits = model.logits(model.encode(torch.arange(24), cache, 0, [24])).float()
+    assert logits.isfinite().all() and 0.01 < float(logits.std()) < 100
+    assert spec_of(folder) == spec

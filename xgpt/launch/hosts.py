@@ -1,0 +1,100 @@
+"""Ranks on several hosts: what mpiexec is told, and whether the hosts can serve at all.
+
+The hosts share their file system: the same paths hold xgpt's environment, the output folder and
+the cache. mpiexec waits for ever for a host that does not answer, so each is asked beforehand.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.errors import InputError, Mistake
+
+_SSH = "ssh"
+# without a terminal nobody can answer a question of ssh's
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_ASK_TIMEOUT_S = 20.0
+_NO_PYTHON, _NO_FILE = 41, 42  # exit codes of the question below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """`ranks_each` consecutive ranks on each host, in this order. `launcher`: a program called as
+    `PROGRAM HOST COMMAND...` (ssh's way). `source`: the job file, for messages."""
+
+    names: tuple[str, ...]
+    ranks_each: int
+    threads_per_rank: int
+    launcher: str | None
+    source: Path
+
+    @property
+    def mpiexec_options(self) -> list[str]:
+        """MPICH's, which are Intel MPI's too."""
+        options = ["-launcher", _SSH]
+        if self.launcher is not None:
+            options += ["-launcher-exec", _program(self.launcher)]
+        return [*options, "-hosts", ",".join(self.names), "-ppn", str(self.ranks_each)]
+
+
+def check_hosts(hosts: Hosts, argument: Path) -> None:
+    """Asks all hosts at once whether they have this Python, see `argument`, and have the cores.
+    Raises InputError with every host that cannot serve."""
+    if shutil.which(_program(hosts.launcher or _SSH)) is None:
+        raise InputError([Mistake(file=str(hosts.source), line=None, key="run.launcher",
+                                  value=hosts.launcher or _SSH,
+                                  allowed="no such program on this machine")])
+    with ThreadPoolExecutor(max_workers=min(len(hosts.names), 32)) as pool:
+        reasons = list(pool.map(lambda name: _refusal(hosts, name, argument), hosts.names))
+    mistakes = [Mistake(file=str(hosts.source), line=None, key="run.hosts", value=name,
+                        allowed=reason)
+                for name, reason in zip(hosts.names, reasons, strict=True) if reason is not None]
+    if mistakes:
+        raise InputError(mistakes)
+
+
+def _refusal(hosts: Hosts, name: str, argument: Path) -> str | None:
+    """Why the host cannot serve, or None if it can."""
+    python, seen = shlex.quote(sys.executable), shlex.quote(str(argument))
+    question = (f"test -x {python} || exit {_NO_PYTHON}; test -r {seen} || exit {_NO_FILE}; "
+                "getconf _NPROCESSORS_ONLN")
+    try:
+        done = subprocess.run([*_ask(hosts.launcher), name, question], capture_output=True,
+                              text=True, errors="replace", stdin=subprocess.DEVNULL,
+                              timeout=_ASK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"cannot be reached: no answer within {_ASK_TIMEOUT_S:.0f} s"
+    if done.returncode == _NO_PYTHON:
+        return f"has no {sys.executable}: xgpt must be installed at the same path on every host"
+    if done.returncode == _NO_FILE:
+        return (f"does not see {argument}: the output folder and xgpt's cache must be shared by "
+                "all hosts")
+    if done.returncode != 0:
+        return f"cannot be reached: {_last_line(done.stderr)} (exit code {done.returncode})"
+    needed = min(hosts.ranks_each * hosts.threads_per_rank, os.cpu_count() or 1)
+    cores = _last_line(done.stdout)
+    if cores.isdigit() and int(cores) < needed:
+        return (f"has {cores} cores, and would run {hosts.ranks_each} ranks of "
+                f"{hosts.threads_per_rank} threads: lower run.ranks or run.threads_per_rank")
+    return None
+
+
+def _ask(launcher: str | None) -> Sequence[str]:
+    return (_SSH, *_SSH_OPTIONS) if launcher is None else (_program(launcher),)
+
+
+def _program(launcher: str) -> str:
+    return shutil.which(launcher) or str(Path(launcher).expanduser())
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "no message"
