@@ -14,6 +14,9 @@ ConstraintKind = Literal["sequence", "queries"]
 SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
+RESCHEDULE = 0.1  # run.reschedule: auto
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSpec:
     """How a length distribution is to be found: one of the ways of design.md section 5."""
@@ -79,6 +82,8 @@ class RunSpec:
     top_p: float = 1.0
     threads_per_rank: int | None = None
     ignore_eos: bool = False
+    # share by which output lengths must leave the plan for it to be made anew; None: never
+    reschedule: float | None = RESCHEDULE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from xgpt import catalog
 from xgpt.errors import InputError, Mistake, nearest
 from xgpt.inline_cluster import read_inline_cluster
 from xgpt.job import (
+    RESCHEDULE,
     Constraint,
     ConstraintKind,
     FixedSchedule,
@@ -325,9 +326,21 @@ def _read_run(top: Section) -> RunSpec:
         top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
         threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
         ignore_eos=section.flag("ignore_eos", False),
+        reschedule=_read_reschedule(section),
     )
     section.finish()
     return run
+
+
+def _read_reschedule(section: Section) -> float | None:
+    field = section.get("reschedule")
+    value = "auto" if field is None else field.value
+    if value == "off" or value is False:  # YAML reads `off` as false
+        return None
+    if value in ("auto", "on") or value is True:
+        return RESCHEDULE
+    return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
+                          "auto, off, or a share of the mean output length, '15%' or 0.15")
 
 
 def _read_slurm(top: Section) -> dict[str, SlurmValue] | None:

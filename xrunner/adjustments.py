@@ -72,9 +72,10 @@ class Steering:
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
                  rule: RraRule | None = None) -> None:
-        """`first_query`: of this run. `at_work`: of the active queries; None where nobody here knows them (WAA): then only
-        queries are told of before which, in the order of admission, all are done, since of the
-        others just the short ones are. `rule`: what is changed; None: nothing is."""
+        """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
+        knows them (WAA): then only queries are told of before which, in the order of admission,
+        all are done, since of the others just the short ones are. `rule`: what is changed; None:
+        nothing is."""
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not

@@ -161,7 +161,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     progress = ProgressFile(plan.output / "progress.json", total=len(queries),
                             done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
-    rule = rra_rule(schedule.estimate, slots=plan.slots) if _is_one_pool(schedule) else None
+    rule = rra_rule(schedule.estimate, slots=plan.slots) if (
+        _decode_head(schedule) is None) else None
     head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
     if plan.is_watched:
         sink.steering = Steering(plan.output, rule=rule, first_query=done_before,
@@ -193,10 +194,6 @@ def _first_head(schedule: Schedule, rule: RraRule | None, **own: Any) -> Head:
         return Head(rule=rule, **own)
     encode_rule, decode_rule = waa_rules(schedule.estimate)
     return EncodeHead(rule=encode_rule, decode_rule=decode_rule, decode_head=decode_head, **own)
-
-
-def _is_one_pool(schedule: Schedule) -> bool:
-    return _decode_head(schedule) is None
 
 
 def _of_head(plan: RunPlan, world: World, loaded: Loaded) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Output lengths as a running job shows them, and whether they have left those planned for.
 
 Who finishes first has a short output: the mean of the finished queries is too low until the longest
-of their time are done, by half where a third are still at work. A query that is still at work says
-something too: its output is longer than what it has written. Queries are admitted in the order of
+of their time are done. A query that is still at work says something too: its output is longer than
+what it has written. Queries are admitted in the order of
 the file, so how long one has been at work says nothing about its own length, and the product-limit
 estimate (Kaplan and Meier, 1958) of both kinds is unbiased wherever queries have been watched that
 long. Beyond it, lengths are taken to go on as planned.
@@ -78,6 +78,7 @@ def observed_lengths(seen: Observation, planned: Lengths, longest: int) -> Obser
     whole = np.zeros(max(top, len(tail)))
     whole[:top] += pmf
     whole[:len(tail)] += unknown * tail
+    whole = np.trim_zeros(whole, "b")
     outputs = Lengths(pmf=whole / whole.sum(), num_samples=max(seen.num_finished, 1),
                       note=f"observed in the run, {seen.num_finished} queries done")
     return ObservedLengths(outputs=outputs, unknown=unknown, mean_error=_greenwood(
@@ -109,8 +110,9 @@ def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths
     """The observed outputs with their inputs: in pairs where the two are correlated, else beside
     the inputs that were planned with, which are known better than a sample tells."""
     pairs = _weighted_pairs(seen, observed)
-    if len(seen.finished) >= 30 and min(pairs.std(axis=0)) > 0 and (
-            abs(np.corrcoef(pairs.T)[0, 1]) >= CORRELATED):
+    inputs, outputs = pairs[:, 0], pairs[:, 1]
+    if len(seen.finished) >= 30 and inputs.std() > 0 and outputs.std() > 0 and (
+            abs(np.corrcoef(inputs, outputs)[0, 1]) >= CORRELATED):
         joint = joint_empirical(pairs, observed.outputs.note)
         count = observed.outputs.num_samples
         return replace(joint, inputs=replace(joint.inputs, num_samples=count),
