@@ -56,6 +56,7 @@ class Drift:
     observed_mean: float
     planned_reach: int
     observed_reach: int
+    quantile: float
     num_finished: int
     is_mean: bool
     is_reach: bool
@@ -101,7 +102,7 @@ def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, q
     below = beyond - _exceed(own, math.floor(reach * (1 - threshold)))
     return Drift(
         planned_mean=planned.mean, observed_mean=own.mean, planned_reach=reach,
-        observed_reach=own.quantile(quantile), num_finished=count,
+        observed_reach=own.quantile(quantile), quantile=quantile, num_finished=count,
         is_mean=away > max(threshold * planned.mean, BEYOND_CHANCE * error),
         is_reach=max(above, below) > chance)
 

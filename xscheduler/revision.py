@@ -31,14 +31,16 @@ class Revised:
     reason: str
 
 
-def revise(running: Schedule, problem: Problem, timing: TimingSource) -> Revised:
+def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
+           most_present: int | None = None) -> Revised:
     """What to change for `problem`, which has the new lengths and the queries that are left, while
-    `running` is executed."""
+    `running` is executed. `most_present`: queries that the caches hold."""
     now = running.estimate
     assert now.policy == "rra", f"{now.policy = }"
     fixed = replace(problem.fixed, policy="rra", tp_degree=now.tp_degree, tp_gpus=now.tp_gpus,
                     decode_micro_batches=now.decode_micro_batches)
-    problem = replace(problem, fixed=fixed)
+    most = [count for count in (problem.num_queries, most_present) if count is not None]
+    problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
     keep = _keep(now, problem, timing)
 
     def find(other: Problem) -> Schedule:
@@ -62,7 +64,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource) -> Revised
     if not keep.qps and not planned.is_safe and found.latency_s >= _latency_s(keep):
         return Revised(keep=keep, estimate=None, reason=f"no other batch sizes do: "
                                                         f"{planned.margin.sentence}")
-    gain = (f"{found.throughput_qps / keep.qps - 1:.1%} more queries/s" if keep.qps
+    gain = (f"{found.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it does not do: {keep.reason}")
     return Revised(keep=keep, estimate=found, reason=gain)
 

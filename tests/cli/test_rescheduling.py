@@ -237,11 +237,11 @@ def test_slots_leave_room_for_changes_within_memory_and_job(
     session, schedule = planned
     problem, estimate = session.problem, schedule.estimate
 
-    def slots(estimate: Estimate, longest: int = 300, headroom: float = 1.5) -> int:
+    def slots(estimate: Estimate, longest: int = 300, headroom: float = 2.0) -> int:
         return slots_for(estimate, problem, longest, headroom)
 
     roomy = with_estimate(schedule, memory_capacity_bytes=10**15).estimate
-    assert slots(roomy) == math.ceil(1.5 * most_active(estimate))
+    assert slots(roomy) == math.ceil(2 * most_active(estimate))
     assert slots(roomy, headroom=1e6) == math.ceil(3000 / estimate.decode_micro_batches)
     tight = with_estimate(schedule, memory_capacity_bytes=max(estimate.memory_bytes)).estimate
     assert slots(tight, longest=10**6) == most_active(estimate), "never fewer than planned"

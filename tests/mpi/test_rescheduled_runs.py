@@ -28,7 +28,7 @@ from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-KINDS, COUNT = 20, 3000  # so many different queries, repeated; at the schedule's pace a minute
+KINDS, COUNT = 20, 900  # so many different queries, repeated
 
 
 def queries_of(seed: int) -> list[Any]:
@@ -49,7 +49,7 @@ def call(*arguments: str, cache: dict[str, str]) -> subprocess.CompletedProcess[
 def slow_schedule(problem: Problem, path: Path) -> Path:
     """One that leaves time for a plan, and much to gain."""
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=2, decode_iterations=6))
+    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=3, decode_iterations=6))
     save_schedule(Schedule(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
@@ -98,7 +98,7 @@ def unforced(reference: Any, query: Any) -> list[int]:
 
 def check_steps(problem: Problem, out: Path, queries: list[Any],
                 results: list[dict[str, Any]]) -> None:
-    """A replay that is told of the changes takes the run's steps; phases are as long as they say."""
+    """A replay that is told of the changes takes the run's steps, its phases of their lengths."""
     estimate: Estimate = load_schedule(out / "schedule.json").estimate
     taken = json.loads((out / "measured.json").read_text())["changes"]
     rule = rra_rule(estimate, slots=load_plan(out / "run.json").slots)

@@ -17,7 +17,7 @@ from xgpt.cli.local_profile import threads_per_rank
 from xgpt.cli.options import plain, say
 from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.cli.session import Session, predict
+from xgpt.cli.session import Session, predict, reserve_tokens
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.launch.local import run_ranks
@@ -99,6 +99,10 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
     requests = job.workload.requests
     if requests is None:
         requests = _write_synthetic(session)
+    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
+    if (reserves := reserve_tokens(session)) is not None:
+        # what no request needs decides nothing: a run may go on by another schedule
+        query_tokens = min(query_tokens, int(reserves.max()))
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
@@ -106,7 +110,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches)
+        query_kv_tokens=query_tokens)
 
 
 def _write_synthetic(session: Session) -> Path:

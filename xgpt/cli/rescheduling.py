@@ -44,7 +44,7 @@ MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
 LOOK_S = 0.5
 # Caches are sized once. Room for as many times the queries that a group is planned to hold: where
 # outputs turn out shorter; where they were planned at their caps.
-HEADROOM, HEADROOM_OBSERVE = 1.5, 8.0
+HEADROOM, HEADROOM_OBSERVE = 2.0, 8.0
 _NICENESS = 10
 
 
@@ -129,8 +129,8 @@ class Rescheduler:
                          quantile=self._problem.constraint.quantile)
         if not drift and not self._is_observing:
             return
-        work = _Work(seen, observed, drift, self._is_observing, waiting + at_work,
-                     sum(query < admitted for query in state.finished))
+        done = admitted - len(state.active)
+        work = _Work(seen, observed, drift, self._is_observing, self._num_queries - done, done)
         # the next decision is about queries that this one has not seen
         self._since, self._is_observing, self._planned = admitted, False, observed.outputs
         self._begin(work)
@@ -155,7 +155,8 @@ class Rescheduler:
     def _change(self, problem: Problem, work: _Work) -> Decision:
         """RRA: other batch sizes on the stages there are."""
         now, record = self._running.estimate, work.record()
-        found = revise(self._running, problem, self._timing)
+        found = revise(self._running, problem, self._timing,
+                       most_present=now.decode_micro_batches * _mean_present(self.slots))
         record |= {"choice": "keep", "reason": found.reason, "from": _variables(now),
                    "throughput_qps": {"before": found.keep.qps or None}}
         if found.estimate is None:
@@ -210,8 +211,9 @@ class _Work:
     def sentence(self) -> str:
         drift = self.drift
         figures = f"mean {drift.planned_mean:.3g} -> {drift.observed_mean:.3g}"
-        if not drift.is_mean or drift.is_reach:
-            figures += f", longest of most {drift.planned_reach} -> {drift.observed_reach}"
+        if drift.is_reach or not drift.is_mean:
+            figures += (f", {drift.quantile * 100:g} % within {drift.planned_reach} -> "
+                        f"{drift.observed_reach}")
         what = "observed" if self.is_observing else "drifted"
         return f"output lengths {what}: {figures} after {self.done} queries"
 
@@ -268,6 +270,12 @@ def _longest(reserves: IntArray, estimate: Estimate) -> int:
     return int(held.max(initial=1))
 
 
+def _mean_present(slots: int) -> int:
+    """Queries of a group in the mean that, with three deviations above them (see most_active),
+    have so many slots."""
+    return max(math.floor(((math.sqrt(9 + 4 * slots) - 3) / 2) ** 2), 1)
+
+
 def _rows(part: LengthsSoFar, since: int) -> IntArray:
     rows = [lengths for query, lengths in sorted(part.items()) if query >= since]
     return np.array(rows, np.int64).reshape(-1, 2)
@@ -289,6 +297,5 @@ def _changed(old: Estimate, new: Estimate) -> str:
 def _advice(ways: Reschedule) -> str:
     if ways.choice == "keep" or ways.choice is None:
         return ways.sentence
-    return (f"{ways.sentence} WAA changes nothing while it runs: stop the job (Ctrl-C) and give "
-            "the same command with the lengths seen so far (docs/job-file.md) if that is worth it "
-            "to you")
+    return (f"{ways.sentence} WAA changes nothing while it runs: if that is worth it, stop the job "
+            "(Ctrl-C) and submit it with the lengths seen so far (docs/schedule.md)")
