@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xgpt.cli.execution import _plan
 from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
 from xgpt.job_file import load_job
 from xgpt.schedule import Estimate, Schedule, with_estimate
 from xrunner.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.checkpoint.source import ModelFiles
 from xrunner.rules.rra import most_active
 
 PLANNED_MEAN = 30.0
@@ -251,3 +253,17 @@ def test_slots_leave_room_for_changes_within_memory_and_job(
     held = found * estimate.decode_micro_batches * 2000 * per_token
     others = max(estimate.memory_bytes) - estimate.kv_tokens * per_token
     assert found > most_active(estimate) and held <= 10**12 - 0.99 * others
+
+
+def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[Session, Schedule]) -> None:
+    """Other KV budgets change no answer, as long as all requests fit: a re-deployment needs it."""
+    session, schedule = planned
+    spec = session.problem.model
+    session = replace(session, files=ModelFiles(
+        directory=Path("/model"), spec=spec, served_by="test"))
+    kv_tokens = schedule.estimate.kv_tokens
+    prints = {_plan(session, with_estimate(schedule, kv_tokens=tokens)).fingerprint
+              for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
+    assert len(prints) == 1
+    groups = schedule.estimate.decode_micro_batches
+    assert _plan(session, with_estimate(schedule, kv_tokens=100 * groups)).fingerprint not in prints

@@ -172,6 +172,8 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,))
     finally:
         bar.end()
+        for name in (OBSERVED_FILE, ADJUST_FILE):
+            (output / name).unlink(missing_ok=True)
     if not (output / "measured.json").is_file():
         raise StoppedEarly("ended before the run could stop in good order; results.jsonl holds "
                            "what was done, and the same command goes on from there")
