@@ -14,6 +14,9 @@ ConstraintKind = Literal["sequence", "queries"]
 SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
+RESCHEDULE = 0.1  # run.reschedule: auto
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSpec:
     """How a length distribution is to be found: one of the ways of design.md section 5."""
@@ -82,6 +85,8 @@ class RunSpec:
     weights: str = "checkpoint"  # or "random": of the model's shape, for performance work
     hosts: tuple[str, ...] = ()  # over which the ranks are spread evenly; (): this machine
     launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
+    # share by which output lengths must leave the plan for it to be made anew; None: never
+    reschedule: float | None = RESCHEDULE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from xgpt import catalog
 from xgpt.errors import InputError, Mistake, nearest
 from xgpt.inline_cluster import read_inline_cluster
 from xgpt.job import (
+    RESCHEDULE,
     Constraint,
     ConstraintKind,
     FixedSchedule,
@@ -331,6 +332,7 @@ def _read_run(top: Section) -> RunSpec:
         weights=section.choice("weights", "checkpoint", WEIGHTS),
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
+        reschedule=_read_reschedule(section),
     )
     _check_hosts(section, run, top.get("cluster"))
     section.finish()
@@ -352,6 +354,17 @@ def _check_hosts(section: Section, run: RunSpec, cluster: Field | None) -> None:
         section.reject("ranks", f"a multiple of the {count} hosts: each has as many")
     if cluster is not None and cluster.value != LOCAL_CLUSTER:
         section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
+
+
+def _read_reschedule(section: Section) -> float | None:
+    field = section.get("reschedule")
+    value = "auto" if field is None else field.value
+    if value == "off" or value is False:  # YAML reads `off` as false
+        return None
+    if value in ("auto", "on") or value is True:
+        return RESCHEDULE
+    return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
+                          "auto, off, or a share of the mean output length, '15%' or 0.15")
 
 
 def _read_slurm(top: Section) -> dict[str, SlurmValue] | None:

@@ -60,6 +60,11 @@ class Head:
         self._queries[query.index] = query
         return True
 
+    def lengths_so_far(self) -> dict[int, tuple[int, int]]:
+        """(input, output) tokens of each active query."""
+        return {index: (len(active.query.input_ids), len(active.output_ids))
+                for index, active in self._active.items()}
+
     def run(self) -> bool:
         """True when every query is done, False when stopped early. Stages are told to end.
         After `start`."""

@@ -7,7 +7,7 @@ steps are those of its first rank, since all of a group take the same ones at th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from xrunner.plan import write_atomically
 
 def write_measured(output: Path, *, state: str, wall_s: float,
                    finished: Sequence[tuple[int, float]], queries_before: int, num_errors: int,
-                   reports: Sequence[RankReport]) -> None:
-    """`finished`: (output tokens, latency_s) of each query of this run."""
+                   reports: Sequence[RankReport],
+                   changes: Sequence[Mapping[str, Any]] = ()) -> None:
+    """`finished`: (output tokens, latency_s) of each query of this run. `changes`: of the control
+    variables while it ran."""
     latencies = [latency for _, latency in finished]
     tokens = sum(count for count, _ in finished)
     p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
@@ -39,6 +41,7 @@ def write_measured(output: Path, *, state: str, wall_s: float,
         **_of_disk(reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
+        "changes": list(changes),
         "stages": [_of_stage(group) for group in stages],
         "ranks": [{"rank": r.rank, "stage": r.stage, "role": r.role, **_figures(r)}
                   for r in reports],

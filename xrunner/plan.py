@@ -35,13 +35,15 @@ class RunPlan:
     threads_per_rank: int
     query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
     device_kind: Literal["cpu", "gpu"] = "cpu"  # what a rank works on
+    is_watched: bool = False  # the launcher follows output lengths, and may change an RRA schedule
+    slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
 
     @property
     def fingerprint(self) -> str:
         """Of what decides the answers: a stopped run goes on only if this is unchanged."""
         decisive = {k: str(v) for k, v in asdict(self).items()
-                    if k not in ("name", "output", "served_by", "threads_per_rank",
-                                   "device_kind")}
+                    if k not in ("name", "output", "served_by", "threads_per_rank", "device_kind",
+                                 "is_watched", "slots")}
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         digest.update(self.requests.read_bytes())
         return digest.hexdigest()[:16]

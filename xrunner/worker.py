@@ -19,6 +19,7 @@ from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
 from xgpt.schedule import Schedule, StageAssignment, load_schedule
 from xgpt.workload import RequestError, read_requests
+from xrunner.adjustments import Steering
 from xrunner.baseline_heads import head_for
 from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
@@ -40,6 +41,7 @@ from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.route import Route, pools, routes
 from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
+from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.waa import waa_rules
 from xrunner.stage import StageExecutor
 from xrunner.waa_heads import DecodeHead, EncodeHead
@@ -65,15 +67,20 @@ class RunSink:
 
     def __init__(self, output: Path, writer: ResultWriter, progress: ProgressFile) -> None:
         self._stop_path, self._writer, self._progress = output / STOP_FILE, writer, progress
+        self.steering: Steering | None = None  # where the launcher follows the output lengths
         self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
 
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)
         self.finished_queries.append((len(result.output_ids), result.latency_s))
         self._progress.add(result.latency_s)
+        if self.steering is not None:
+            self.steering.finished(result)
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         self._progress.tick(elapsed_s, output_tokens)
+        if self.steering is not None:
+            self.steering.look(elapsed_s)
 
     def should_stop(self) -> bool:
         return self._stop_path.exists()
@@ -163,7 +170,12 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     progress = ProgressFile(plan.output / "progress.json", total=len(queries),
                             done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
-    head = _first_head(schedule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
+    rule = rra_rule(schedule.estimate, slots=plan.slots) if (
+        schedule.estimate.policy == "rra") else None
+    head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
+    if plan.is_watched:
+        sink.steering = Steering(plan.output, rule=rule, first_query=done_before,
+                                 at_work=None if rule is None else head.lengths_so_far)
     for query in queries[done_before:]:
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
@@ -179,14 +191,15 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     loaded.executor.close()
     reports = world.gather(_report(loaded)) or []
     write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
-                   queries_before=done_before, num_errors=len(errors), reports=reports)
+                   queries_before=done_before, num_errors=len(errors), reports=reports,
+                   changes=sink.steering.taken if sink.steering is not None else ())
 
 
-def _first_head(schedule: Schedule, **own: Any) -> Head:
-    """Rank 0's."""
+def _first_head(schedule: Schedule, rule: RraRule | None, **own: Any) -> Head:
+    """Rank 0's. `rule`: RRA's."""
     decode_head = _decode_head(schedule)
     if decode_head is None:
-        return head_for(rules_for(schedule.estimate)[0], **own)
+        return head_for(rule or rules_for(schedule.estimate)[0], **own)
     encode_rule, decode_rule = waa_rules(schedule.estimate)
     return EncodeHead(rule=encode_rule, decode_rule=decode_rule, decode_head=decode_head, **own)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from xgpt.cli.bars import RunBar
 from xgpt.cli.local_profile import hosts_of, threads_per_rank
 from xgpt.cli.options import plain, say
 from xgpt.cli.replays import replay_steady, steady_timeline
-from xgpt.cli.session import Session, predict
+from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of
+from xgpt.cli.session import Session, predict, reserve_tokens
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.launch.local import run_ranks
@@ -29,6 +30,7 @@ from xgpt.workload import synthetic_requests
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
+from xrunner.adjustments import ADJUST_FILE, OBSERVED_FILE
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
@@ -48,6 +50,9 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
              lock: int) -> dict[str, Any]:
     output = session.job.output
     plan = _plan(session, schedule)
+    rescheduler = rescheduler_of(session, timing, schedule)
+    if rescheduler is not None:
+        plan = replace(plan, is_watched=True, slots=rescheduler.slots)
     _make_room(output, plan)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):
@@ -59,12 +64,15 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
                      steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
     run_file = plan.save()
     contention = Contention()
-    _start(session, schedule, run_file, lock)
+    _start(session, schedule, run_file, lock, rescheduler)
     others_share = contention.others_share()
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = _metrics(session, schedule, measured, prediction)
     metrics["others_cpu_share"] = others_share
-    why = None if prediction is None else attribute(
+    metrics["rescheduling"] = [] if rescheduler is None else decisions_with_phases(
+        rescheduler.decisions, measured["changes"])
+    # a replay of what was planned says nothing of a run that changed it
+    why = None if prediction is None or measured["changes"] else attribute(
         session, timing, schedule, output, prediction.wall_s)
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
@@ -99,6 +107,10 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
     requests = job.workload.requests
     if requests is None:
         requests = _write_synthetic(session)
+    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
+    if (reserves := reserve_tokens(session)) is not None:
+        # what no request needs decides nothing: a run may go on by another schedule
+        query_tokens = min(query_tokens, int(reserves.max()))
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
@@ -106,7 +118,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches,
+        query_kv_tokens=query_tokens,
         device_kind=session.problem.cluster.device.kind)
 
 
@@ -125,7 +137,8 @@ def _write_synthetic(session: Session) -> Path:
 def _make_room(output: Path, plan: RunPlan) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name."""
     (output / STOP_FILE).unlink(missing_ok=True)
-    for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json"):
+    for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
+                 OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
     results = output / "results.jsonl"
     if not results.is_file() or results.stat().st_size == 0:
@@ -151,16 +164,26 @@ def _num_usable(output: Path) -> int | None:
     return int(total)
 
 
-def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> None:
+def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
+           rescheduler: Rescheduler | None) -> None:
     output = session.job.output
     bar = RunBar(output / "progress.json", schedule.latency_bound_s)
+
+    def watch() -> None:
+        bar.update()
+        if rescheduler is not None and rescheduler.update():
+            bar.end()  # what it has to say gets lines of its own
+            say(rescheduler.decisions[-1].sentence)
+
     ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
-        run_ranks("xrunner.worker", run_file, ranks, watch=bar.update,
+        run_ranks("xrunner.worker", run_file, ranks, watch=watch,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
                   hosts=hosts_of(session.job, session.problem))
     finally:
         bar.end()
+        for name in (OBSERVED_FILE, ADJUST_FILE):
+            (output / name).unlink(missing_ok=True)
     if not (output / "measured.json").is_file():
         raise StoppedEarly("ended before the run could stop in good order; results.jsonl holds "
                            "what was done, and the same command goes on from there")
@@ -169,8 +192,10 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> N
 def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
              prediction: Any) -> dict[str, Any]:
     """metrics.json: every measured figure beside its prediction (None where there is none)."""
-    # what was predicted is the whole job: half of one, or a resumed rest, measures something else
-    is_whole = measured["state"] == "done" and measured["queries_before"] == 0
+    # what was predicted is the whole job by one schedule: half of one, a resumed rest, or a job
+    # whose schedule changed, measures something else
+    is_whole = (measured["state"] == "done" and measured["queries_before"] == 0
+                and not measured.get("changes"))
 
     def pair(key: str) -> dict[str, float | None]:
         expected = getattr(prediction, key, None) if is_whole else None

@@ -19,6 +19,7 @@ from xgpt import catalog
 from xgpt.errors import MissingExtraError
 from xgpt.lengths import Lengths, truncated_normal
 from xgpt.report import plots, words
+from xgpt.report.changes import change_rows
 from xgpt.report.figures import (
     BoundCheck,
     busy_shares,
@@ -92,6 +93,7 @@ def _context(output: Output) -> dict[str, Any]:
         "plots": _plots(output, metrics),
         "can_plot": plots.can_plot(),
         "timeline": _timeline(output),
+        "changes": change_rows(metrics),
         "expected_timeline": output.expected_timeline,
         "run_facts": _run_facts(output, metrics),
         "profile_facts": _profile_facts(output.profile or {}),

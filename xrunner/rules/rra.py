@@ -4,17 +4,30 @@
 Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active queries.
 Admission is open-loop (B_E queries a phase), which keeps the steady state of design.md
 section 3.2 exactly; `max_active` and the KV budget only cut off excursions above the plan.
+Both variables, and these limits, can change between two phases of a job (`RraRule.change`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 
 from xgpt.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import Step, StepKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RraChange:
+    """Control variables, and a group's limits, that hold from the beginning of `phase` on."""
+
+    phase: int
+    encode_batch: int
+    decode_iterations: int
+    group_max_active: int
+    group_kv_tokens: int
 
 
 class RraRule:
@@ -25,20 +38,24 @@ class RraRule:
     compacts = True
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
-                 max_active: int, kv_tokens: int, sizer: BatchSizer | None = None) -> None:
+                 max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
+                 slots: int = 0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
-        `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries)."""
+        `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries).
+        `slots`: queries that a group may come to hold after a change, if more than now."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.encode_batch = encode_batch
         self.decode_iterations = decode_iterations
         self.num_groups = num_groups
-        self.group_max_active = max(math.ceil(max_active / num_groups), 1)
+        self._most_active = max(math.ceil(max_active / num_groups), 1)  # of a group, in this phase
+        self.group_max_active = max(self._most_active, slots)  # in any
         self.group_kv_tokens = kv_tokens // num_groups
         self._sizer = sizer or BatchSizer(mean_input=0.0)
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
         self._reserved = [0] * num_groups
         self._group_of: dict[int, int] = {}
+        self._changes: deque[RraChange] = deque()  # to come
         self._phase = 0
         self._iteration = 0  # 0: the encode round of this phase
         self._group = 0
@@ -54,6 +71,23 @@ class RraRule:
     @property
     def reserved_tokens(self) -> int:
         return sum(self._reserved)
+
+    @property
+    def next_phase(self) -> int:
+        """The first phase that a change can still be made for."""
+        return self._phase + 1
+
+    def change(self, change: RraChange) -> None:
+        """From the beginning of `change.phase` on. Queries that are active stay, also where they
+        are more than the new limits allow: admission then waits. The KV budget must hold any query
+        that waits. In the order of phases."""
+        after = self._changes[-1].phase if self._changes else self._phase
+        assert change.phase > self._phase and change.phase >= after, f"{change = } {self._phase = }"
+        assert change.group_max_active <= self.group_max_active, f"{change = }"
+        assert change.encode_batch >= 1 and change.decode_iterations >= 1, f"{change = }"
+        most = max((reserve for _, reserve, _ in self._waiting), default=0)
+        assert most <= change.group_kv_tokens, f"{change = } {most = }"
+        self._changes.append(change)
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:
@@ -92,7 +126,7 @@ class RraRule:
         return StepKind.ENCODE if self._iteration == 0 else StepKind.DECODE
 
     def _admit(self, group: int) -> tuple[int, ...]:
-        room, quota = self.group_max_active - len(self._active[group]), self.quota(
+        room, quota = self._most_active - len(self._active[group]), self.quota(
             group, self._phase)
         first = islice(self._waiting, self._sizer.most(quota))
         wanted = self._sizer.count([tokens for _, _, tokens in first], quota) if quota else 0
@@ -118,21 +152,45 @@ class RraRule:
 
     def _start_next_phase(self) -> None:
         self._phase, self._iteration, self._group = self._phase + 1, 0, 0
+        while self._changes and self._changes[0].phase <= self._phase:
+            change = self._changes.popleft()
+            self.encode_batch, self.decode_iterations = (change.encode_batch,
+                                                         change.decode_iterations)
+            self._most_active = change.group_max_active
+            self.group_kv_tokens = change.group_kv_tokens
 
 
-def rra_rule(estimate: Estimate) -> RraRule:
-    """The rule that executes `estimate`.
-
-    A group's active queries are a sum of independent presences, so their variance is at most their
-    mean: three deviations above it are room for a steady state's spread, and none for drift. Every
-    group can always take one phase's new queries.
-    """
+def rra_rule(estimate: Estimate, *, slots: int = 0) -> RraRule:
+    """The rule that executes `estimate`. `slots`: see RraRule."""
     groups = estimate.decode_micro_batches
-    sizer = BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
-    mean = estimate.decode_batch / groups
-    new = sizer.most(math.ceil(estimate.encode_batch / groups))
     return RraRule(
         encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
-        num_groups=groups, max_active=groups * (math.ceil(mean + 3 * math.sqrt(mean)) + new),
-        kv_tokens=estimate.kv_tokens, sizer=sizer,
+        num_groups=groups, max_active=groups * most_active(estimate),
+        kv_tokens=estimate.kv_tokens, sizer=_sizer(estimate), slots=slots,
     )
+
+
+def rra_change(estimate: Estimate, *, phase: int, slots: int) -> RraChange:
+    """What turns a rule of the same groups, with `slots`, into that of `estimate`."""
+    return RraChange(
+        phase=phase, encode_batch=estimate.encode_batch,
+        decode_iterations=estimate.decode_iterations,
+        group_max_active=min(most_active(estimate), slots),
+        group_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+
+
+def most_active(estimate: Estimate) -> int:
+    """Most queries of a group.
+
+    They are a sum of independent presences, so their variance is at most their mean: three
+    deviations above it are room for a steady state's spread, and none for drift. Every group can
+    always take one phase's new queries.
+    """
+    groups = estimate.decode_micro_batches
+    mean = estimate.decode_batch / groups
+    new = _sizer(estimate).most(math.ceil(estimate.encode_batch / groups))
+    return math.ceil(mean + 3 * math.sqrt(mean)) + new
+
+
+def _sizer(estimate: Estimate) -> BatchSizer:
+    return BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)

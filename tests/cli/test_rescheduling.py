@@ -1,0 +1,269 @@
+"""What the launcher makes of the output lengths it sees: when it plans anew, what it hands to the
+run, and what it says. No ranks: a replay stands for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xgpt.cli.execution import _plan
+from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
+from xgpt.cli.session import Session, executable, find, open_session, timing_of
+from xgpt.job_file import load_job
+from xgpt.schedule import Estimate, Schedule, with_estimate
+from xrunner.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.checkpoint.source import ModelFiles
+from xrunner.rules.rra import most_active
+
+PLANNED_MEAN = 30.0
+
+
+def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", bound: str = "6",
+               schedule: str = "policy: rra", count: int = 3000, request: str = "",
+               run: str = "") -> Session:
+    lines = [f'{{"id": "q{i}", "tokens": {[7] * (20 + i % 40)}{request}}}' for i in range(count)]
+    (folder / "requests.jsonl").write_text("\n".join(lines))
+    path = folder / "job.yaml"
+    path.write_text(f"model: opt-13b\ncluster: a40-4\n"
+                    f"workload: {{requests: requests.jsonl, output_tokens: {outputs}, "
+                    f"max_tokens: 200}}\nconstraint: {{latency_s: {bound}}}\n"
+                    f"schedule: {{{schedule}}}\nrun: {{{run}}}\noutput: out\n")
+    (folder / "out").mkdir(exist_ok=True)
+    session = executable(open_session(path, (), fetch=False))
+    inputs = np.array([len(r.tokens or ()) for r in session.requests])
+    return replace(session, input_lengths=inputs)  # as a run has them, which fetches the model
+
+
+def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60,
+                iterations: int = 10, phases: int = 16, first: int = 0) -> None:
+    """As the head would, after so many phases of these outputs."""
+    finished, active = [], []
+    for index in range(min(per_phase * phases, len(lengths))):
+        age = (phases - index // per_phase) * iterations
+        is_done = lengths[index] <= age
+        (finished if is_done else active).append(
+            (first + index, 20 + index % 40, int(min(lengths[index], age))))
+    (session.job.output / OBSERVED_FILE).write_text(json.dumps(
+        {"finished": finished, "active": active}))
+
+
+def follow(session: Session, schedule: Schedule, **changes: Any) -> Rescheduler:
+    made = rescheduler_of(session, timing_of(session), schedule)
+    assert made is not None
+    made._waits = True
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def outputs_of(mean: float, std: float = 15.0, count: int = 3000, seed: int = 1) -> list[int]:
+    drawn = np.random.default_rng(seed).normal(mean, std, count)
+    return np.clip(np.rint(drawn), 1, 200).astype(int).tolist()
+
+
+def latency_s(session: Session, schedule: Schedule, lengths: Sequence[int]) -> float:
+    """Of the bound's quantile, in a replay of the lengths there really are."""
+    from xsimulator.replay.job import replay_job
+
+    own = np.array(lengths)
+    inputs = np.resize(session.input_lengths, len(own))  # type: ignore[arg-type]
+    result = replay_job(session.problem, timing_of(session), schedule.estimate, inputs=inputs,
+                        outputs=own, max_outputs=200)
+    long = own >= np.quantile(own, 0.985)
+    return float(np.median(result.latency_s[long & (np.arange(len(own)) > 500)]))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Schedule]:
+    session = session_of(tmp_path_factory.mktemp("job"))
+    return session, find(session, timing_of(session))
+
+
+def test_as_planned_nothing_happens(planned: tuple[Session, Schedule]) -> None:
+    session, schedule = planned
+    own = follow(session, schedule)
+    assert own.update() is False, "the run has written nothing yet"
+    for phases in (2, 6, 12, 20):
+        write_state(session, session.problem.lengths.outputs.sample(
+            3000, np.random.default_rng(phases)).tolist(), phases=phases)
+        assert own.update() is False
+    assert not own.decisions and load_adjustment(session.job.output) is None
+
+
+@pytest.mark.parametrize("mean", [45.0, 18.0])
+def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
+        planned: tuple[Session, Schedule], mean: float) -> None:
+    session, schedule = planned
+    (session.job.output / "adjust.json").unlink(missing_ok=True)
+    lengths = outputs_of(mean)
+    own = follow(session, schedule)
+    write_state(session, lengths, phases=3)
+    assert own.update() is False, "too few are done"
+    write_state(session, lengths)
+    assert own.update() is True
+    (found,) = own.decisions
+    assert found.record["choice"] == "adjust" and found.schedule is not None
+    assert found.record["cause"] == "drift"
+    assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
+    before, after = schedule.estimate, found.schedule.estimate
+    assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
+    assert f"encode_batch {before.encode_batch} -> {after.encode_batch}" in found.sentence
+    assert (after.stages, after.decode_micro_batches) == (before.stages,
+                                                          before.decode_micro_batches)
+    limit_s = session.problem.constraint.latency_s
+    assert latency_s(session, found.schedule, lengths) <= 1.02 * limit_s
+    if mean > PLANNED_MEAN:
+        assert latency_s(session, schedule, lengths) > 1.02 * limit_s, "else why change"
+    else:
+        assert found.record["throughput_qps"]["after"] > 1.02 * (
+            found.record["throughput_qps"]["before"])
+    told = load_adjustment(session.job.output)
+    assert told is not None and told.revision == 1
+    assert (told.encode_batch, told.decode_iterations) == (after.encode_batch,
+                                                           after.decode_iterations)
+    assert told.group_max_active <= own.slots
+    assert told.group_kv_tokens >= own._longest
+    assert own.update() is False, "once"
+    write_state(session, outputs_of(mean, seed=2), first=960)
+    assert own.update() is False, "and not again while lengths stay what they have become"
+
+
+def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_path: Path) -> None:
+    session = session_of(tmp_path, outputs="observe", bound="12")
+    schedule = find(session, timing_of(session))
+    assert session.problem.lengths.outputs.mean == 200, "each at its cap"
+    own = follow(session, schedule)
+    lengths = outputs_of(30)
+    write_state(session, lengths, phases=6)
+    assert own.update() is False, "done are only the short ones, and few"
+    write_state(session, lengths)
+    assert own.update() is True
+    (found,) = own.decisions
+    assert found.schedule is not None and found.record["cause"] == "observe"
+    settled, start = found.schedule.estimate, schedule.estimate
+    assert settled.throughput_qps > 2 * found.record["throughput_qps"]["before"]
+    assert settled.encode_batch > start.encode_batch
+    assert most_active(start) < own.slots
+    write_state(session, outputs_of(30, seed=3), first=960)
+    assert own.update() is False
+    write_state(session, outputs_of(48, seed=4), first=960)
+    assert own.update() is True and own.decisions[1].record["cause"] == "drift"
+    assert own.decisions[1].record["mean_output_tokens"]["planned"] == pytest.approx(30, rel=0.06)
+    told = load_adjustment(session.job.output)
+    assert told is not None and told.revision == 2
+    rows = decisions_with_phases(own.decisions, [{"revision": 2, "phase": 31, "elapsed_s": 9.5}])
+    assert [row["phase"] for row in rows] == [None, 31]
+
+
+def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[Session, Schedule]) -> None:
+    session, schedule = planned
+    own = follow(session, schedule, _num_queries=1000)
+    write_state(session, outputs_of(45))  # 960 of them admitted
+    assert own.update() is False and not own.decisions
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failing_plan_leaves_the_run_alone(planned: tuple[Session, Schedule],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    session, schedule = planned
+    own = follow(session, schedule)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the plan")
+
+    monkeypatch.setattr("xgpt.cli.rescheduling.revise", fail)
+    write_state(session, outputs_of(45))
+    assert own.update() is False and own.update() is False
+    assert not own.decisions and own._is_over
+
+
+def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
+    session = session_of(tmp_path, schedule="policy: waa-c")
+    schedule = find(session, timing_of(session))
+    own = follow(session, schedule)
+    assert own.slots == 0
+    lengths = outputs_of(60)
+    finished = [(i, 20 + i % 40, n) for i, n in enumerate(lengths[:400])]
+    (session.job.output / OBSERVED_FILE).write_text(json.dumps(
+        {"finished": finished, "active": []}))
+    assert own.update() is True
+    (found,) = own.decisions
+    assert found.schedule is None and load_adjustment(session.job.output) is None
+    assert found.record["choice"] == "redeploy" and found.record["to"]
+    assert "Ctrl-C" in found.sentence and "drifted" in found.sentence
+    assert found.record["throughput_qps"]["after"] > 0
+    assert own._running is schedule
+
+
+@pytest.mark.parametrize(("given", "is_followed"), [
+    ({}, True), ({"run": "reschedule: off"}, False), ({"run": "reschedule: 20%"}, True),
+    ({"count": 50}, False), ({"outputs": "observe"}, True),
+    ({"outputs": "from_requests", "request": ', "forced_tokens": 9'}, False),
+    ({"schedule": "encode_batch: 8, decode_iterations: 4"}, False),
+    ({"schedule": "encode_batch: 8"}, True)])
+def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bool,
+                          planned: tuple[Session, Schedule]) -> None:
+    session = session_of(tmp_path, **given)
+    found = rescheduler_of(session, timing_of(session), planned[1])
+    assert (found is not None) == is_followed
+    if "20%" in str(given):
+        assert found is not None and found._threshold == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", 0.1), ("reschedule: auto", 0.1), ("reschedule: on", 0.1), ("reschedule: off", None),
+    ("reschedule: false", None), ("reschedule: 0.25", 0.25), ("reschedule: 5%", 0.05),
+    ("reschedule: 1", 1.0)])
+def test_the_key(tmp_path: Path, text: str, expected: float | None) -> None:
+    assert session_of(tmp_path, run=text).job.run.reschedule == expected
+
+
+@pytest.mark.parametrize("text", ["never", "0", "-1", "{}"])
+def test_the_key_refuses(tmp_path: Path, text: str) -> None:
+    from xgpt.errors import InputError
+
+    session_of(tmp_path)
+    with pytest.raises(InputError, match="run.reschedule"):
+        load_job(tmp_path / "job.yaml", (f"run.reschedule={text}",))
+
+
+def test_slots_leave_room_for_changes_within_memory_and_job(
+        planned: tuple[Session, Schedule]) -> None:
+    session, schedule = planned
+    problem, estimate = session.problem, schedule.estimate
+
+    def slots(estimate: Estimate, longest: int = 300, headroom: float = 2.0) -> int:
+        return slots_for(estimate, problem, longest, headroom)
+
+    roomy = with_estimate(schedule, memory_capacity_bytes=10**15).estimate
+    assert slots(roomy) == math.ceil(2 * most_active(estimate))
+    assert slots(roomy, headroom=1e6) == math.ceil(3000 / estimate.decode_micro_batches)
+    tight = with_estimate(schedule, memory_capacity_bytes=max(estimate.memory_bytes)).estimate
+    assert slots(tight, longest=10**6) == most_active(estimate), "never fewer than planned"
+    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.stages)
+    middle = with_estimate(schedule, memory_capacity_bytes=10**12).estimate
+    found = slots(middle, headroom=1e6, longest=2000)
+    held = found * estimate.decode_micro_batches * 2000 * per_token
+    others = max(estimate.memory_bytes) - estimate.kv_tokens * per_token
+    assert found > most_active(estimate) and held <= 10**12 - 0.99 * others
+
+
+def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[Session, Schedule]) -> None:
+    """Other KV budgets change no answer, as long as all requests fit: a re-deployment needs it."""
+    session, schedule = planned
+    spec = session.problem.model
+    session = replace(session, files=ModelFiles(
+        directory=Path("/model"), spec=spec, served_by="test"))
+    kv_tokens = schedule.estimate.kv_tokens
+    prints = {_plan(session, with_estimate(schedule, kv_tokens=tokens)).fingerprint
+              for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
+    assert len(prints) == 1
+    groups = schedule.estimate.decode_micro_batches
+    assert _plan(session, with_estimate(schedule, kv_tokens=100 * groups)).fingerprint not in prints

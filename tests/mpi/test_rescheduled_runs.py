@@ -1,0 +1,122 @@
+"""Real ranks whose output lengths are not those planned for: the schedule changes while they run,
+and not one token does."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
+import toys  # noqa: E402
+from job_folder import XGPT, read_lines, write_job  # noqa: E402
+
+from xgpt.job_file import load_job  # noqa: E402
+from xgpt.problem import Problem, resolve  # noqa: E402
+from xgpt.schedule import Estimate, Schedule, load_schedule, save_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.plan import load_plan  # noqa: E402
+from xrunner.rules.rra import RraChange, rra_rule  # noqa: E402
+from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
+from xsimulator.replay.job import replay_job  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+KINDS, COUNT = 20, 900  # so many different queries, repeated
+
+
+def queries_of(seed: int) -> list[Any]:
+    """Of 24 to 39 tokens, where the job plans with 15."""
+    made = toys.random_queries(KINDS, seed=seed, longest=6)
+    return [toys.PreparedQuery(index=i, id=f"q{i}", input_ids=made[i % KINDS].input_ids,
+                               max_new_tokens=20 + i % KINDS, is_forced=True)
+            for i in range(COUNT)]
+
+
+def call(*arguments: str, cache: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*XGPT, *arguments], capture_output=True, text=True, env=cache,
+                          timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def slow_schedule(problem: Problem, path: Path) -> Path:
+    """One that leaves time for a plan, and much to gain."""
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=3, decode_iterations=6))
+    save_schedule(Schedule(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), path)
+    return path
+
+
+@pytest.mark.parametrize("outputs", [
+    "{mean: 15, std: 8, max: 40}", pytest.param("observe", marks=pytest.mark.slow)])
+def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: str,
+                                                      cache: dict[str, str]) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("llama", directory)
+    queries = queries_of(seed=8)
+    # what they may write, and not what they will, is what `observe` goes by
+    key = "forced_tokens" if outputs != "observe" else "max_tokens"
+    requests = [{"id": q.id, "tokens": list(q.input_ids), key: q.max_new_tokens} for q in queries]
+    job = write_job(tmp_path, directory, requests, schedule="policy: rra", ranks=2)
+    own = ("--set", f"workload.output_tokens={outputs}")
+    call("profile", str(job), "--budget", "1s", *own, cache=cache)
+    problem = resolve(load_job(job, own[1:]))
+    given = slow_schedule(problem, tmp_path / "given.json")
+    done = call("run", str(job), "--schedule", str(given), *own, "--json", cache=cache)
+    metrics = json.loads(done.stdout)
+    first = metrics["rescheduling"][0]
+    assert first["choice"] == "adjust" and first["phase"] > 0, metrics["rescheduling"]
+    assert first["sentence"] in done.stderr
+    assert first["cause"] == ("observe" if outputs == "observe" else "drift")
+    assert first["to"] != first["from"]
+    answers = {k: toys.generate(reference, queries[k]) for k in range(KINDS)} if (
+        outputs != "observe") else {k: unforced(reference, queries[k]) for k in range(KINDS)}
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries]
+    assert all(r["output_ids"] == answers[r["index"] % KINDS] for r in results)
+    mean = np.mean([r["output_tokens"] for r in results])
+    assert first["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.1)
+    check_steps(problem, out, queries, results)
+    assert "Changes while it ran" in (out / "report.html").read_text()
+
+
+def unforced(reference: Any, query: Any) -> list[int]:
+    from dataclasses import replace
+
+    return toys.generate(reference, replace(query, is_forced=False))
+
+
+def check_steps(problem: Problem, out: Path, queries: list[Any],
+                results: list[dict[str, Any]]) -> None:
+    """A replay that is told of the changes takes the run's steps, its phases of their lengths."""
+    estimate: Estimate = load_schedule(out / "schedule.json").estimate
+    taken = json.loads((out / "measured.json").read_text())["changes"]
+    rule = rra_rule(estimate, slots=load_plan(out / "run.json").slots)
+    for change in taken:
+        rule.change(RraChange(**{k: v for k, v in change.items()
+                                 if k not in ("revision", "elapsed_s")}))
+    pool = replay_job(
+        problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
+        inputs=np.array([len(q.input_ids) for q in queries]),
+        outputs=np.array([r["output_tokens"] for r in results]), rules=[rule],
+        max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+    expected = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
+                for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded,
+                                                  strict=True)]
+    steps = read_lines(out / "steps.jsonl")
+    for stage in estimate.stages:
+        assert [(r["kind"], r["group"], r["phase"], r["iteration"], r["queries"])
+                for r in steps if r["stage"] == stage.index] == expected
+    begin = taken[0]["phase"]
+    last = {phase: max(s[3] for s in expected if s[2] == phase) for phase in (begin - 1, begin)}
+    assert last == {begin - 1: estimate.decode_iterations, begin: taken[0]["decode_iterations"]}

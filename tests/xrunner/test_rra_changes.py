@@ -1,0 +1,187 @@
+"""RRA's variables change between phases: nothing is lost, no limit broken, and a replay that is
+told of the changes takes the run's steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_replay_equality import problem_of, replayed_steps, run_steps
+from test_rra_rule import drive
+from toys import Collector, generate, random_queries, run_in_process
+
+from xprofiler.roofline import Roofline
+from xrunner.adjustments import Adjustment, Steering, read_observed
+from xrunner.query import FinishedQuery
+from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
+from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.replay.job import replay_job
+
+
+def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
+    """phase -> (queries encoded, decode iterations)"""
+    found: dict[int, tuple[int, int]] = {}
+    for step in steps:
+        joined, last = found.get(step.phase, (0, 0))
+        found[step.phase] = joined + len(step.joined), max(last, step.iteration)
+    return found
+
+
+def test_a_change_holds_from_its_phase_on() -> None:
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40,
+                   kv_tokens=4000, slots=30)
+    for query in range(40):
+        assert rule.submit(query, 10)
+    rule.change(RraChange(phase=3, encode_batch=6, decode_iterations=5, group_max_active=30,
+                          group_kv_tokens=2000))
+    rule.change(RraChange(phase=5, encode_batch=2, decode_iterations=1, group_max_active=10,
+                          group_kv_tokens=1000))
+    phases = phases_of(drive(rule, dict.fromkeys(range(40), 9)))
+    assert [phases[p] for p in range(8)] == [(4, 2), (4, 2), (4, 2), (6, 5), (6, 5), (2, 1),
+                                             (2, 1), (2, 1)]
+    with pytest.raises(AssertionError):
+        rule.change(RraChange(phase=1, encode_batch=1, decode_iterations=1, group_max_active=1,
+                              group_kv_tokens=1000))
+
+
+@st.composite
+def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[RraChange]:
+    phases = sorted(draw(st.lists(st.integers(1, 12), max_size=4, unique=True)))
+    return [RraChange(phase=phase, encode_batch=draw(st.integers(1, 12)),
+                      decode_iterations=draw(st.integers(1, 9)),
+                      group_max_active=draw(st.integers(1, slots)),
+                      group_kv_tokens=draw(st.integers(20, capacity))) for phase in phases]
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data(), num_groups=st.integers(1, 3), encode_batch=st.integers(1, 9),
+       iterations=st.integers(1, 7),
+       outputs=st.lists(st.integers(1, 20), min_size=1, max_size=50))
+def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
+        data: st.DataObject, num_groups: int, encode_batch: int, iterations: int,
+        outputs: list[int]) -> None:
+    slots = 10
+    rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
+                   max_active=5 * num_groups, kv_tokens=60 * num_groups, slots=slots)
+    for query, reserve in enumerate(outputs):
+        assert rule.submit(query, reserve)
+    for change in data.draw(changes(90, slots)):
+        rule.change(change)
+    decide = rule.decide
+
+    def watched() -> Any:
+        before = [sum(group.values()) for group in rule._active]
+        step = decide()
+        if step is not None and step.joined:
+            group = rule._active[step.group]
+            assert len(group) <= rule._most_active <= slots
+            assert before[step.group] < sum(group.values()) <= rule.group_kv_tokens
+        return step
+
+    rule.decide = watched  # type: ignore[method-assign]
+    steps = drive(rule, dict(enumerate(outputs)))
+    order = [query for step in steps for query in step.joined]
+    assert order == sorted(order) and Counter(order) == Counter(range(len(outputs)))
+    assert rule.num_active == rule.num_waiting == rule.reserved_tokens == 0
+
+
+class Changing(Collector):
+    """A sink that hands the rule one estimate after the other, once so many queries are done."""
+
+    def __init__(self, rule: RraRule, estimates: dict[int, Any]) -> None:
+        super().__init__()
+        self._rule, self._estimates = rule, estimates
+        self.taken: list[RraChange] = []
+
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
+        done = [count for count in self._estimates if len(self.results) >= count]
+        for count in done:
+            change = rra_change(self._estimates.pop(count), phase=self._rule.next_phase,
+                                slots=self._rule.group_max_active)
+            self._rule.change(change)
+            self.taken.append(change)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
+        made: Any, family: str, stages: int) -> None:
+    directory, model = made(family)
+    queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
+               for q in random_queries(30, seed=12, longest=40)]
+    expected = [generate(model, q) for q in queries]
+    inputs, outputs = (np.array([len(x) for x in part]) for part in (
+        [q.input_ids for q in queries], expected))
+    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), stages)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    policy = Rra(problem, timing)
+    begin, later, last = (replace(policy.estimate(RraConfig(
+        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=2)), kv_tokens=kv)
+        for batch, iterations, kv in ((2, 9, 400), (9, 3, 900), (4, 6, 300)))
+    rule = rra_rule(begin, slots=20)
+    sink = Changing(rule, {5: later, 18: last})
+    _, executors = run_in_process(directory, queries, stages=begin.stages, rule=rule, sink=sink)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == dict(enumerate(expected))
+    assert len(sink.taken) == 2
+    again = rra_rule(begin, slots=20)
+    for change in sink.taken:
+        again.change(change)
+    result = replay_job(problem, timing, begin, inputs=inputs, outputs=outputs, rules=[again],
+                        max_outputs=[q.max_new_tokens for q in queries])
+    steps = replayed_steps(result.pools[0])
+    assert all(run_steps(executor) == steps for executor in executors)
+    lengths = {step[2]: step[3] for step in steps}
+    assert {lengths[p] for p in range(sink.taken[0].phase)} == {9}
+    assert 3 in lengths.values() and 6 in lengths.values()
+
+
+def result(index: int, tokens: int) -> FinishedQuery:
+    (query,) = random_queries(1, longest=2)
+    return FinishedQuery(query=replace(query, index=index, input_ids=(7, 8)), text="",
+                         output_ids=(9,) * tokens, finish_reason="stop", encode_start_s=0.0,
+                         latency_s=1.0)
+
+
+def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path: Path) -> None:
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900,
+                   slots=12)
+    rule.submit(9, 50)
+    steering = Steering(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
+    steering.finished(result(0, 4))
+    steering.finished(result(1, 2))
+    steering.look(0.1)
+    assert read_observed(tmp_path) is None, "not yet"
+    steering.look(1.0)
+    state = read_observed(tmp_path)
+    assert state is not None and state.finished == {0: (2, 4), 1: (2, 2)}
+    assert state.active == {2: (5, 3), 3: (6, 1)}
+    assert not steering.taken
+    Adjustment(revision=1, encode_batch=6, decode_iterations=3, group_max_active=12,
+               group_kv_tokens=800).save(tmp_path)
+    for at_s in (2.0, 3.0, 4.0):
+        steering.look(at_s)
+    assert steering.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
+                               "decode_iterations": 3, "group_max_active": 12,
+                               "group_kv_tokens": 800}]
+    assert json.loads(json.dumps(steering.taken)) == steering.taken
+
+
+def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
+    steering = Steering(tmp_path, first_query=10)
+    for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):
+        steering.look(math.inf)
+        steering._last_s = -math.inf
+        state = read_observed(tmp_path)
+        assert state is not None and not state.finished and not state.active
+        steering.finished(result(index, tokens))
+    steering.look(1.0)
+    state = read_observed(tmp_path)
+    assert state is not None and state.finished == {10: (2, 30), 11: (2, 3), 12: (2, 5)}
