@@ -34,12 +34,14 @@ class RunPlan:
     ignore_eos: bool
     threads_per_rank: int
     query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
+    shuffle_window: int = 1  # queries that are taken in random order among themselves
 
     @property
     def fingerprint(self) -> str:
         """Of what decides the answers: a stopped run goes on only if this is unchanged."""
         decisive = {k: str(v) for k, v in asdict(self).items()
-                    if k not in ("name", "output", "served_by", "threads_per_rank")}
+                    if k not in ("name", "output", "served_by", "threads_per_rank",
+                                 "shuffle_window")}
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         digest.update(self.requests.read_bytes())
         return digest.hexdigest()[:16]

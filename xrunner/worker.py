@@ -37,6 +37,7 @@ from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.route import Route, pools, routes
+from xrunner.rules.order import run_order
 from xrunner.rules.registry import EXECUTED
 from xrunner.rules.rra import rra_rule
 from xrunner.rules.waa import waa_rules
@@ -156,7 +157,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
                             done_before=done_before)
     sink = RunSink(plan.output, writer, progress)
     head = _first_head(schedule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
-    for query in queries[done_before:]:
+    for place in run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before):
+        query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
     head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))

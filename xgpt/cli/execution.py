@@ -29,6 +29,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+from xrunner.rules.order import window_of
 
 STOP_FILE = "stop"
 
@@ -98,7 +99,8 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches)
+        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches,
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch))
 
 
 def _write_synthetic(session: Session) -> Path:
@@ -191,4 +193,5 @@ def _job(session: Session) -> dict[str, Any]:
     job = session.job
     return {"name": job.name, "model": job.model, "cluster": job.cluster,
             "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}

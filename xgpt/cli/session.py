@@ -18,7 +18,7 @@ from xgpt.job import Job
 from xgpt.job_file import LOCAL_CLUSTER, load_job
 from xgpt.lengths import IntArray
 from xgpt.problem import Problem, resolve
-from xgpt.schedule import Schedule, with_estimate
+from xgpt.schedule import Estimate, Schedule, with_estimate
 from xgpt.units import DTYPE_BYTES
 from xgpt.workload import Request, RequestError, read_requests
 from xprofiler.match import match
@@ -29,6 +29,7 @@ from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
+from xrunner.rules.order import run_order, window_of
 
 if TYPE_CHECKING:
     from xsimulator.replay.predict import JobPrediction
@@ -188,10 +189,17 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     runs &= session.input_lengths <= (estimate.encode_kv_tokens or np.inf)
     if not runs.any():
         return None
-    inputs = session.input_lengths[runs]
+    order = np.flatnonzero(runs)[in_run_order(session, estimate, int(runs.sum()))]
+    inputs = session.input_lengths[order]
     return predict_job(problem, timing, estimate, len(inputs), rng, inputs=inputs,
-                       max_outputs=(reserves[runs] - inputs).tolist(),
+                       max_outputs=(reserves[order] - inputs).tolist(),
                        padded=timing.is_padded)
+
+
+def in_run_order(session: Session, estimate: Estimate, count: int) -> list[int]:
+    """Places of `count` queries in the order in which a run takes them up."""
+    window = window_of(session.problem.adjustment.shuffle, estimate.encode_batch)
+    return run_order(count, window, session.job.run.seed)
 
 
 def _is_unknown_shape(job: Job) -> bool:

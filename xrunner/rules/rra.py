@@ -2,8 +2,9 @@
 `decode_iterations` times, repeat; the decode batch is split into `num_groups` micro-batches.
 
 Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active queries.
-Admission is open-loop (B_E queries a phase), which keeps the steady state of design.md
-section 3.2 exactly; `max_active` and the KV budget only cut off excursions above the plan.
+B_E queries join a phase; a group whose decode batch has left its mean by more than the workload
+adjustment's threshold takes more or fewer (paper section 5.2), by no more than that adjustment lets
+an encode batch's tokens vary anyway. `max_active` and the KV budget cut off what is far above.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ class RraRule:
     compacts = True
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
-                 max_active: int, kv_tokens: int, sizer: BatchSizer | None = None) -> None:
+                 max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
+                 steered_to: float = 0.0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
-        `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries)."""
+        `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries).
+        `steered_to`: queries still active when a phase begins, to which they are led back (0: they
+        are left as they come)."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.encode_batch = encode_batch
         self.decode_iterations = decode_iterations
         self.num_groups = num_groups
+        self.steered_to = steered_to
         self.group_max_active = max(math.ceil(max_active / num_groups), 1)
         self.group_kv_tokens = kv_tokens // num_groups
         self._sizer = sizer or BatchSizer(mean_input=0.0)
@@ -95,7 +100,8 @@ class RraRule:
         room, quota = self.group_max_active - len(self._active[group]), self.quota(
             group, self._phase)
         first = islice(self._waiting, self._sizer.most(quota))
-        wanted = self._sizer.count([tokens for _, _, tokens in first], quota) if quota else 0
+        wanted = self._sizer.count([tokens for _, _, tokens in first], quota,
+                                   self._lean(group)) if quota else 0
         joined = []
         for _ in range(min(wanted, room)):
             query, reserve, _ = self._waiting[0]
@@ -107,6 +113,14 @@ class RraRule:
             self._group_of[query] = group
             joined.append(query)
         return tuple(joined)
+
+    def _lean(self, group: int) -> int:
+        """Queries more, or fewer, that would bring the group's decode batch back to its mean."""
+        if not self.steered_to or len(self._waiting) < self.encode_batch:
+            return 0  # of a job's last queries every group gets its even share
+        carried = self.steered_to / self.num_groups
+        return self._sizer.lean(len(self._active[group]) - carried,
+                                carried + self.encode_batch / self.num_groups)
 
     def _advance(self) -> None:
         self._group += 1
@@ -134,5 +148,5 @@ def rra_rule(estimate: Estimate) -> RraRule:
     return RraRule(
         encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
         num_groups=groups, max_active=groups * (math.ceil(mean + 3 * math.sqrt(mean)) + new),
-        kv_tokens=estimate.kv_tokens, sizer=sizer,
+        kv_tokens=estimate.kv_tokens, sizer=sizer, steered_to=estimate.steered_to,
     )
