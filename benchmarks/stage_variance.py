@@ -1,7 +1,7 @@
 """How far the times of encode and decode steps scatter, with and without workload adjustment: the
 paper's Table 7.
 
-    python benchmarks/stage_variance.py [--queries 480] [--no-run] [--out benchmarks/results]
+    python benchmarks/stage_variance.py [--queries 360] [--no-run] [--out benchmarks/results]
 
 Measured: SmolLM2 on two ranks of this machine, synthetic queries of exact lengths, fixed schedules;
 the times are those of steps.jsonl. (The machine must be otherwise idle. Without a profile in the
@@ -54,13 +54,13 @@ model: smollm2-135m
 cluster: local
 workload:
   requests: {{count: {queries}}}
-  input_tokens: {{mean: 96, std: 64, max: 256}}
+  input_tokens: {{mean: 48, std: 32, max: 128}}
   output_tokens: {{mean: 16, std: 7, max: 32}}
 schedule: {{{schedule}}}
 run: {{ranks: 2, dtype: auto, threads_per_rank: 1, seed: 1}}
 output: out
 """
-RUNS = {"rra": "policy: rra, encode_batch: 24, decode_iterations: 5, tp_degree: 1, tp_gpus: 0",
+RUNS = {"rra": "policy: rra, encode_batch: 16, decode_iterations: 4, tp_degree: 1, tp_gpus: 0",
         "waa-c": "policy: waa-c, encode_batch: 8, decode_micro_batches: 2, tp_degree: 1, "
                  "tp_gpus: 0"}
 NONE, INPUTS, BOTH = "none", "inputs", "inputs and decode batch"
@@ -264,7 +264,7 @@ def table(title: str, rows: Iterator[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--queries", type=int, default=480)
+    parser.add_argument("--queries", type=int, default=360)
     parser.add_argument("--no-run", action="store_true", help="replay alone")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
