@@ -8,8 +8,8 @@ the times are those of steps.jsonl. (The machine must be otherwise idle. Without
 cache one is measured first.) Replayed: OPT-13B on four A40 by the roofline, the paper's tasks, the
 best schedule of each policy for BOUND_SHARE of the latency that its best has without a bound.
 
-Only steps of the steady state count: those begun between a tenth and nine tenths of the encode
-steps. A step's time is divided by the mean over its stage, so that uneven stages are not taken for
+Only steps of the steady state count: those begun after 35 % and before 90 % of the encode steps. A
+step's time is divided by the mean over its stage, so that uneven stages are not taken for
 uneven work; decode steps also by the mean at their iteration of a phase, since RRA's decode batch
 falls within a phase whatever is adjusted. `range`: from the 0.5th to the 99.5th percentile of these
 ratios, 99 % of the steps. Batches of fewer than four queries a group are not adjusted.
@@ -47,6 +47,7 @@ from xsimulator.replay.records import PoolRecords
 TASKS = ("S", "T", "G", "C1", "C2")
 MODEL, CLUSTER = "opt-13b", "a40-4"
 BOUND_SHARE = 0.9
+STEADY = (0.35, 0.9)
 ROUNDS, LEAST_QUERIES, MOST_QUERIES = 14, 3000, 12_000
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 JOB = """\
@@ -132,8 +133,8 @@ class Row:
 def row_of(name: str, setting: str, stages: Sequence[Steps], throughput_qps: float,
            latency_p99_s: float) -> Row:
     """Of all stages together."""
-    encodes = np.sort(np.concatenate([s.start_s[s.is_encode == 1] for s in stages]))
-    begin_s, end_s = encodes[len(encodes) // 10], encodes[-1 - len(encodes) // 10]
+    encodes = np.concatenate([s.start_s[s.is_encode == 1] for s in stages])
+    begin_s, end_s = np.quantile(encodes, STEADY)
     encoding = [s.steady(begin_s, end_s, is_encode=True) for s in stages]
     decoding = [s.steady(begin_s, end_s, is_encode=False) for s in stages]
     return Row(
