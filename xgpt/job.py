@@ -71,6 +71,17 @@ class FixedSchedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """How the workload is kept even while a job runs (paper section 5.2); None: as is usual.
+    `shuffle`: queries of a window that are taken in random order, or whether one of the usual size
+    is."""
+
+    share: float | None = None  # by which an encode batch's tokens may leave their mean; 0: as come
+    steers: bool | None = None  # whether encode batches lead the decode batch back to its mean
+    shuffle: bool | int = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """How to execute. `ranks` None: one per device of the cluster."""
 
@@ -104,3 +115,4 @@ class Job:
     output: Path
     source: Path
     profile: Path | None = None  # a Profile file to plan with
+    adjustment: Adjustment = Adjustment()

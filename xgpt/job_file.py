@@ -19,6 +19,7 @@ from xgpt.errors import InputError, Mistake, nearest
 from xgpt.inline_cluster import read_inline_cluster
 from xgpt.job import (
     RESCHEDULE,
+    Adjustment,
     Constraint,
     ConstraintKind,
     FixedSchedule,
@@ -48,6 +49,7 @@ CONTROLS = {
     "sarathi": ("max_active", "token_budget"),
 }
 POLICIES = tuple(CONTROLS)
+ADJUSTED = ("rra", "waa-c", "waa-m")  # have encode batches that are adjusted while a job runs
 MAX_COUNT = 10**8
 
 # no option of ssh or mpiexec, no list within a list
@@ -78,13 +80,15 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
 def _read_job(top: Section, path: Path) -> Job:
     folder = Path(os.path.abspath(path)).parent
+    schedule, adjustment = _read_schedule(top)
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
         model=_read_model(top, folder),
         cluster=_read_cluster(top),
         workload=_read_workload(top, folder),
         constraint=_read_constraint(top),
-        schedule=_read_schedule(top),
+        schedule=schedule,
+        adjustment=adjustment,
         run=_read_run(top),
         slurm=_read_slurm(top),
         output=_absolute(top.text("output", "out", "a folder"), folder),
@@ -276,13 +280,13 @@ def _memory(section: Section) -> int | None:
     return None if amount is None else int(amount)
 
 
-def _read_schedule(top: Section) -> FixedSchedule:
+def _read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     field = top.get("schedule")
     if field is None or field.value == "auto":
-        return FixedSchedule()
+        return FixedSchedule(), Adjustment()
     section = top.section("schedule", "auto, or a mapping of control variables")
     if section is None:
-        return FixedSchedule()
+        return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
         policy=section.choice("policy", None, POLICIES),
         encode_batch=section.integer("encode_batch", None, 1),
@@ -298,8 +302,27 @@ def _read_schedule(top: Section) -> FixedSchedule:
     if degree is not None and gpus is not None and gpus % degree:
         section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
     _check_controls(section, schedule)
+    adjustment = _read_adjustment(section, schedule.policy or "rra")
     section.finish()
-    return schedule
+    return schedule, adjustment
+
+
+def _read_adjustment(section: Section, policy: str) -> Adjustment:
+    steers = section.flag("steer", False) if section.has("steer") else None
+    share = section.amount("adjustment", None, parse_share, lambda x: 0 <= x < 1,
+                           "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for "
+                           "none")
+    for key in ("adjustment", "steer"):
+        if section.has(key) and policy not in ADJUSTED:
+            section.reject(key, f"of {', '.join(ADJUSTED)} alone")
+    if steers and share == 0:
+        section.reject("steer", "needs an adjustment above 0")
+    field = section.get("shuffle")
+    shuffle = field is not None and field.value
+    if isinstance(shuffle, bool) or (isinstance(shuffle, int) and shuffle >= 2):
+        return Adjustment(share=share, steers=steers, shuffle=shuffle)
+    section.reject_type("shuffle", "true, false, or the queries of a window, at least 2")
+    return Adjustment()
 
 
 def _check_controls(section: Section, schedule: FixedSchedule) -> None:

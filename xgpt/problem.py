@@ -17,7 +17,7 @@ from xgpt import catalog, local
 from xgpt.cluster import Cluster, Device
 from xgpt.errors import InputError, Mistake
 from xgpt.inline_cluster import build_cluster
-from xgpt.job import Constraint, FixedSchedule, Job
+from xgpt.job import Adjustment, Constraint, FixedSchedule, Job
 from xgpt.job_file import LOCAL_CLUSTER
 from xgpt.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.lengths import IntArray, JointLengths
@@ -43,6 +43,7 @@ class Problem:
     dtype: str  # never "auto"
     num_queries: int | None
     default_max_tokens: int  # cap on the output of a request that names none
+    adjustment: Adjustment = Adjustment()
 
     @property
     def fingerprint(self) -> str:
@@ -75,7 +76,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Requ
         model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
         fixed=job.schedule, dtype=resolve_dtype(job.run.dtype, cluster.device),
         num_queries=job.workload.count if requests is None else len(requests),
-        default_max_tokens=default_max_tokens(job, lengths),
+        default_max_tokens=default_max_tokens(job, lengths), adjustment=job.adjustment,
     )
 
 

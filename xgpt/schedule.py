@@ -79,6 +79,9 @@ class Estimate:
     encode_kv_tokens: int = 0  # WAA: KV entries in the encode pool at most
     adjustment: float = 0.0  # share by which an encode batch's tokens may leave their mean
     mean_input_tokens: float = 0.0  # what that mean is reckoned by
+    # active queries (RRA: when a phase begins; WAA: in the decode pool) that encode batches lead
+    # back to; 0: they do not
+    steered_to: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

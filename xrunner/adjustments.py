@@ -36,6 +36,7 @@ class Adjustment:
     decode_iterations: int
     group_max_active: int
     group_kv_tokens: int
+    steered_to: float = 0.0
 
     def save(self, output: Path) -> None:
         write_atomically(output / ADJUST_FILE, json.dumps(asdict(self)) + "\n")

@@ -37,13 +37,14 @@ class RunPlan:
     device_kind: Literal["cpu", "gpu"] = "cpu"  # what a rank works on
     is_watched: bool = False  # the launcher follows output lengths, and may change an RRA schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
+    shuffle_window: int = 1  # queries that are taken in random order among themselves
 
     @property
     def fingerprint(self) -> str:
         """Of what decides the answers: a stopped run goes on only if this is unchanged."""
         decisive = {k: str(v) for k, v in asdict(self).items()
                     if k not in ("name", "output", "served_by", "threads_per_rank", "device_kind",
-                                 "is_watched", "slots")}
+                                 "is_watched", "slots", "shuffle_window")}
         digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
         digest.update(self.requests.read_bytes())
         return digest.hexdigest()[:16]

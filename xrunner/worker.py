@@ -40,6 +40,7 @@ from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.route import Route, pools, routes
+from xrunner.rules.order import run_order
 from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.waa import waa_rules
@@ -176,7 +177,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     if plan.is_watched:
         sink.steering = Steering(plan.output, rule=rule, first_query=done_before,
                                  at_work=None if rule is None else head.lengths_so_far)
-    for query in queries[done_before:]:
+    for place in run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before):
+        query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
     head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xgpt.errors import EXIT_BAD_INPUT, InputError
-from xgpt.job import Constraint, FixedSchedule, Job, LengthSpec, RunSpec
+from xgpt.job import Adjustment, Constraint, FixedSchedule, Job, LengthSpec, RunSpec
 from xgpt.job_file import POLICIES, load_job
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
@@ -187,6 +187,8 @@ def test_the_three_required_keys_are_all_missed(folder: Path) -> None:
     ("run.top_p=1.1", "run.top_p"), ("run.ignore_eos=yes", "run.ignore_eos"),
     ("schedule=manual", "schedule"), ("schedule.policy=fifo", "schedule.policy"),
     ("schedule.encode_batch=0", "schedule.encode_batch"), ("schedule=[1]", "schedule"),
+    ("schedule.adjustment=1", "schedule.adjustment"), ("schedule.steer=2", "schedule.steer"),
+    ("schedule.shuffle=1", "schedule.shuffle"), ("schedule.shuffle=all", "schedule.shuffle"),
     ("slurm.nodes=0", "slurm.nodes"), ("slurm.time=2 h", "slurm.time"),
     ("slurm.mem=lots", "slurm.mem"), ("slurm.modules=[1]", "slurm.modules"),
     ("slurm.gpu=1", "slurm.gpu"), ("output=3", "output"), ("workload=5", "workload"),
@@ -214,6 +216,31 @@ def test_every_policy_is_known_by_name(folder: Path, policy: str) -> None:
     ("{policy: dsi, decode_micro_batches: 4, encode_micro_batches: 6}",
      "schedule.encode_micro_batches", "multiple of decode_micro_batches = 4")])
 def test_a_variable_of_another_policy_is_a_mistake(folder: Path, schedule: str, key: str,
+                                                   words: str) -> None:
+    (mistake,) = _mistakes(folder, MINIMAL, f"schedule={schedule}")
+    assert key in mistake and words in mistake
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [
+    ("auto", Adjustment()), ("{policy: waa-c, steer: true}", Adjustment(steers=True)),
+    ("{adjustment: 15%, steer: false, shuffle: true}",
+     Adjustment(share=0.15, steers=False, shuffle=True)),
+    ("{adjustment: 0, shuffle: 500}", Adjustment(share=0.0, shuffle=500)),
+    ("{policy: ft, shuffle: false}", Adjustment())])
+def test_the_workload_adjustment_fixes_nothing_of_the_schedule(
+        folder: Path, schedule: str, expected: Adjustment) -> None:
+    path = folder / "job.yaml"
+    path.write_text(MINIMAL)
+    job = load_job(path, [f"schedule={schedule}"])
+    assert job.adjustment == expected
+    assert job.schedule == FixedSchedule(policy=job.schedule.policy)
+
+
+@pytest.mark.parametrize(("schedule", "key", "words"), [
+    ("{policy: ft, adjustment: 5%}", "schedule.adjustment", "rra, waa-c, waa-m"),
+    ("{policy: vllm, steer: true}", "schedule.steer", "rra, waa-c, waa-m"),
+    ("{adjustment: 0, steer: true}", "schedule.steer", "above 0")])
+def test_an_adjustment_that_cannot_be_is_a_mistake(folder: Path, schedule: str, key: str,
                                                    words: str) -> None:
     (mistake,) = _mistakes(folder, MINIMAL, f"schedule={schedule}")
     assert key in mistake and words in mistake

@@ -9,9 +9,10 @@ from problems import problem_of, roofline_of
 from xgpt import catalog
 from xgpt.errors import InputError
 from xgpt.lengths import JointLengths, empirical
+from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator.handover import HandoverCost
 from xsimulator.plans import Plans
-from xsimulator.policies.waa import ADJUSTMENT, Waa, WaaConfig
+from xsimulator.policies.waa import Waa, WaaConfig
 from xsimulator.policies.waa_divisions import WaaC, WaaM
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.steady import steady_figures

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.cli.session import Session, runnable_lengths
+from xgpt.cli.session import Session, in_run_order, runnable_lengths
 from xgpt.errors import XgptError
 from xgpt.lengths import IntArray
 from xgpt.schedule import Schedule
@@ -51,10 +51,12 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
     try:
         recording = load_recording(output, estimate.stages)
         replayer = Replayer(session.problem, timing, estimate)
-        most = _most_outputs(session, schedule, recording)
-        own = replayer.run(recording.inputs, recording.outputs, max_outputs=most)
+        order = in_run_order(session, estimate, len(recording.inputs))
+        inputs, outputs = recording.inputs[order], recording.outputs[order]
+        most = _most_outputs(session, schedule, recording)[order]
+        own = replayer.run(inputs, outputs, max_outputs=most)
         clocks = recording.clocks()
-        timed = replayer.run(recording.inputs, recording.outputs, max_outputs=most, clocks=clocks)
+        timed = replayer.run(inputs, outputs, max_outputs=most, clocks=clocks)
     except XgptError:
         return None
     matched = sum(clock.num_matched for clock in clocks)

@@ -34,6 +34,7 @@ from xrunner.adjustments import ADJUST_FILE, OBSERVED_FILE
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+from xrunner.rules.order import window_of
 
 STOP_FILE = "stop"
 
@@ -119,6 +120,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
         query_kv_tokens=query_tokens,
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
         device_kind=session.problem.cluster.device.kind)
 
 
@@ -229,4 +231,5 @@ def _job(session: Session) -> dict[str, Any]:
     job = session.job
     return {"name": job.name, "model": job.model, "cluster": job.cluster,
             "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}

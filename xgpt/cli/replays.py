@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from xgpt.cli.session import Session
+from xgpt.cli.session import Session, in_run_order
 from xgpt.report import timeline
 from xgpt.report.canvas import Drawing
 from xgpt.schedule import Estimate
@@ -28,6 +28,8 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     problem = session.problem
     rng = np.random.default_rng(session.job.run.seed)
     inputs = session.input_lengths if num_queries is not None else None
+    if inputs is not None:
+        inputs = inputs[in_run_order(session, estimate, len(inputs))]
     present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
     count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
     own, outputs = sample_job(problem.lengths, count, rng, inputs)

@@ -110,7 +110,7 @@ class Rescheduler:
         return Adjustment(
             revision=self._revision, encode_batch=change.encode_batch,
             decode_iterations=change.decode_iterations, group_max_active=change.group_max_active,
-            group_kv_tokens=change.group_kv_tokens)
+            group_kv_tokens=change.group_kv_tokens, steered_to=change.steered_to)
 
     def _consider(self, state: ObservedState) -> None:
         finished, active = (_rows(part, self._since) for part in (state.finished, state.active))

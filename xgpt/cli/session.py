@@ -18,7 +18,7 @@ from xgpt.job_file import LOCAL_CLUSTER, load_job
 from xgpt.lengths import IntArray
 from xgpt.local import why_no_torch
 from xgpt.problem import Problem, known_model, resolve
-from xgpt.schedule import Schedule, with_estimate
+from xgpt.schedule import Estimate, Schedule, with_estimate
 from xgpt.units import DTYPE_BYTES
 from xgpt.workload import Request, RequestError, read_requests
 from xprofiler.match import match
@@ -30,6 +30,7 @@ from xprofiler.verdict import judge
 from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
+from xrunner.rules.order import run_order, window_of
 from xrunner.rules.paged import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -207,13 +208,14 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     inputs, most_outputs = known
     if not len(inputs):
         return None
-    return predict_job(problem, timing, schedule.estimate, len(inputs), rng, inputs=inputs,
-                       max_outputs=most_outputs.tolist(), padded=timing.is_padded)
+    order = in_run_order(session, schedule.estimate, len(inputs))
+    return predict_job(problem, timing, schedule.estimate, len(inputs), rng, inputs=inputs[order],
+                       max_outputs=most_outputs[order].tolist(), padded=timing.is_padded)
 
 
 def runnable_lengths(session: Session, schedule: Schedule) -> tuple[IntArray, IntArray] | None:
-    """Input tokens and most output tokens of each request that the schedule can run (the others
-    become error records, and take no time); None where lengths are not known."""
+    """Input tokens and most output tokens of each request that the schedule can run, in the input's
+    order (the others become error records, and take no time); None where lengths are not known."""
     reserves, inputs, estimate = reserve_tokens(session), session.input_lengths, schedule.estimate
     if reserves is None or inputs is None:
         return None
@@ -232,6 +234,12 @@ def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:
             allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
             f"tokenizer, and line {texts[0].line} of {job.workload.requests} is text")])
     return ModelFiles(directory=job.output / "model", spec=known_model(job), served_by=SERVED_BY)
+
+
+def in_run_order(session: Session, estimate: Estimate, count: int) -> list[int]:
+    """Places of `count` queries in the order in which a run takes them up."""
+    window = window_of(session.problem.adjustment.shuffle, estimate.encode_batch)
+    return run_order(count, window, session.job.run.seed)
 
 
 def _is_unknown_shape(job: Job) -> bool:

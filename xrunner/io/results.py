@@ -15,8 +15,8 @@ from xrunner.query import FinishedQuery
 
 
 class ResultWriter:
-    """Holds back a result until all before it are written; queries are admitted in order, so few
-    wait here. Opens for appending after `count_results`."""
+    """Holds back a result until all before it are written; queries are admitted in order, or in
+    random order within a window, so few wait here. Opens for appending after `count_results`."""
 
     def __init__(self, path: Path, *, first_index: int, model: str) -> None:
         self._file: IO[str] = path.open("a", encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xgpt.job import Adjustment
+
 # Small enough that uneven batches no longer hold up a pipeline, large enough that most batches of
 # ordinary size are left as they are.
 ADJUSTMENT = 0.1
@@ -17,7 +19,11 @@ class BatchSizer:
     """Keeps a batch's input tokens near what such a batch has in the mean: where they leave that by
     more than a share `adjustment`, as many queries are taken as come nearest to it, never more than
     twice the plan. Nearest, and not next below: the mean over batches must stay what was planned.
-    0, or a batch of few: the number is kept, whatever the tokens."""
+    0, or a batch of few: the number is kept, whatever the tokens.
+
+    A decode batch that has left its mean is led back within the same band: by more queries only as
+    far as the latency was charged for, and by no fewer than that, since batches cut short at one
+    side alone would bring the mean down."""
 
     mean_input: float
     adjustment: float = 0.0
@@ -27,9 +33,37 @@ class BatchSizer:
         is_adjusted = self.adjustment > 0 and batch >= LEAST_ADJUSTED
         return 2 * batch if is_adjusted else batch
 
-    def count(self, inputs: Sequence[int], batch: int) -> int:
+    def lean(self, away: float, mean: float) -> int:
+        """Queries more (fewer, where negative) that the next batch should take where the decode
+        batch is `away` from what it should be, and `mean` is its mean: none below the threshold."""
+        return 0 if abs(away) <= self.adjustment * mean else -round(away)
+
+    def count(self, inputs: Sequence[int], batch: int, lean: int = 0) -> int:
         """How many of `inputs` (tokens, in order, the first `most` at least if there are as many)
-        are taken where `batch` is the plan."""
+        are taken where `batch` is the plan. `lean`: as many more (fewer) as are wanted, as far as
+        the tokens stay within the share of their mean."""
+        count = self._nearest(inputs, batch)
+        is_led = lean != 0 and self.most(batch) > batch and len(inputs) >= batch
+        return self._led(inputs, batch, count, lean) if is_led else count
+
+    def _led(self, inputs: Sequence[int], batch: int, count: int, lean: int) -> int:
+        target, tokens = batch * self.mean_input, sum(inputs[:count])
+        allowed = self.adjustment * target
+        if lean > 0:
+            for length in inputs[count:min(count + lean, self.most(batch))]:
+                tokens += length
+                if tokens > target + allowed:
+                    break
+                count += 1
+            return count
+        for length in reversed(inputs[max(count + lean, 1):count]):
+            tokens -= length
+            if tokens < target - allowed:
+                break
+            count -= 1
+        return count
+
+    def _nearest(self, inputs: Sequence[int], batch: int) -> int:
         planned = min(batch, len(inputs))
         if self.adjustment <= 0 or batch < LEAST_ADJUSTED or planned < batch:
             return planned
@@ -43,3 +77,8 @@ class BatchSizer:
             if tokens >= target:
                 break
         return max(best[1], 1)
+
+
+def share_of(asked: Adjustment) -> float:
+    """The share that a job asks for, or the usual one."""
+    return ADJUSTMENT if asked.share is None else asked.share

@@ -2,9 +2,10 @@
 `decode_iterations` times, repeat; the decode batch is split into `num_groups` micro-batches.
 
 Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active queries.
-Admission is open-loop (B_E queries a phase), which keeps the steady state of design.md
-section 3.2 exactly; `max_active` and the KV budget only cut off excursions above the plan.
-Both variables, and these limits, can change between two phases of a job (`RraRule.change`).
+B_E queries join a phase; a group whose decode batch has left its mean by more than the workload
+adjustment's threshold takes more or fewer (paper section 5.2), by no more than that adjustment lets
+an encode batch's tokens vary anyway. `max_active` and the KV budget cut off what is far above.
+All of these can change between two phases of a job (`RraRule.change`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RraChange:
     decode_iterations: int
     group_max_active: int
     group_kv_tokens: int
+    steered_to: float = 0.0
 
 
 class RraRule:
@@ -39,14 +41,17 @@ class RraRule:
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
-                 slots: int = 0) -> None:
+                 steered_to: float = 0.0, slots: int = 0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
         `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries).
-        `slots`: queries that a group may come to hold after a change, if more than now."""
+        `steered_to`: queries still active when a phase begins, to which they are led back (0: they
+        are left as they come). `slots`: queries that a group may come to hold after a change, if
+        more than now."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.encode_batch = encode_batch
         self.decode_iterations = decode_iterations
         self.num_groups = num_groups
+        self.steered_to = steered_to
         self._most_active = max(math.ceil(max_active / num_groups), 1)  # of a group, in this phase
         self.group_max_active = max(self._most_active, slots)  # in any
         self.group_kv_tokens = kv_tokens // num_groups
@@ -129,7 +134,8 @@ class RraRule:
         room, quota = self._most_active - len(self._active[group]), self.quota(
             group, self._phase)
         first = islice(self._waiting, self._sizer.most(quota))
-        wanted = self._sizer.count([tokens for _, _, tokens in first], quota) if quota else 0
+        wanted = self._sizer.count([tokens for _, _, tokens in first], quota,
+                                   self._lean(group)) if quota else 0
         joined = []
         for _ in range(min(wanted, room)):
             query, reserve, _ = self._waiting[0]
@@ -141,6 +147,14 @@ class RraRule:
             self._group_of[query] = group
             joined.append(query)
         return tuple(joined)
+
+    def _lean(self, group: int) -> int:
+        """Queries more, or fewer, that would bring the group's decode batch back to its mean."""
+        if not self.steered_to or len(self._waiting) < self.encode_batch:
+            return 0  # of a job's last queries every group gets its even share
+        carried = self.steered_to / self.num_groups
+        return self._sizer.lean(len(self._active[group]) - carried,
+                                carried + self.encode_batch / self.num_groups)
 
     def _advance(self) -> None:
         self._group += 1
@@ -158,6 +172,7 @@ class RraRule:
                                                          change.decode_iterations)
             self._most_active = change.group_max_active
             self.group_kv_tokens = change.group_kv_tokens
+            self.steered_to = change.steered_to
 
 
 def rra_rule(estimate: Estimate, *, slots: int = 0) -> RraRule:
@@ -166,7 +181,8 @@ def rra_rule(estimate: Estimate, *, slots: int = 0) -> RraRule:
     return RraRule(
         encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
         num_groups=groups, max_active=groups * most_active(estimate),
-        kv_tokens=estimate.kv_tokens, sizer=_sizer(estimate), slots=slots,
+        kv_tokens=estimate.kv_tokens, sizer=_sizer(estimate), steered_to=estimate.steered_to,
+        slots=slots,
     )
 
 
@@ -176,7 +192,8 @@ def rra_change(estimate: Estimate, *, phase: int, slots: int) -> RraChange:
         phase=phase, encode_batch=estimate.encode_batch,
         decode_iterations=estimate.decode_iterations,
         group_max_active=min(most_active(estimate), slots),
-        group_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+        group_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches,
+        steered_to=estimate.steered_to)
 
 
 def most_active(estimate: Estimate) -> int:

@@ -3,7 +3,8 @@
 Symbols: B_E = encode_batch, B_D = mean of the active queries, N = max_in_system. The pools share
 nothing but messages: queries go from the encode to the decode pool with their KV entries, and word
 comes back of each that is done. The encode pool keeps what it has sent within N queries and within
-the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure.
+the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure,
+which also holds a decode batch that the encode pool could let grow at its mean.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ class WaaEncodeRule:
     compacts = True
 
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
-                 encode_kv_tokens: int, sizer: BatchSizer) -> None:
-        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's."""
+                 encode_kv_tokens: int, sizer: BatchSizer, steered_to: float = 0.0) -> None:
+        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's. `steered_to`: the
+        decode batch that encode batches lead back to (0: none); what is encoded together then
+        depends on the clock."""
         assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
         self.encode_batch, self.num_groups = encode_batch, num_groups
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
-        self._sizer = sizer
+        self._sizer, self._steered_to = sizer, steered_to
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
@@ -40,6 +43,7 @@ class WaaEncodeRule:
         self._steps = 0
         # of the next batch: (queries, KV tokens reserved, input tokens)
         self._next: tuple[int, int, int] | None = None
+        self._next_lean = 0  # with which it was found
 
     @property
     def group_max_active(self) -> int:
@@ -90,10 +94,13 @@ class WaaEncodeRule:
 
     def _batch(self) -> int:
         """Queries to encode now; 0 until a whole batch (or all that are left) has room."""
-        if self._next is None:
+        lean = self._lean()
+        if self._next is None or lean != self._next_lean:
+            self._next_lean = lean
             most = min(self._sizer.most(self.encode_batch), len(self._waiting))
             first = [self._waiting[i] for i in range(most)]
-            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch)
+            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch,
+                                      lean)
             self._next = self._trimmed(first[:count])
         count, wanted, tokens = self._next
         if self._held + tokens > self.encode_kv_tokens:
@@ -102,6 +109,13 @@ class WaaEncodeRule:
         if self._in_system and (count > room or self._reserved + wanted > self.kv_tokens):
             return 0
         return count
+
+    def _lean(self) -> int:
+        """Queries more, or fewer, that would bring the decode batch back to its mean."""
+        if not self._steered_to:
+            return 0
+        decoding = len(self._in_system) - len(self._encoding)
+        return self._sizer.lean(decoding - self._steered_to, self._steered_to)
 
     def _trimmed(self, batch: list[tuple[int, int, int]]) -> tuple[int, int, int]:
         """As much of a batch as the budgets can ever hold; one query always fits."""
@@ -171,7 +185,8 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     return (
         WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 2, sizer=sizer,
                       max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens,
-                      encode_kv_tokens=estimate.encode_kv_tokens),
+                      encode_kv_tokens=estimate.encode_kv_tokens,
+                      steered_to=estimate.steered_to),
         WaaDecodeRule(num_groups=groups,
                       group_max_active=math.ceil(estimate.max_in_system / groups)),
     )

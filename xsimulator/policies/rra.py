@@ -28,7 +28,7 @@ from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate, StageAssignment
 from xprofiler.timing import Operator, TimingSource
-from xrunner.rules.batch_sizer import ADJUSTMENT, LEAST_ADJUSTED
+from xrunner.rules.batch_sizer import LEAST_ADJUSTED, share_of
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow, expected_maximum, expected_maximum_z
 from xsimulator.pipeline import Timeline, Work, sorted_timeline
@@ -139,15 +139,17 @@ class Rra:
     """Evaluates configurations of one problem; keeps what they share."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
-                 adjustment: float = ADJUSTMENT, exact_iterations: int = EXACT_ITERATIONS,
+                 adjustment: float | None = None, exact_iterations: int = EXACT_ITERATIONS,
                  plans: Plans | None = None) -> None:
         """`padded`: decode attention works every query of a micro-batch at the longest context
         among them (our runner); False where a source's engine reads each query's own.
         `adjustment`: share by which an encode step's tokens may leave their mean (section 5.2 of
-        the paper; xrunner.rules.batch_sizer). `exact_iterations`: phases of up to as many are
-        worked iteration by iteration. `plans`: which layers lie where; by default as they are best
-        divided for this problem."""
-        self.problem, self.timing, self.adjustment = problem, timing, adjustment
+        the paper; xrunner.rules.batch_sizer), by default the problem's. `exact_iterations`: phases
+        of up to as many are worked iteration by iteration. `plans`: which layers lie where; by
+        default as they are best divided for this problem."""
+        self.problem, self.timing = problem, timing
+        self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
+        self._is_steered = self.adjustment > 0 and problem.adjustment.steers is not False
         outputs = problem.lengths.outputs
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
@@ -214,6 +216,7 @@ class Rra:
             memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
             fits=max(by_rank.values()) <= self.capacity_bytes, stages=plan.stages,
             adjustment=self.adjustment, mean_input_tokens=self.input_mean,
+            steered_to=self._is_steered * max(figures["present"] - config.encode_batch, 0.0),
             notes=(f"times: {self.timing.provenance()}",
                    *(f"extrapolated: {words}" for words in self.beyond(config))),
         )

@@ -34,7 +34,7 @@ from xgpt.lengths import FloatArray, IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate
 from xprofiler.timing import Operator, TimingSource
-from xrunner.rules.batch_sizer import ADJUSTMENT
+from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.handover import HandoverCost
 from xsimulator.occupancy import QueryFlow, expected_maximum
@@ -89,10 +89,10 @@ class Waa(ABC):
     name: ClassVar[str]
 
     def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
-                 adjustment: float = ADJUSTMENT, plans: Plans | None = None) -> None:
-        """`padded`, `plans`: see xsimulator.policies.rra.Rra."""
+                 adjustment: float | None = None, plans: Plans | None = None) -> None:
+        """All as of xsimulator.policies.rra.Rra."""
         self.problem, self.timing = problem, timing
-        self.adjustment = adjustment
+        self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
         self._padded = padded
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
@@ -153,7 +153,10 @@ class Waa(ABC):
             max_in_system=max(int(round(figures["present"])), 1),
             encode_kv_tokens=int(self.memory.encode_kv_tokens(
                 np.array([float(config.encode_batch)]), len(plan.encode.stages))[0]),
-            adjustment=self.adjustment, mean_input_tokens=problem.lengths.inputs.mean)
+            adjustment=self.adjustment, mean_input_tokens=problem.lengths.inputs.mean,
+            # the pools' own pace decides, and room where it does not: leading back is left to those
+            # who ask for it, since what is encoded together then depends on the clock
+            steered_to=figures["decode_batch"] if problem.adjustment.steers else 0.0)
 
     def _evaluate(self, configs: Sequence[WaaConfig]) -> tuple[dict[str, Any], IntArray]:
         """(figures, encode devices)."""

@@ -1,0 +1,43 @@
+"""A prediction takes queries in the order in which the run takes them."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from xgpt import catalog
+from xgpt.cli.session import Session, predict
+from xgpt.job import Adjustment, Constraint, FixedSchedule
+from xgpt.problem import Problem
+from xgpt.workload import Request
+from xprofiler.roofline import Roofline
+from xrunner.rules.order import run_order
+from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.replay import predict as predictions
+
+
+@pytest.mark.parametrize("shuffle", [False, 40])
+def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffle: int) -> None:
+    joint = catalog.task("S")
+    problem = Problem(
+        model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
+        dtype="float16", num_queries=200, fixed=FixedSchedule(), default_max_tokens=80,
+        constraint=Constraint(latency_s=math.inf), adjustment=Adjustment(shuffle=shuffle))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    inputs = np.arange(1, 201)
+    inputs[17] = 10**6  # cannot run, and so has no place in the order
+    session = cast(Session, SimpleNamespace(
+        problem=problem, input_lengths=inputs, job=SimpleNamespace(run=SimpleNamespace(seed=5)),
+        requests=[Request(index=i, line=i + 1, id=str(i)) for i in range(200)]))
+    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=9, decode_iterations=8))
+    taken: dict[str, Any] = {}
+    monkeypatch.setattr(predictions, "predict_job", lambda *args, **kwargs: taken.update(kwargs))
+    predict(session, timing, cast(Any, SimpleNamespace(estimate=estimate)))
+    usable = np.delete(inputs, 17)
+    order = run_order(199, shuffle or 1, 5)
+    assert taken["inputs"].tolist() == usable[order].tolist()
+    assert (order == sorted(order)) == (not shuffle)

@@ -1,0 +1,153 @@
+"""The decode batch led back to its mean: how far, where not at all, and that it comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xgpt import catalog
+from xgpt.job import Adjustment, Constraint, FixedSchedule
+from xgpt.problem import Problem
+from xprofiler.roofline import Roofline
+from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
+from xrunner.rules.rra import RraRule, rra_rule
+from xrunner.rules.steps import StepKind
+from xrunner.rules.waa import WaaEncodeRule, waa_rules
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.waa import WaaConfig
+
+MEAN = 20.0
+SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
+
+
+@given(inputs=st.lists(st.integers(1, 60), min_size=1, max_size=60), batch=st.integers(1, 25),
+       lean=st.integers(-30, 30))
+def test_a_batch_that_leads_stays_within_the_band_or_where_it_was(
+        inputs: list[int], batch: int, lean: int) -> None:
+    usual, led = SIZER.count(inputs, batch), SIZER.count(inputs, batch, lean)
+    if batch < LEAST_ADJUSTED or len(inputs) < batch:
+        assert led == usual, "too few to share out, or the job's last"
+    assert 1 <= led <= min(SIZER.most(batch), len(inputs))
+    assert 0 <= (led - usual) * np.sign(lean) <= abs(lean)
+    if led != usual:
+        assert abs(sum(inputs[:led]) - batch * MEAN) <= 0.1 * batch * MEAN + 1e-9
+
+
+def test_within_the_threshold_nobody_is_led() -> None:
+    assert SIZER.lean(4.0, 50.0) == SIZER.lean(-4.9, 50.0) == 0
+    assert SIZER.lean(6.0, 50.0) == -6 and SIZER.lean(-6.0, 50.0) == 6
+
+
+def encode_sizes(rule: RraRule, outputs: Iterator[int]) -> tuple[list[int], list[int]]:
+    """Queries encoded in each phase of a single group, and active after it."""
+    encoded, active = [], []
+    left: dict[int, int] = {}
+    while rule.next_group() is not None:
+        for query in [q for q, n in left.items() if n == 0]:
+            left.pop(query)
+            rule.finish(query)
+        step = rule.decide()
+        if step is None:
+            continue
+        if step.kind is StepKind.ENCODE:
+            encoded.append(len(step.joined))
+            left.update((query, next(outputs) - 1) for query in step.joined)
+            active.append(len(left))
+        else:
+            left = {query: n - 1 for query, n in left.items()}
+    return encoded, active
+
+
+def rule_of(steered_to: float, count: int) -> RraRule:
+    rule = RraRule(encode_batch=20, decode_iterations=1, num_groups=1, max_active=1000,
+                   kv_tokens=10**9, sizer=SIZER, steered_to=steered_to)
+    for query in range(count):
+        assert rule.submit(query, 100, int(MEAN))
+    return rule
+
+
+def test_longer_outputs_than_planned_shrink_the_encode_batch_and_shorter_ones_grow_it() -> None:
+    # planned: outputs of 6 tokens, so that four encodings' worth are active when a phase begins
+    planned, _ = encode_sizes(rule_of(80.0, 1000), iter([6] * 1000))
+    longer, held = encode_sizes(rule_of(80.0, 1000), iter([8] * 1000))
+    open_loop, grown = encode_sizes(rule_of(0.0, 1000), iter([8] * 1000))
+    shorter, _ = encode_sizes(rule_of(80.0, 1000), iter([4] * 1000))
+    assert set(open_loop) == {20}
+    assert planned[8:-2] == [20] * len(planned[8:-2])
+    assert longer[20:-3] == [18] * len(longer[20:-3]), "the band allows 10 % less"
+    assert shorter[4:-3] == [22] * len(shorter[4:-3])
+    assert max(held[20:-3]) < max(grown[20:-3])
+
+
+def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counted() -> None:
+    encoded, _ = encode_sizes(rule_of(80.0, 210), iter([5] * 210))
+    assert max(encoded) <= 22, "no batch beyond the upper threshold"
+    rule = rule_of(80.0, 19)
+    assert encode_sizes(rule, iter([5] * 19))[0] == [19]
+
+
+def test_a_scattered_decode_batch_keeps_nearer_to_its_mean() -> None:
+    def spread(steered_to: float) -> float:
+        rng = np.random.default_rng(5)
+        lengths = iter(np.where(rng.random(40_000) < 0.1, 41, 2).tolist())
+        _, active = encode_sizes(rule_of(steered_to, 12_000), lengths)
+        return float(np.std(active[60:-60]))
+
+    carried = 20 * 0.1 * 39
+    assert spread(carried) < 0.9 * spread(0.0)
+
+
+def problem_of(adjustment: Adjustment) -> Problem:
+    return Problem(
+        model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=catalog.task("S"),
+        dtype="float16", num_queries=None, fixed=FixedSchedule(), default_max_tokens=80,
+        constraint=Constraint(latency_s=math.inf), adjustment=adjustment)
+
+
+@pytest.mark.parametrize(("adjustment", "rra_leads", "waa_leads", "share"), [
+    (Adjustment(), True, False, 0.1), (Adjustment(steers=False), False, False, 0.1),
+    (Adjustment(steers=True, share=0.05), True, True, 0.05), (Adjustment(share=0.0), False, False,
+                                                             0.0)])
+def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: bool,
+                                             waa_leads: bool, share: float) -> None:
+    problem = problem_of(adjustment)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    found = Rra(problem, timing).estimate(RraConfig(encode_batch=24, decode_iterations=8))
+    rule = rra_rule(found)
+    assert (rule.steered_to > 0) == rra_leads and found.adjustment == share
+    if rra_leads:  # B_E are encoded; those with more to do are the decode batch
+        assert rule.steered_to == pytest.approx(found.decode_batch - 24, rel=0.01)
+    waa = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=8))
+    assert waa.adjustment == share
+    assert (waa.steered_to == waa.decode_batch) == waa_leads and (waa.steered_to > 0) == waa_leads
+
+
+def waa_rule(steered_to: float) -> WaaEncodeRule:
+    problem = problem_of(Adjustment())
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    found = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=20))
+    found = replace(found, mean_input_tokens=MEAN, steered_to=steered_to, max_in_system=1000,
+                    kv_tokens=10**9, encode_kv_tokens=10**9)
+    rule, _ = waa_rules(found)
+    for query in range(500):
+        assert rule.submit(query, 100, int(MEAN))
+    return rule
+
+
+def test_waas_encode_batch_follows_the_decode_batch_where_asked_to() -> None:
+    for steered_to, expected in ((0.0, [20, 20, 20, 20]), (40.0, [22, 22, 20, 18])):
+        rule, sizes = waa_rule(steered_to), []
+        for _ in range(4):  # handed over at once, and none is done: 0, 22, 44, 64 are decoding
+            step = rule.decide()
+            assert step is not None
+            sizes.append(len(step.joined))
+            for query in step.joined:
+                rule.finish(query)
+        assert sizes == expected
