@@ -20,13 +20,15 @@ class DecodeContext:
     """What every layer of one decode step shares: where to write, and what to read.
 
     Built once a step, so that nothing in a layer grows with the number of queries in Python.
+    Where queries between these rest, all slots below `width` are read, and the mask has rows for
+    all of them; None: n slots.
     """
 
-    rows: Tensor  # [n] slot of each query: 0..n-1
+    rows: Tensor  # [n] slot of each query: 0..n-1 where none rests
     positions: Tensor  # [n] index of the token being decoded
-    mask: Tensor  # [width, 1, 1, max_context] additive: 0 where present, -inf beyond a context
+    mask: Tensor  # [n, 1, 1, max_context] additive: 0 where present, -inf beyond a query's context
     max_context: int
-    width: int  # slots that attention reads: n, more where some before the last do not decode
+    width: int | None = None
 
 
 def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
@@ -36,8 +38,7 @@ def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
     mask = torch.zeros(beyond.shape, dtype=dtype, device=contexts.device)
     mask.masked_fill_(beyond, float("-inf"))
     return DecodeContext(rows=torch.arange(len(contexts), device=contexts.device),
-                         positions=contexts, mask=mask[:, None, None, :], max_context=longest,
-                         width=len(contexts))
+                         positions=contexts, mask=mask[:, None, None, :], max_context=longest)
 
 
 def decode_context_of(slots: Sequence[int], contexts: Sequence[int], dtype: torch.dtype,
@@ -51,7 +52,7 @@ def decode_context_of(slots: Sequence[int], contexts: Sequence[int], dtype: torc
         return whole
     positions = whole.positions[rows]
     longest = int(positions.max()) + 1
-    return replace(whole, rows=rows, positions=positions, max_context=longest,
+    return replace(whole, rows=rows, positions=positions, max_context=longest, width=width,
                    mask=whole.mask[..., :longest])
 
 
@@ -95,16 +96,16 @@ def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
     cache_key[step.rows, :, step.positions] = key
     cache_value[step.rows, :, step.positions] = value
     grouped = query.view(n, kv_heads, heads // kv_heads, dim)
-    if step.width > n:
-        spread = grouped.new_zeros(step.width, *grouped.shape[1:])
+    width = n if step.width is None else step.width
+    if width > n:
+        spread = grouped.new_zeros(width, *grouped.shape[1:])
         spread[step.rows] = grouped
         grouped = spread
     out = scaled_dot_product_attention(
-        grouped, cache_key[:step.width, :, :step.max_context],
-        cache_value[:step.width, :, :step.max_context],
+        grouped, cache_key[:width, :, :step.max_context], cache_value[:width, :, :step.max_context],
         attn_mask=step.mask if bias is None else bias, scale=scale,
     )
-    if step.width > n:
+    if width > n:
         out = out[step.rows]
     return out.reshape(n, heads * dim)
 
