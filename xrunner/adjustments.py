@@ -51,8 +51,10 @@ def load_adjustment(output: Path) -> Adjustment | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedState:
-    """One state of observed.json: by query, of the latest queries admitted."""
+    """One state of observed.json, by query. Of those before `first` only the active are in it: the
+    long ones, which tell nothing without the others."""
 
+    first: int
     finished: LengthsSoFar
     active: LengthsSoFar
 
@@ -63,8 +65,9 @@ def read_observed(output: Path) -> ObservedState | None:
         raw = json.loads((output / OBSERVED_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return ObservedState(**{key: {query: (inputs, outputs) for query, inputs, outputs in raw[key]}
-                            for key in ("finished", "active")})
+    finished, active = ({query: (inputs, outputs) for query, inputs, outputs in raw[key]}
+                        for key in ("finished", "active"))
+    return ObservedState(first=raw["first"], finished=finished, active=active)
 
 
 class Steering:
@@ -80,7 +83,7 @@ class Steering:
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not
-        self._next = first_query
+        self._first = self._next = first_query
         self._last_s = 0.0
         self._revision = 0
         self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from
@@ -102,17 +105,17 @@ class Steering:
         self._last_s = elapsed_s
         active = {} if self._at_work is None else self._at_work()
         self._forget(len(active))
-        write_atomically(self._output / OBSERVED_FILE, json.dumps({
+        write_atomically(self._output / OBSERVED_FILE, json.dumps({"first": self._first, **{
             key: [(query, *lengths) for query, lengths in sorted(state.items())]
-            for key, state in (("finished", self._finished), ("active", active))}) + "\n")
+            for key, state in (("finished", self._finished), ("active", active))}}) + "\n")
         if self._rule is not None:
             self._take_up(self._rule, elapsed_s)
 
     def _forget(self, num_active: int) -> None:
         kept = max(_LEAST_KEPT, _ROUNDS_KEPT * num_active)
         if len(self._finished) > 2 * kept:
-            first = max(self._finished) - kept
-            self._finished = {q: n for q, n in self._finished.items() if q >= first}
+            self._first = max(self._finished) - kept
+            self._finished = {q: n for q, n in self._finished.items() if q >= self._first}
 
     def _take_up(self, rule: RraRule, elapsed_s: float) -> None:
         found = load_adjustment(self._output)

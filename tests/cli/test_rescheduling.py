@@ -51,7 +51,7 @@ def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60
         (finished if is_done else active).append(
             (first + index, 20 + index % 40, int(min(lengths[index], age))))
     (session.job.output / OBSERVED_FILE).write_text(json.dumps(
-        {"finished": finished, "active": active}))
+        {"first": first, "finished": finished, "active": active}))
 
 
 def follow(session: Session, schedule: Schedule, **changes: Any) -> Rescheduler:
@@ -162,6 +162,21 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     assert [row["phase"] for row in rows] == [None, 31]
 
 
+def test_of_queries_whose_companions_are_forgotten_none_is_counted(
+        planned: tuple[Session, Schedule]) -> None:
+    session, schedule = planned
+    own = follow(session, schedule)
+    lengths = session.problem.lengths.outputs.sample(3000, np.random.default_rng(7)).tolist()
+    write_state(session, lengths, first=400, phases=20)
+    path = session.job.output / OBSERVED_FILE
+    state = json.loads(path.read_text())
+    state["active"] += [(query, 30, 60) for query in range(300)]
+    path.write_text(json.dumps(state))
+    assert own.update() is False
+    path.write_text(json.dumps({**state, "first": 0}))
+    assert own.update() is True, "which would have been drift"
+
+
 def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[Session, Schedule]) -> None:
     session, schedule = planned
     own = follow(session, schedule, _num_queries=1000)
@@ -192,7 +207,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
     lengths = outputs_of(60)
     finished = [(i, 20 + i % 40, n) for i, n in enumerate(lengths[:400])]
     (session.job.output / OBSERVED_FILE).write_text(json.dumps(
-        {"finished": finished, "active": []}))
+        {"first": 0, "finished": finished, "active": []}))
     assert own.update() is True
     (found,) = own.decisions
     assert found.schedule is None and load_adjustment(session.job.output) is None

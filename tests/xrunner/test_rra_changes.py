@@ -174,6 +174,20 @@ def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path:
     assert json.loads(json.dumps(steering.taken)) == steering.taken
 
 
+def test_only_the_latest_queries_are_told_of(tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrunner.adjustments._LEAST_KEPT", 50)
+    steering = Steering(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
+    for index in range(298):
+        if index != 3:
+            steering.finished(result(index, 2))
+        steering.look(float(index))
+    state = read_observed(tmp_path)
+    assert state is not None and min(state.finished) == state.first > 150
+    assert state.active == {3: (5, 90), 299: (6, 1)} and max(state.finished) == 297
+    assert len(state.finished) == 298 - state.first
+
+
 def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
     steering = Steering(tmp_path, first_query=10)
     for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):

@@ -36,6 +36,7 @@ from xscheduler.observed import (
     joint_of,
     observed_lengths,
 )
+from xscheduler.pinned import POLICIES
 from xscheduler.reschedule import Reschedule, reschedule
 from xscheduler.revision import revise
 
@@ -113,7 +114,8 @@ class Rescheduler:
             group_kv_tokens=change.group_kv_tokens, steered_to=change.steered_to)
 
     def _consider(self, state: ObservedState) -> None:
-        finished, active = (_rows(part, self._since) for part in (state.finished, state.active))
+        since = max(self._since, state.first)
+        finished, active = (_rows(part, since) for part in (state.finished, state.active))
         admitted = max((*state.finished, *state.active), default=-1) + 1
         waiting = self._num_queries - admitted
         at_work = max(len(state.active), self._running.estimate.max_in_system)
@@ -225,9 +227,10 @@ def rescheduler_of(session: Session, timing: TimingSource,
     reserves, fixed = reserve_tokens(session), job.schedule
     is_fixed = fixed.encode_batch is not None and (
         estimate.policy != "rra" or fixed.decode_iterations is not None)
-    if job.run.reschedule is None or is_fixed or reserves is None or (
-            problem.num_queries or 0) <= LEAST_QUERIES or (
-            job.workload.output_tokens.kind == "from_requests"):
+    is_known = job.workload.output_tokens.kind == "from_requests"
+    if job.run.reschedule is None or estimate.policy not in POLICIES or is_fixed or is_known:
+        return None
+    if reserves is None or (problem.num_queries or 0) <= LEAST_QUERIES:
         return None
     is_observing = job.workload.output_tokens.kind == "observe"
     longest = _longest(reserves, estimate)
