@@ -170,7 +170,7 @@ def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path:
         steering.look(at_s)
     assert steering.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
                                "decode_iterations": 3, "group_max_active": 12,
-                               "group_kv_tokens": 800}]
+                               "group_kv_tokens": 800, "steered_to": 0.0}]
     assert json.loads(json.dumps(steering.taken)) == steering.taken
 
 
