@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 ConstraintKind = Literal["sequence", "queries"]
+OWN_ENGINE, DEEPSPEED = "xgpt", "deepspeed"
+ENGINES = (OWN_ENGINE, DEEPSPEED)  # what executes a schedule
 SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
@@ -79,6 +81,7 @@ class RunSpec:
     top_p: float = 1.0
     threads_per_rank: int | None = None
     ignore_eos: bool = False
+    engine: str = OWN_ENGINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

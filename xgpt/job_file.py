@@ -18,6 +18,8 @@ from xgpt import catalog
 from xgpt.errors import InputError, Mistake, nearest
 from xgpt.inline_cluster import read_inline_cluster
 from xgpt.job import (
+    ENGINES,
+    OWN_ENGINE,
     Constraint,
     ConstraintKind,
     FixedSchedule,
@@ -325,6 +327,7 @@ def _read_run(top: Section) -> RunSpec:
         top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
         threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
         ignore_eos=section.flag("ignore_eos", False),
+        engine=section.choice("engine", OWN_ENGINE, ENGINES),
     )
     section.finish()
     return run

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from xgpt.job import OWN_ENGINE
+
 # History of the file format.
 #   1: first version
 PLAN_VERSION = 1
@@ -34,6 +36,7 @@ class RunPlan:
     ignore_eos: bool
     threads_per_rank: int
     query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
+    engine: str = OWN_ENGINE
 
     @property
     def fingerprint(self) -> str:

@@ -18,6 +18,7 @@ from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.session import Session, predict
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
+from xgpt.job import DEEPSPEED, OWN_ENGINE
 from xgpt.launch.local import run_ranks
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
@@ -31,6 +32,7 @@ from xrunner.io.lock import output_lock
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 
 STOP_FILE = "stop"
+_WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
 
 
 def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
@@ -50,10 +52,13 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")
     write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
-    prediction = predict(session, timing, schedule)
-    replayed, _ = replay_steady(session, timing, schedule.estimate)
-    write_atomically(output / EXPECTED_TIMELINE,
-                     steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
+    prediction = None
+    (output / EXPECTED_TIMELINE).unlink(missing_ok=True)
+    if session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
+        prediction = predict(session, timing, schedule)
+        replayed, _ = replay_steady(session, timing, schedule.estimate)
+        write_atomically(output / EXPECTED_TIMELINE,
+                         steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
     run_file = plan.save()
     contention = Contention()
     _start(session, schedule, run_file, lock)
@@ -98,7 +103,8 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches)
+        query_kv_tokens=schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches,
+        engine=job.run.engine)
 
 
 def _write_synthetic(session: Session) -> Path:
@@ -147,7 +153,7 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int) -> N
     bar = RunBar(output / "progress.json", schedule.latency_bound_s)
     ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
-        run_ranks("xrunner.worker", run_file, ranks, watch=bar.update,
+        run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=bar.update,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,))
     finally:
         bar.end()
@@ -172,6 +178,7 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
     assert session.files is not None
     return {
         "version": 1, "name": session.job.name, "status": measured["state"],
+        "engine": session.job.run.engine,
         "queries": measured["queries_before"] + measured["queries"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
         "steady_state_qps": schedule.estimate.throughput_qps,

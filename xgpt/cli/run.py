@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from xgpt.cli import deepspeed_engine
 from xgpt.cli.execution import execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
 from xgpt.cli.session import (
@@ -78,14 +79,17 @@ def refuse_what_cannot_run(job: Job) -> None:
          "executes on CPU ranks; `xgpt schedule`, `simulate` and `sweep` plan for any cluster"),
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
          f"at most {most} on this machine's {usable_cores()} cores"),
-        (job.schedule.policy not in EXECUTED, "schedule.policy", job.schedule.policy, NOT_EXECUTED),
+        (job.schedule.policy not in EXECUTED and not deepspeed_engine.is_chosen(job),
+         "schedule.policy", job.schedule.policy, NOT_EXECUTED),
         (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
          "a run needs a file of requests, or {count: N}"),
     ]
     mistakes = [Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
                 for is_wrong, key, value, allowed in checks if is_wrong]
+    mistakes += deepspeed_engine.mistakes_of(job)
     if mistakes:
         raise InputError(mistakes)
+    deepspeed_engine.check_installed(job)
 
 
 def _finish(session: Session, timing: TimingSource, schedule: Schedule, as_json: bool) -> None:

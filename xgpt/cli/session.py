@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xgpt import catalog
+from xgpt.cli import deepspeed_engine
 from xgpt.cli.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.cli.options import say
 from xgpt.errors import InputError, Mistake
@@ -115,6 +116,8 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
     """The session as a run plans and measures it: with WAA and with tensor parallelism where the
     job, or the `schedule` it is to execute, asks for it. Every degree more is one more to measure.
     Raises InputError for a policy that the runner does not execute."""
+    if deepspeed_engine.is_chosen(session.job):
+        return deepspeed_engine.executable(session, schedule)
     fixed = session.problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
     if policy not in EXECUTED:
@@ -132,6 +135,8 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
 def find(session: Session, timing: TimingSource) -> Schedule:
     """The best schedule within the bound and its confidence, with room for the longest request
     where the memory allows it. Raises InfeasibleError."""
+    if deepspeed_engine.is_chosen(session.job):
+        return with_room(session, deepspeed_engine.find(session, timing))
     from xgpt.cli.planning import Planner
 
     planner = Planner(session.problem, timing, asked=session.job.schedule)
