@@ -61,7 +61,7 @@ def check_installed(job: Job) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise MissingExtraError("deepspeed", "deepspeed", f"`{_KEY}: {DEEPSPEED}`")
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    if job.run.ranks != 1 and shutil.which(compiler) is None:
         raise XgptError(f"`{_KEY}: {DEEPSPEED}` needs a C++ compiler, with which DeepSpeed "
                         f"compiles its all-reduce at first use, and there is no {compiler!r}: "
                         "install g++, or name one in CXX")

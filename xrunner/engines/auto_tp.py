@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from xrunner.checkpoint.source import cache_dir
 from xrunner.plan import RunPlan
+
+_ALL_REDUCE = "deepspeed_shm_comm"  # what DeepSpeed compiles at first use
 
 
 def join_ranks() -> dict[str, str]:
@@ -32,20 +37,43 @@ def join_ranks() -> dict[str, str]:
             "DS_ACCELERATOR": "cpu", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
-def load_model(plan: RunPlan, ranks: int) -> Any:
-    """This rank's slices. Each rank reads the whole model first: AutoTP divides what is loaded."""
+def load_model(plan: RunPlan, ranks: int, barrier: Callable[[], None]) -> Any:
+    """This rank's slices; a collective call. Each rank reads the whole model first: AutoTP divides
+    what is loaded."""
     os.environ.update(join_ranks())
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_dir() / "torch_extensions"))
     import deepspeed
     from transformers import AutoModelForCausalLM
 
+    if ranks > 1:
+        _compile(Path(os.environ["TORCH_EXTENSIONS_DIR"]), barrier)
     dtype = getattr(torch, plan.dtype)
     whole = AutoModelForCausalLM.from_pretrained(plan.model_dir, dtype=dtype,
                                                  local_files_only=True)
     engine = deepspeed.init_inference(whole, tensor_parallel={"tp_size": ranks}, dtype=dtype)
+    barrier()
+    if os.environ["RANK"] == "0":
+        _forget_shared_memory()
     return engine.module.eval()
 
 
-def forget_shared_memory() -> None:
+def _compile(folder: Path, barrier: Callable[[], None]) -> None:
+    """DeepSpeed's all-reduce, on the first rank of each host, where it is not there yet. What a
+    killed run leaves of torch's lock would be waited for without end: it is removed under a lock
+    that goes with its process."""
+    from deepspeed.accelerator import get_accelerator
+
+    if os.environ["LOCAL_RANK"] == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".xgpt-lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for stale in folder.glob(f"{_ALL_REDUCE}/lock"):
+                stale.unlink(missing_ok=True)
+            get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    barrier()
+
+
+def _forget_shared_memory() -> None:
     """Once every rank has loaded: removes the names of DeepSpeed's buffers in shared memory, which
     it leaves behind otherwise. The ranks hold the memory itself as long as they live."""
     names = "deepspeed_allreduce_buffer_*_{MASTER_ADDR}_{MASTER_PORT}_*".format(**os.environ)

@@ -15,7 +15,7 @@ import torch
 from xgpt.errors import XgptError
 from xgpt.schedule import Schedule, load_schedule
 from xrunner.checkpoint.source import read_spec
-from xrunner.engines.auto_tp import forget_shared_memory, load_model, weight_bytes
+from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
 from xrunner.engines.static_head import StaticHead
 from xrunner.io.progress import ProgressFile
@@ -95,11 +95,8 @@ def _load(plan: RunPlan, world: World, clock: Stopwatch) -> tuple[PaddedModel, f
     """(this rank's part, seconds it took)"""
     started_s = clock()
     spec = read_spec(plan.model_dir, plan.model_name)
-    model = load_model(plan, world.comm.size)
+    model = load_model(plan, world.comm.size, world.barrier)
     load_s = clock() - started_s
-    world.barrier()
-    if world.comm.rank == 0:
-        forget_shared_memory()
     return PaddedModel(model, max_positions=spec.max_positions, clock=clock,
                        gives_answers=world.comm.rank == 0), load_s
 
