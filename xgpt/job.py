@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 ConstraintKind = Literal["sequence", "queries"]
+OWN_ENGINE, DEEPSPEED = "xgpt", "deepspeed"
+ENGINES = (OWN_ENGINE, DEEPSPEED)  # what executes a schedule
 SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
@@ -98,6 +100,7 @@ class RunSpec:
     launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: float | None = RESCHEDULE
+    engine: str = OWN_ENGINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

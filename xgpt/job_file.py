@@ -18,6 +18,8 @@ from xgpt import catalog
 from xgpt.errors import InputError, Mistake, nearest
 from xgpt.inline_cluster import read_inline_cluster
 from xgpt.job import (
+    ENGINES,
+    OWN_ENGINE,
     RESCHEDULE,
     Adjustment,
     Constraint,
@@ -356,6 +358,7 @@ def _read_run(top: Section) -> RunSpec:
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
         reschedule=_read_reschedule(section),
+        engine=section.choice("engine", OWN_ENGINE, ENGINES),
     )
     _check_hosts(section, run, top.get("cluster"))
     section.finish()

@@ -63,7 +63,7 @@ class StaticHead(Head):
         self._rule.finish(index)
 
     def _end_batch(self, now: float) -> None:
-        for kept in self._kept.values():
+        for _, kept in sorted(self._kept.items()):  # in the input's order
             self._give(*kept, now)
         self._kept.clear()
         self._removed = {group: list(range(len(slots))) for group, slots in self._slots.items()}

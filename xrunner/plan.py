@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from xgpt.job import OWN_ENGINE
+
 # History of the file format.
 #   1: first version
 PLAN_VERSION = 1
@@ -38,6 +40,7 @@ class RunPlan:
     is_watched: bool = False  # the launcher follows output lengths, and may change an RRA schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
     shuffle_window: int = 1  # queries that are taken in random order among themselves
+    engine: str = OWN_ENGINE
 
     @property
     def fingerprint(self) -> str:

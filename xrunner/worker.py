@@ -162,7 +162,7 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World) -> None:
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     """Rank 0: reads the requests, runs the (encode pool's) head, writes everything."""
-    queries, errors, done_before = _read_work(plan, schedule)
+    queries, errors, done_before = read_work(plan, schedule)
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     loaded = _load(plan, schedule, world, clock)
@@ -221,8 +221,8 @@ def _decode_head(schedule: Schedule) -> int | None:
     return None if len(both) == 1 else both[1][0].ranks[0]
 
 
-def _read_work(plan: RunPlan, schedule: Schedule,
-               ) -> tuple[list[PreparedQuery], list[RequestError], int]:
+def read_work(plan: RunPlan, schedule: Schedule,
+              ) -> tuple[list[PreparedQuery], list[RequestError], int]:
     """(all queries, error records, queries already answered by an earlier run)."""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,

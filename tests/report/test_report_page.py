@@ -203,6 +203,20 @@ def test_without_matplotlib_the_page_says_how_to_get_plots(
     assert "Answers" in page.text
 
 
+@needs_matplotlib
+@pytest.mark.parametrize(("engine", "is_predicted"), [("xgpt", True), ("deepspeed", False)])
+def test_no_pace_is_predicted_of_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                engine: str, is_predicted: bool) -> None:
+    directory = write_fake_run(tmp_path / "out", num_queries=24)
+    metrics = json.loads((directory / "metrics.json").read_text())
+    (directory / "metrics.json").write_text(json.dumps({**metrics, "engine": engine}))
+    paces: list[float | None] = []
+    monkeypatch.setattr(plots, "done_curve", lambda queries, pace: paces.append(pace))
+    page = Page(write_report(directory).read_text(encoding="utf-8"))
+    assert [pace is not None for pace in paces] == [is_predicted]
+    assert f"Engine {engine}" in page.text
+
+
 def test_without_jinja2_the_extra_is_named(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(MissingExtraError, match="jinja2"):

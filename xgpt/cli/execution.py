@@ -21,6 +21,7 @@ from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, reschedule
 from xgpt.cli.session import Session, predict, reserve_tokens
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
+from xgpt.job import DEEPSPEED, OWN_ENGINE
 from xgpt.launch.local import run_ranks
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
@@ -37,6 +38,7 @@ from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
 
 STOP_FILE = "stop"
+_WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
 
 
 def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
@@ -59,10 +61,13 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")
     write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
-    prediction = predict(session, timing, schedule)
-    replayed, _ = replay_steady(session, timing, schedule.estimate)
-    write_atomically(output / EXPECTED_TIMELINE,
-                     steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
+    prediction = None
+    (output / EXPECTED_TIMELINE).unlink(missing_ok=True)
+    if session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
+        prediction = predict(session, timing, schedule)
+        replayed, _ = replay_steady(session, timing, schedule.estimate)
+        write_atomically(output / EXPECTED_TIMELINE,
+                         steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
     run_file = plan.save()
     contention = Contention()
     _start(session, schedule, run_file, lock, rescheduler)
@@ -119,7 +124,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=query_tokens,
+        query_kv_tokens=query_tokens, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
         device_kind=session.problem.cluster.device.kind)
 
@@ -179,7 +184,7 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
 
     ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
-        run_ranks("xrunner.worker", run_file, ranks, watch=watch,
+        run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=watch,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
                   hosts=hosts_of(session.job, session.problem))
     finally:
@@ -209,6 +214,7 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
     assert session.files is not None
     return {
         "version": 1, "name": session.job.name, "status": measured["state"],
+        "engine": session.job.run.engine,
         "queries": measured["queries_before"] + measured["queries"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
         "steady_state_qps": schedule.estimate.throughput_qps,

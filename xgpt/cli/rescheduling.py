@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.cli.session import Session, reserve_tokens, with_room_for
+from xgpt.job import OWN_ENGINE
 from xgpt.lengths import IntArray
 from xgpt.problem import Problem
 from xgpt.schedule import Estimate, Schedule
@@ -228,7 +229,8 @@ def rescheduler_of(session: Session, timing: TimingSource,
     is_fixed = fixed.encode_batch is not None and (
         estimate.policy != "rra" or fixed.decode_iterations is not None)
     is_known = job.workload.output_tokens.kind == "from_requests"
-    if job.run.reschedule is None or estimate.policy not in POLICIES or is_fixed or is_known:
+    if job.run.reschedule is None or job.run.engine != OWN_ENGINE or (
+            estimate.policy not in POLICIES or is_fixed or is_known):
         return None
     if reserves is None or (problem.num_queries or 0) <= LEAST_QUERIES:
         return None

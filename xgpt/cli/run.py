@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from xgpt.cli import deepspeed_engine
 from xgpt.cli.execution import execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
 from xgpt.cli.session import (
@@ -85,18 +86,21 @@ def refuse_what_cannot_run(job: Job) -> None:
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
          f"at most {most} on {'the hosts' if job.run.hosts else 'this machine'}: "
          f"{most // _RANKS_PER_CORE} cores"),
-        (job.schedule.policy not in EXECUTED, "schedule.policy", job.schedule.policy, NOT_EXECUTED),
+        (job.schedule.policy not in EXECUTED and not deepspeed_engine.is_chosen(job),
+         "schedule.policy", job.schedule.policy, NOT_EXECUTED),
         (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
          "a run needs a file of requests, or {count: N}"),
     ]
     mistakes = [Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
                 for is_wrong, key, value, allowed in checks if is_wrong]
+    mistakes += deepspeed_engine.mistakes_of(job)
     if mistakes:
         raise InputError(mistakes)
     if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
         say(f"note: {job.run.ranks} ranks share {gpus.num_devices} x {gpus.device.name}: each has "
             "a part of a GPU's memory and waits for the others' turns, which is no faster than "
             "fewer ranks")
+    deepspeed_engine.check_installed(job)
 
 
 def _finish(session: Session, timing: TimingSource, schedule: Schedule, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xgpt import catalog
+from xgpt.cli import deepspeed_engine
 from xgpt.cli.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.cli.options import say
 from xgpt.errors import InputError, Mistake
@@ -125,6 +126,8 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
     """The session as a run plans and measures it: with WAA and with tensor parallelism where the
     job, or the `schedule` it is to execute, asks for it. Every degree more is one more to measure.
     Raises InputError for a policy that the runner does not execute."""
+    if deepspeed_engine.is_chosen(session.job):
+        return deepspeed_engine.executable(session, schedule)
     fixed = session.problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
     if policy not in EXECUTED:
@@ -150,6 +153,8 @@ def find(session: Session, timing: TimingSource) -> Schedule:
     """The best schedule within the bound and its confidence, with room for the longest request
     where the memory allows it. Raises InfeasibleError. A policy that is not searched, a baseline,
     has to be named by the job."""
+    if deepspeed_engine.is_chosen(session.job):
+        return with_room(session, deepspeed_engine.find(session, timing))
     from xgpt.cli.baseline_planning import BASELINES, find_baseline
     from xgpt.cli.planning import Planner
 

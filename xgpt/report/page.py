@@ -17,6 +17,7 @@ from typing import Any
 
 from xgpt import catalog
 from xgpt.errors import MissingExtraError
+from xgpt.job import OWN_ENGINE
 from xgpt.lengths import Lengths, truncated_normal
 from xgpt.report import plots, words
 from xgpt.report.changes import change_rows
@@ -169,7 +170,8 @@ def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
         return []
     bound_s = (output.schedule.latency_bound_s if output.schedule
                else number(output.job, "constraint", "latency_s"))
-    predicted_qps = output.schedule.estimate.throughput_qps if output.schedule else None
+    is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
+    predicted_qps = output.schedule.estimate.throughput_qps if output.schedule and is_own else None
     expected = expected_output_lengths(output.job)
     note = "" if expected is None else f" Expected: {expected.note}."
     latency = plots.latency_histogram(output.queries, bound_s,
@@ -218,6 +220,7 @@ def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, st
     facts = [("Job", text_at(output.job, "name")), ("Model", text_at(output.job, "model")),
              ("Weights", text_at(metrics, "model_source")),
              ("Loading", words.loading_words(metrics)),
+             ("Engine", text_at(metrics, "engine")),
              ("Ranks", _as_text(metrics.get("ranks"))), ("Dtype", text_at(metrics, "dtype")),
              ("Requests", text_at(output.job, "workload", "requests")),
              ("Date", text_at(metrics, "date")), ("Status", text_at(metrics, "status"))]

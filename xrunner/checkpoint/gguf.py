@@ -18,6 +18,8 @@ from xgpt.errors import MissingExtraError
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Writes config.json, model.safetensors (float32), tokenizer and generation_config.json."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # everything needed is in the file
+    # saving imports DeepSpeed where it is installed, which else greets on standard output
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import gguf as _gguf  # noqa: F401
         import torch

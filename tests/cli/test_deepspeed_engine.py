@@ -1,0 +1,132 @@
+"""`run: {engine: deepspeed}`: which batches are planned, and what is refused before anything
+starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xgpt.cli import deepspeed_engine
+from xgpt.cli.run import refuse_what_cannot_run
+from xgpt.cli.session import Session, executable, find, open_session
+from xgpt.errors import InfeasibleError, InputError, MissingExtraError, XgptError
+from xgpt.job_file import load_job
+from xgpt.schedule import Schedule, with_estimate
+from xprofiler.roofline import Roofline
+
+
+def session_of(folder: Path, *, model: str = "opt-1.3b", schedule: str = "", run: str = "ranks: 2",
+               bound: str = "inf") -> Session:
+    path = folder / "job.yaml"
+    path.write_text(f"model: {model}\ncluster: local\nconstraint: {{latency_s: {bound}}}\n"
+                    "workload: {requests: {count: 40}, task: S}\n"
+                    f"schedule: {{{schedule}}}\nrun: {{engine: deepspeed, {run}}}\n")
+    return open_session(path, (), fetch=False)
+
+
+def found(session: Session) -> Schedule:
+    problem = session.problem
+    return find(executable(session), Roofline(problem.model, problem.cluster.device,
+                                              problem.dtype))
+
+
+def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(
+        tmp_path: Path) -> None:
+    for schedule, policy in (("", "ft"), ("policy: ft", "ft"), ("policy: dsi", "dsi")):
+        fixed = executable(session_of(tmp_path, schedule=schedule)).problem.fixed
+        assert (fixed.policy, fixed.tp_degree, fixed.tp_gpus) == (policy, 2, 2)
+    fixed = executable(session_of(tmp_path, run="ranks: 1")).problem.fixed
+    assert (fixed.tp_degree, fixed.tp_gpus) == (1, 0)
+
+
+def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(
+        tmp_path: Path) -> None:
+    free = found(session_of(tmp_path))
+    assert [stage.ranks for stage in free.estimate.stages] == [(0, 1)]
+    assert deepspeed_engine.NOTE in free.estimate.notes
+    bound_s = free.estimate.latency_s / 3
+    bounded = found(session_of(tmp_path, bound=f"{bound_s}"))
+    assert bounded.estimate.latency_s <= bound_s
+    assert 1 <= bounded.estimate.encode_batch < free.estimate.encode_batch
+    assert bounded.estimate.throughput_qps < free.estimate.throughput_qps
+    with pytest.raises(InfeasibleError, match="one query alone takes"):
+        found(session_of(tmp_path, bound="0.001"))
+
+
+def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path: Path) -> None:
+    given = found(session_of(tmp_path, schedule="policy: dsi, encode_batch: 6, "
+                                                "encode_micro_batches: 3", bound="0.001"))
+    assert (given.estimate.policy, given.estimate.encode_batch) == ("dsi", 6)
+    assert given.estimate.encode_micro_batches == 3 and math.isinf(given.gap)
+    with pytest.raises(InputError, match=r"schedule\.encode_batch: required"):
+        found(session_of(tmp_path, schedule="policy: ft, decode_micro_batches: 2"))
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *, package: bool, compiler: bool) -> None:
+    real: Any = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: (
+        (object() if package else None) if name == "deepspeed" else real(name, *rest)))
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/c++" if compiler else None)
+
+
+def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    job = session_of(tmp_path).job
+    installed(monkeypatch, package=True, compiler=True)
+    refuse_what_cannot_run(job)
+    installed(monkeypatch, package=False, compiler=True)
+    with pytest.raises(MissingExtraError, match=r"'deepspeed'.*-e '\.\[deepspeed\]'"):
+        refuse_what_cannot_run(job)
+    installed(monkeypatch, package=True, compiler=False)
+    with pytest.raises(XgptError, match="install g\\+\\+"):
+        refuse_what_cannot_run(job)
+    refuse_what_cannot_run(load_job(job.source, ["run.ranks=1"]))  # compiles nothing
+    installed(monkeypatch, package=False, compiler=False)
+    refuse_what_cannot_run(load_job(job.source, ["run.engine=xgpt"]))  # needs neither
+
+
+@pytest.mark.parametrize(("override", "why"), [
+    ("schedule.policy=rra", "schedule.policy = 'rra': ft or dsi"),
+    ("schedule.policy=orca", "schedule.policy = 'orca': ft or dsi"),
+    ("schedule.decode_iterations=3", "works static batches"),
+    ("run.dtype=float16", "run.dtype = 'float16': float32 or bfloat16")])
+def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_for(
+        tmp_path: Path, override: str, why: str) -> None:
+    job = load_job(session_of(tmp_path).job.source, [override])
+    with pytest.raises(InputError) as caught:
+        refuse_what_cannot_run(job)
+    assert why in str(caught.value) and len(caught.value.mistakes) == 1
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    ({"model": "gpt2"}, "AutoTP does not divide GPT-2"),
+    ({"model": "t5-11b"}, "does not execute encoder-decoder models"),
+    ({"run": "ranks: 3"}, "run.ranks = 3: one tensor-parallel group: tp_degree 3 does not divide"),
+    ({"schedule": "tp_degree: 1"}, "schedule.tp_degree = 1: left out, or 2"),
+    ({"schedule": "tp_gpus: 0"}, "schedule.tp_gpus = 0: left out, or 2")])
+def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path: Path, given: dict[str, str],
+                                                             why: str) -> None:
+    with pytest.raises(InputError) as caught:
+        executable(session_of(tmp_path, **given))
+    assert why in str(caught.value)
+
+
+def test_gpt2_runs_on_one_rank(tmp_path: Path) -> None:
+    assert executable(session_of(tmp_path, model="gpt2", run="ranks: 1")).problem.fixed
+
+
+def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    schedule = found(session)
+    assert executable(session, schedule).problem.fixed.policy == "ft"
+    with pytest.raises(InputError, match=r"schedule\.policy = 'rra'"):
+        executable(session, with_estimate(schedule, policy="rra"))
+    stage = schedule.estimate.stages[0]
+    halves = (replace(stage, ranks=(0,)), replace(stage, index=1, ranks=(1,)))
+    with pytest.raises(InputError, match="one, of all 2 ranks"):
+        executable(session, with_estimate(schedule, stages=halves))

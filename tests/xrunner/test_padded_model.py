@@ -1,0 +1,168 @@
+"""Static batches of a Hugging Face model, as DeepSpeed's ranks work them, here without DeepSpeed:
+the same answers as transformers' `generate` and as the runner's own engine, by the replay's
+steps."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
+
+from xgpt import catalog
+from xgpt.job import Constraint, FixedSchedule
+from xgpt.lengths import joint_empirical
+from xgpt.problem import Problem
+from xprofiler.roofline import Roofline
+from xrunner.baseline_heads import StaticHead
+from xrunner.comm import local_comms
+from xrunner.engines.padded_model import PaddedModel, padded_left
+from xrunner.pipeline import Neighbours, await_start, serve_stage
+from xrunner.query import PreparedQuery
+from xrunner.route import Route
+from xrunner.rules.static import StaticRule, static_rule
+from xrunner.sampling import Sampling
+from xsimulator.policies import make_policy
+from xsimulator.policies.static import StaticConfig
+from xsimulator.replay.job import replay_job
+
+Made = Callable[[str], tuple[Path, Any]]
+
+
+def rule_of(batch: int, groups: int = 1, encodes: int | None = None) -> StaticRule:
+    return StaticRule(encode_batch=batch, num_groups=groups, kv_tokens=10_000,
+                      encode_micro_batches=encodes or groups)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRule,
+        sink: Collector | None = None, ranks: int = 1) -> tuple[Collector, list[PaddedModel]]:
+    """Every rank holds the whole model: what the others compute is only looked at for its steps."""
+    directory, model = made
+    comms, sink = local_comms(ranks), sink or Collector()
+    executors = [PaddedModel(model, max_positions=spec_of(directory).max_positions,
+                             gives_answers=rank == 0) for rank in range(ranks)]
+
+    def follow(rank: int) -> None:
+        neighbours = Neighbours(comms[rank], Route(rank=rank, stage=0, steps_from=0))
+        await_start(neighbours, executors[rank])
+        serve_stage(neighbours, executors[rank])
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True)
+               for rank in range(1, ranks)]
+    for thread in threads:
+        thread.start()
+    head = StaticHead(
+        rule=rule, executor=executors[0], comm=comms[0], sink=sink, decode_text=text_of,
+        route=Route(rank=0, stage=0, steps_from=None, peers=tuple(range(1, ranks))),
+        eos_ids=frozenset([EOS]))
+    for query in queries:
+        assert head.submit(query)
+    head.start()
+    is_complete = head.run()
+    assert is_complete or sink.should_stop()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    return sink, executors
+
+
+def answers_of(sink: Collector) -> dict[int, list[int]]:
+    return {r.query.index: list(r.output_ids) for r in sink.results}
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(("batch", "groups", "encodes"), [(4, 1, 1), (9, 1, 3), (7, 2, 4),
+                                                          (17, 3, 3)])
+def test_padded_batches_answer_as_generate_does(made: Made, answered: Any, family: str, batch: int,
+                                                groups: int, encodes: int) -> None:
+    queries, expected = answered(family)
+    sink, _ = run(made(family), queries, rule_of(batch, groups, encodes))
+    assert answers_of(sink) == expected
+    assert [r.query.index for r in sink.results] == list(range(len(queries)))
+
+
+def test_a_result_is_there_when_its_batch_is(made: Made) -> None:
+    queries = random_queries(9)
+    sink, _ = run(made("opt"), queries, rule_of(4))
+    ends = [r.encode_start_s + r.latency_s for r in sink.results]
+    batches = [ends[:4], ends[4:8], ends[8:]]
+    assert all(max(batch) - min(batch) < 1e-6 for batch in batches)
+    assert batches[0][0] < batches[1][0] < batches[2][0]
+
+
+@pytest.mark.parametrize(("name", "batch", "groups", "parts"), [
+    ("ft", 4, 1, None), ("ft", 7, 3, None), ("dsi", 8, 1, 3), ("dsi", 8, 2, 2)])
+def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str, batch: int,
+                                           groups: int, parts: int | None) -> None:
+    queries, expected = answered("opt")
+    pairs = np.array([(len(q.input_ids), len(expected[q.index])) for q in queries])
+    problem = problem_of(made("opt")[0], pairs)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    policy: Any = make_policy(name, problem, timing)
+    estimate = policy.estimate(StaticConfig(
+        encode_batch=batch, decode_micro_batches=groups, encode_parts=parts, tp_degree=2,
+        tp_gpus=2))
+    _, executors = run(made("opt"), queries, static_rule(estimate), ranks=2)
+    replayed = replay_job(problem, timing, estimate, inputs=pairs[:, 0], outputs=pairs[:, 1],
+                          max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+    wanted = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
+              for step, encoded, decoded in zip(replayed.steps, replayed.encoded, replayed.decoded,
+                                                strict=True)]
+    for executor in executors:
+        assert [(r.kind, r.group, r.phase, r.iteration, r.queries) for r in executor.log] == wanted
+
+
+def problem_of(directory: Path, pairs: Any) -> Problem:
+    joint = joint_empirical(pairs)
+    return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
+                   cluster=replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=2),
+                   lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
+                   constraint=Constraint(latency_s=math.inf))
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_a_row_that_is_done_may_outlive_the_models_positions(made: Made, family: str) -> None:
+    """Of 128: the first row ends at 102, and goes on beside the second up to 220."""
+    queries = [PreparedQuery(index=0, id="a", input_ids=tuple([7, 9] * 50), max_new_tokens=2),
+               PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=120,
+                             is_forced=True)]
+    sink, _ = run(made(family), queries, rule_of(2))
+    assert answers_of(sink) == {q.index: generate(made(family)[1], q) for q in queries}
+
+
+def test_limits_stop_strings_and_seeds_end_and_draw_as_in_the_own_engine(made: Made) -> None:
+    queries = []
+    for q in random_queries(12, seed=5):
+        drawn = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=q.index)
+        queries.append(replace(
+            q, sampling=drawn if q.index % 2 else Sampling(), is_forced=q.index % 3 == 0,
+            stop=("4",) if q.index % 4 == 1 else (), max_new_tokens=25))
+    sink, _ = run(made("opt"), queries, rule_of(5))
+    own, _ = run_in_process(made("opt")[0], queries, num_stages=2, num_groups=2)
+    found, wanted = ({r.query.index: (r.output_ids, r.finish_reason, r.text) for r in s.results}
+                     for s in (sink, own))
+    assert found == wanted
+    assert len({reason for _, reason, _ in found.values()}) == 2
+    assert any("4" not in text and reason == "stop" for _, reason, text in found.values())
+
+
+def test_a_stop_keeps_whole_batches_only(made: Made) -> None:
+    sink, _ = run(made("opt"), random_queries(17), rule_of(4), Collector(stop_after=5), ranks=2)
+    assert [r.query.index for r in sink.results] == list(range(8))
+
+
+def test_padding_comes_before_the_tokens() -> None:
+    import torch
+
+    ids, mask = padded_left(torch.tensor([7, 8, 9, 6]), [3, 1])
+    assert ids.tolist() == [[7, 8, 9], [0, 0, 6]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]

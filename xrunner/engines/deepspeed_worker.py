@@ -1,0 +1,124 @@
+"""One rank of DeepSpeed-Inference:
+`mpiexec -n N python -m mpi4py -m xrunner.engines.deepspeed_worker OUT/run.json`.
+
+All ranks are one tensor-parallel group; rank 0 decides, draws the tokens and writes.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from xgpt.errors import XgptError
+from xgpt.schedule import Schedule, load_schedule
+from xrunner.baseline_heads import StaticHead
+from xrunner.checkpoint.source import read_spec
+from xrunner.engines.auto_tp import load_model, weight_bytes
+from xrunner.engines.padded_model import PaddedModel
+from xrunner.io.progress import ProgressFile
+from xrunner.io.results import ResultWriter, write_errors
+from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.measured import write_measured
+from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.plan import RunPlan, load_plan
+from xrunner.route import routes
+from xrunner.rules.order import run_order
+from xrunner.rules.static import static_rule
+from xrunner.worker import RunSink, Stopwatch, read_work
+from xrunner.world import World, connect
+
+
+def main(arguments: list[str]) -> int:
+    plan = load_plan(Path(arguments[0]))
+    world = connect()
+    try:
+        run(plan, world)
+    except XgptError as error:
+        print(f"xgpt: rank {world.comm.rank}: {error}", file=sys.stderr, flush=True)
+        world.abort(error.exit_code)
+        return error.exit_code
+    return 0
+
+
+def run(plan: RunPlan, world: World) -> None:
+    """Everything one rank does."""
+    torch.set_num_threads(plan.threads_per_rank)
+    schedule = load_schedule(plan.output / "schedule.json")
+    _check_fits(schedule, world)
+    (_lead if world.comm.rank == 0 else _follow)(plan, schedule, world)
+
+
+def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
+    queries, errors, done_before = read_work(plan, schedule)
+    write_errors(plan.output / "errors.jsonl", errors)
+    clock = Stopwatch()
+    executor, load_s = _load(plan, world, clock)
+    writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
+                          model=plan.model_name)
+    progress = ProgressFile(plan.output / "progress.json", total=len(queries),
+                            done_before=done_before)
+    sink = RunSink(plan.output, writer, progress)
+    head = StaticHead(
+        rule=static_rule(schedule.estimate), executor=executor, comm=world.comm,
+        route=routes(schedule.estimate.stages)[0], sink=sink, eos_ids=eos_ids(plan.model_dir),
+        decode_text=TextTokenizer(plan.model_dir).decode, clock=clock)
+    for place in run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before):
+        query = queries[place]
+        assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+    head.start()
+    world.barrier()
+    clock.restart()
+    is_complete = head.run()
+    wall_s = clock()
+    writer.close()
+    state = "done" if is_complete else "stopped"
+    progress.tick(wall_s, sum(tokens for tokens, _ in sink.finished_queries), state)
+    world.comm.flush()
+    reports = world.gather(_report(plan, 0, executor, load_s)) or []
+    write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
+                   queries_before=done_before, num_errors=len(errors), reports=reports)
+
+
+def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
+    clock, rank = Stopwatch(), world.comm.rank
+    executor, load_s = _load(plan, world, clock)
+    neighbours = Neighbours(world.comm, routes(schedule.estimate.stages)[rank])
+    await_start(neighbours, executor)
+    world.barrier()
+    clock.restart()
+    serve_stage(neighbours, executor)
+    world.gather(_report(plan, rank, executor, load_s))
+
+
+def _load(plan: RunPlan, world: World, clock: Stopwatch) -> tuple[PaddedModel, float]:
+    """(this rank's part, seconds it took)"""
+    started_s = clock()
+    spec = read_spec(plan.model_dir, plan.model_name)
+    model = load_model(plan, world.comm.size, world.barrier)
+    load_s = clock() - started_s
+    return PaddedModel(model, max_positions=spec.max_positions, clock=clock,
+                       gives_answers=world.comm.rank == 0), load_s
+
+
+def _check_fits(schedule: Schedule, world: World) -> None:
+    estimate = schedule.estimate
+    if estimate.policy not in ("ft", "dsi"):
+        raise XgptError(f"policy {estimate.policy!r}: DeepSpeed works static batches, ft or dsi")
+    ranks = [list(stage.ranks) for stage in estimate.stages]
+    if ranks != [list(range(world.comm.size))]:
+        raise XgptError(f"the schedule's stages have the ranks {ranks}; DeepSpeed takes the "
+                        f"{world.comm.size} that the launcher started as one group")
+
+
+def _report(plan: RunPlan, rank: int, executor: PaddedModel, load_s: float) -> RankReport:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return RankReport(rank=rank, stage=0, log=tuple(executor.log), busy_s=executor.busy_s,
+                      load_s=load_s, bytes_read=weight_bytes(plan.model_dir), rows_compacted=0,
+                      peak_memory_bytes=peak)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
