@@ -129,7 +129,7 @@ def test_a_run_takes_round_robin_without_tensor_parallelism_where_the_job_leaves
 
 
 def test_sweep_rises_with_the_bound(job: Path) -> None:
-    done = xgpt("sweep", job, "--json", "--bounds", "0.01,8,20,inf")
+    done = xgpt("sweep", job, "--json", "--bounds", "0.01,5,20,inf")
     rows = json.loads(done.stdout)["bounds"]
     assert "infeasible" in rows[0]
     rates = [row["throughput_qps"] for row in rows[1:]]
