@@ -23,7 +23,7 @@ import numpy as np
 
 from xgpt.errors import InputError, Mistake
 from xgpt.length_file import MAX_LENGTH_TOKENS
-from xgpt.lengths import JointLengths
+from xgpt.lengths import IntArray, JointLengths
 
 Message: TypeAlias = "dict[str, str]"  # role, content
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -100,11 +100,16 @@ def read_requests(path: Path) -> tuple[list[Request], list[RequestError]]:
     return requests, errors
 
 
+def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[IntArray, IntArray]:
+    """(input tokens, output tokens), both [count], of the requests made with this seed."""
+    return lengths.sample(count, np.random.default_rng(seed))
+
+
 def synthetic_requests(lengths: JointLengths, count: int, seed: int,
                        vocab_size: int) -> list[Request]:
     """`count` requests of random tokens; input and (forced) output lengths follow `lengths`."""
-    rng = np.random.default_rng(seed)
-    inputs, outputs = lengths.sample(count, rng)
+    inputs, outputs = synthetic_lengths(lengths, count, seed)
+    rng = np.random.default_rng((seed, 1))
     # one int object a token id, shared by all requests: 8 bytes a token instead of 36
     ids = list(range(vocab_size))
     return [

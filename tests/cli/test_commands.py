@@ -134,7 +134,7 @@ def test_sweep_rises_with_the_bound(job: Path) -> None:
     assert "infeasible" in rows[0]
     rates = [row["throughput_qps"] for row in rows[1:]]
     assert rates == sorted(rates) and rates[0] < rates[-1]
-    shown = xgpt("sweep", job, "--bounds", "0.01,8")
+    shown = xgpt("sweep", job, "--bounds", "0.01,5")
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     lines = shown.stdout.splitlines()
     assert lines[2].split()[2:4] == ["infeasible", "-"] and "tightest" in shown.stdout

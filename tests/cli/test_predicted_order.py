@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from xgpt import catalog
-from xgpt.cli.session import Session, predict
+from xgpt.cli.prediction import predict
+from xgpt.cli.session import Session
 from xgpt.job import Adjustment, Constraint, FixedSchedule
 from xgpt.problem import Problem
 from xgpt.workload import Request
@@ -20,8 +22,10 @@ from xsimulator.policies.rra import Rra, RraConfig
 from xsimulator.replay import predict as predictions
 
 
+@pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("shuffle", [False, 40])
-def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffle: int) -> None:
+def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffle: int,
+                                         forced: bool) -> None:
     joint = catalog.task("S")
     problem = Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
@@ -31,8 +35,11 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
     inputs = np.arange(1, 201)
     inputs[17] = 10**6  # cannot run, and so has no place in the order
     session = cast(Session, SimpleNamespace(
-        problem=problem, input_lengths=inputs, job=SimpleNamespace(run=SimpleNamespace(seed=5)),
-        requests=[Request(index=i, line=i + 1, id=str(i)) for i in range(200)]))
+        problem=problem, input_lengths=inputs, requests=[
+            Request(index=i, line=i + 1, id=str(i), forced_tokens=i % 7 + 1 if forced else None)
+            for i in range(200)],
+        job=SimpleNamespace(run=SimpleNamespace(seed=5),
+                            workload=SimpleNamespace(requests=Path("r.jsonl")))))
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=9, decode_iterations=8))
     taken: dict[str, Any] = {}
     monkeypatch.setattr(predictions, "predict_job", lambda *args, **kwargs: taken.update(kwargs))
@@ -41,3 +48,5 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
     order = run_order(199, shuffle or 1, 5)
     assert taken["inputs"].tolist() == usable[order].tolist()
     assert (order == sorted(order)) == (not shuffle)
+    outputs = np.delete(np.arange(200) % 7 + 1, 17)[order].tolist()
+    assert taken["outputs"] is None if not forced else taken["outputs"].tolist() == outputs

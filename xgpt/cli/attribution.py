@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.cli.session import Session, in_run_order, runnable_lengths
+from xgpt.cli.prediction import in_run_order, job_lengths
+from xgpt.cli.session import Session
 from xgpt.errors import XgptError
 from xgpt.lengths import IntArray
 from xgpt.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer
-from xsimulator.replay.recorded import Recording, load_recording
+from xsimulator.replay.recorded import load_recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
         replayer = Replayer(session.problem, timing, estimate)
         order = in_run_order(session, estimate, len(recording.inputs))
         inputs, outputs = recording.inputs[order], recording.outputs[order]
-        most = _most_outputs(session, schedule, recording)[order]
+        most = _most_outputs(session, schedule, len(inputs))
         own = replayer.run(inputs, outputs, max_outputs=most)
         clocks = recording.clocks()
         timed = replayer.run(inputs, outputs, max_outputs=most, clocks=clocks)
@@ -66,12 +67,9 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
         same_steps=matched / max(sum(clock.num_steps for clock in clocks), 1))
 
 
-def _most_outputs(session: Session, schedule: Schedule, recording: Recording) -> IntArray:
+def _most_outputs(session: Session, schedule: Schedule, num_queries: int) -> IntArray:
     """[queries] tokens that each query reserved for its output: decides when it was admitted."""
-    known = runnable_lengths(session, schedule)
-    if known is None:
-        return recording.outputs  # synthetic requests say exactly how many tokens they give
-    if len(known[1]) != len(recording.inputs):
-        raise XgptError(f"{len(known[1])} requests can run, the run answered "
-                        f"{len(recording.inputs)}")
-    return known[1]
+    known = job_lengths(session, schedule)
+    if known is None or len(known.inputs) != num_queries:
+        raise XgptError(f"the run answered {num_queries} requests, others can run")
+    return known.most_outputs

@@ -16,9 +16,10 @@ from xgpt.cli.attribution import attribute
 from xgpt.cli.bars import RunBar
 from xgpt.cli.local_profile import hosts_of, threads_per_rank
 from xgpt.cli.options import plain, say
+from xgpt.cli.prediction import predict
 from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.cli.session import Session, predict, reserve_tokens
+from xgpt.cli.session import Session, reserve_tokens
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly
 from xgpt.job import DEEPSPEED, OWN_ENGINE

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from xgpt.cli.session import Session, in_run_order
+from xgpt.cli.prediction import in_run_order
+from xgpt.cli.session import Session
 from xgpt.report import timeline
 from xgpt.report.canvas import Drawing
 from xgpt.schedule import Estimate

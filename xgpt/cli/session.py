@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from xgpt.job_file import LOCAL_CLUSTER, load_job
 from xgpt.lengths import IntArray
 from xgpt.local import why_no_torch
 from xgpt.problem import Problem, known_model, resolve
-from xgpt.schedule import Estimate, Schedule, with_estimate
+from xgpt.schedule import Schedule, with_estimate
 from xgpt.units import DTYPE_BYTES
 from xgpt.workload import Request, RequestError, read_requests
 from xprofiler.match import match
@@ -31,12 +30,7 @@ from xprofiler.verdict import judge
 from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
-from xrunner.rules.order import run_order, window_of
 from xrunner.rules.paged import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from xsimulator.replay.predict import JobPrediction
-
 
 EXECUTED = (None, *registry.EXECUTED)  # policies; None: the job leaves it open
 NOT_EXECUTED = f"one of {', '.join(registry.EXECUTED)}"
@@ -199,37 +193,6 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
     return with_estimate(schedule, kv_tokens=kv_tokens, memory_bytes=memory)
 
 
-def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
-    """What this finite job is expected to measure, with fill and drain; None without queries."""
-    from xsimulator.replay.predict import predict_job
-
-    problem, rng = session.problem, np.random.default_rng(session.job.run.seed)
-    if problem.num_queries is None:
-        return None
-    known = runnable_lengths(session, schedule)
-    if known is None:
-        return predict_job(problem, timing, schedule.estimate, problem.num_queries, rng,
-                           padded=timing.is_padded)
-    inputs, most_outputs = known
-    if not len(inputs):
-        return None
-    order = in_run_order(session, schedule.estimate, len(inputs))
-    return predict_job(problem, timing, schedule.estimate, len(inputs), rng, inputs=inputs[order],
-                       max_outputs=most_outputs[order].tolist(), padded=timing.is_padded)
-
-
-def runnable_lengths(session: Session, schedule: Schedule) -> tuple[IntArray, IntArray] | None:
-    """Input tokens and most output tokens of each request that the schedule can run, in the input's
-    order (the others become error records, and take no time); None where lengths are not known."""
-    reserves, inputs, estimate = reserve_tokens(session), session.input_lengths, schedule.estimate
-    if reserves is None or inputs is None:
-        return None
-    runs = reserves <= estimate.kv_tokens // estimate.decode_micro_batches
-    runs &= inputs < (session.problem.model.max_positions or np.inf)
-    runs &= inputs <= (estimate.encode_kv_tokens or np.inf)
-    return inputs[runs], (reserves - inputs)[runs]
-
-
 def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:
     """A folder that execution will write. Raises InputError for requests of text."""
     texts = [request for request in requests if request.tokens is None]
@@ -239,12 +202,6 @@ def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:
             allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
             f"tokenizer, and line {texts[0].line} of {job.workload.requests} is text")])
     return ModelFiles(directory=job.output / "model", spec=known_model(job), served_by=SERVED_BY)
-
-
-def in_run_order(session: Session, estimate: Estimate, count: int) -> list[int]:
-    """Places of `count` queries in the order in which a run takes them up."""
-    window = window_of(session.problem.adjustment.shuffle, estimate.encode_batch)
-    return run_order(count, window, session.job.run.seed)
 
 
 def _is_unknown_shape(job: Job) -> bool:

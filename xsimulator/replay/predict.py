@@ -48,12 +48,13 @@ def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
                 rng: np.random.Generator, *, replays: int = 5, inputs: IntArray | None = None,
-                max_outputs: Sequence[int] | None = None,
+                outputs: IntArray | None = None, max_outputs: Sequence[int] | None = None,
                 padded: bool | None = None) -> JobPrediction:
     """Predict a job of `num_queries` executed by `estimate`.
 
-    inputs: [num_queries] known input lengths in order, else sampled. max_outputs: [num_queries]
-    most tokens each query may generate (what it reserves), else what the problem plans with.
+    inputs, outputs: [num_queries] lengths in order where they are known, else sampled (outputs
+    are known only where inputs are, and need one replay). max_outputs: [num_queries] most tokens
+    each query may generate (what it reserves), else what the problem plans with.
     Raises XgptError for a query that the schedule's KV budget can never hold.
     """
     assert inputs is None or len(inputs) == num_queries, f"{num_queries = }"
@@ -61,13 +62,14 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     most = np.full(num_queries, planned_outputs(problem)) if max_outputs is None else np.asarray(
         max_outputs, np.int64)
     replayer, figures = Replayer(problem, timing, estimate, padded=padded), []
-    for _ in range(replays):
-        own, outputs = sample_job(lengths, num_queries, rng, inputs)
-        outputs = np.minimum(outputs, most)
-        result = replayer.run(own, outputs, max_outputs=most)
+    for _ in range(replays if outputs is None else 1):
+        own, given = (inputs, outputs) if inputs is not None and outputs is not None else (
+            sample_job(lengths, num_queries, rng, inputs))
+        given = np.minimum(given, most)
+        result = replayer.run(own, given, max_outputs=most)
         p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
         wall_s = result.makespan_s
-        figures.append((num_queries / wall_s, outputs.sum() / wall_s, p50, p99, wall_s))
+        figures.append((num_queries / wall_s, given.sum() / wall_s, p50, p99, wall_s))
     mean = np.mean(figures, axis=0)
     return JobPrediction(throughput_qps=float(mean[0]), output_tokens_per_s=float(mean[1]),
                          latency_p50_s=float(mean[2]), latency_p99_s=float(mean[3]),
