@@ -53,6 +53,8 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
     present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
     within = (own_end_s > begin_s) & (own_end_s <= end_s)
     counts = (start_s >= begin_s - slow_s) & (start_s <= end_s)
+    if not counts.any() or not within.any():
+        return None  # static batches so large that none begins inside the window
     latency_s = result.latency_s[counts]
     if constraint.kind == "sequence":
         bound_s = _latency_of_length(result.output_tokens[counts], latency_s,
