@@ -276,8 +276,13 @@ class Doubts:
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:
     """Logarithm of the factor that a latency stays below with this confidence, if its own is one of
-    these plus a normal error of standard deviation `spread`."""
+    these plus a normal error of standard deviation `spread`. Infinite where too many of them are:
+    sizes that the profile refuses."""
     count = len(logarithms)
+    finite = logarithms[np.isfinite(logarithms)]
+    if len(finite) < count and (confidence >= len(finite) / count
+                                or confidence > count / (count + 1)):
+        return math.inf
     if spread == 0:
         place = min(math.ceil(confidence * (count + 1)), count) - 1
         found = float(np.sort(logarithms)[place])
@@ -286,7 +291,7 @@ def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> flo
             return float(special.ndtr((limit - logarithms) / spread).mean()) - confidence
 
         reach = 9 * spread
-        found = float(optimize.brentq(excess, logarithms.min() - reach, logarithms.max() + reach))
+        found = float(optimize.brentq(excess, finite.min() - reach, finite.max() + reach))
     if confidence > count / (count + 1) and count > 1:
         # more than so many replicates can tell: a normal of their mean and deviation goes on
         total = math.hypot(float(logarithms.std(ddof=1)), spread)
