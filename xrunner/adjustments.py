@@ -10,7 +10,7 @@ whole, so that a reader sees one state of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,14 @@ class Steering:
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
-                 rule: RraRule | None = None) -> None:
+                 rule: RraRule | None = None, order: Sequence[int] | None = None) -> None:
         """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
         knows them (WAA): then only queries are told of before which, in the order of admission,
         all are done, since of the others just the short ones are. `rule`: what is changed; None:
-        nothing is."""
+        nothing is. `order`: the queries as they are taken up, where that is not by their index; the
+        state names queries by their places in it, counted from `first_query`."""
+        self._place = {} if order is None else {
+            index: first_query + k for k, index in enumerate(order)}
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not
@@ -90,10 +93,11 @@ class Steering:
 
     def finished(self, result: FinishedQuery) -> None:
         lengths = len(result.query.input_ids), len(result.output_ids)
+        place = self._place.get(result.query.index, result.query.index)
         if self._at_work is not None:
-            self._finished[result.query.index] = lengths
+            self._finished[place] = lengths
             return
-        self._waiting[result.query.index] = lengths
+        self._waiting[place] = lengths
         while (lengths_of := self._waiting.pop(self._next, None)) is not None:
             self._finished[self._next] = lengths_of
             self._next += 1
@@ -103,7 +107,8 @@ class Steering:
         if elapsed_s - self._last_s < _INTERVAL_S:
             return
         self._last_s = elapsed_s
-        active = {} if self._at_work is None else self._at_work()
+        active = {} if self._at_work is None else {
+            self._place.get(index, index): lengths for index, lengths in self._at_work().items()}
         self._forget(len(active))
         write_atomically(self._output / OBSERVED_FILE, json.dumps({"first": self._first, **{
             key: [(query, *lengths) for query, lengths in sorted(state.items())]

@@ -83,6 +83,7 @@ class ContinuousHead(Head):
         """The step's header; tokens of those who decode [n], then of what is encoded [T]."""
         group, now = step.group, self._clock()
         for index in step.evicted:
+            self._partial.pop(index, None)
             self._again[index] = self._active.pop(index)
             self._leave(group, index)
         chunks = step.chunks or tuple(

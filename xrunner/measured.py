@@ -20,10 +20,11 @@ from xrunner.plan import write_atomically
 
 def write_measured(output: Path, *, state: str, wall_s: float,
                    finished: Sequence[tuple[int, float]], queries_before: int, num_errors: int,
-                   reports: Sequence[RankReport],
+                   reports: Sequence[RankReport], num_held: int = 0,
                    changes: Sequence[Mapping[str, Any]] = ()) -> None:
-    """`finished`: (output tokens, latency_s) of each query of this run. `changes`: of the control
-    variables while it ran."""
+    """`finished`: (output tokens, latency_s) of each query of this run. `num_held`: of them, those
+    that a stopped run could not write, since one before them is not done. `changes`: of the
+    control variables while it ran."""
     latencies = [latency for _, latency in finished]
     tokens = sum(count for count, _ in finished)
     p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
@@ -32,7 +33,7 @@ def write_measured(output: Path, *, state: str, wall_s: float,
     busiest_s = max((report.busy_s for report in reports), default=0.0)
     figures = {
         "version": 1, "state": state, "queries": len(finished), "queries_before": queries_before,
-        "errors": num_errors, "wall_s": wall_s,
+        "queries_held": num_held, "errors": num_errors, "wall_s": wall_s,
         "throughput_qps": len(finished) / wall_s if wall_s > 0 else None,
         "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
         "latency_p50_s": p50, "latency_p99_s": p99,

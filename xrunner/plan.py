@@ -40,6 +40,7 @@ class RunPlan:
     is_watched: bool = False  # the launcher follows output lengths, and may change an RRA schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
     shuffle_window: int = 1  # queries that are taken in random order among themselves
+    most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
     engine: str = OWN_ENGINE
 
     @property

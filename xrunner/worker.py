@@ -174,10 +174,12 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     rule = rra_rule(schedule.estimate, slots=plan.slots) if (
         schedule.estimate.policy == "rra") else None
     head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
+    order = run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before)
     if plan.is_watched:
         sink.steering = Steering(plan.output, rule=rule, first_query=done_before,
-                                 at_work=None if rule is None else head.lengths_so_far)
-    for place in run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before):
+                                 at_work=None if rule is None else head.lengths_so_far,
+                                 order=order if plan.shuffle_window > 1 else None)
+    for place in order:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
@@ -194,6 +196,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     reports = world.gather(_report(loaded)) or []
     write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
                    queries_before=done_before, num_errors=len(errors), reports=reports,
+                   num_held=writer.num_held,
                    changes=sink.steering.taken if sink.steering is not None else ())
 
 
@@ -230,7 +233,7 @@ def read_work(plan: RunPlan, schedule: Schedule,
     requests, errors = read_requests(plan.requests)
     spec = read_spec(plan.model_dir, plan.model_name)
     queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec,
-                                most_input_tokens=schedule.estimate.encode_kv_tokens or None)
+                                most_input_tokens=plan.most_input_tokens or None)
     # lets a later start tell a finished run from a stopped one
     write_atomically(plan.output / "total.json", json.dumps({"queries": len(queries)}) + "\n")
     return queries, errors + unusable, count_results(plan.output / "results.jsonl")

@@ -35,14 +35,18 @@ class Model:
 
     def take(self, step: Step) -> None:
         for query in step.evicted:
-            del self.held[query]
-            self.evictions += 1
+            if query in self.partial:  # it begins at its first chunk again
+                del self.partial[query]
+            else:
+                del self.held[query]
+                self.evictions += 1
         if step.kind is not StepKind.ENCODE:
             for query in [q for q in self.held if self.group_of[q] == step.group]:
                 self.held[query] += 1
                 self.made[query] += 1
         for chunk in step.chunks:
-            if chunk.first == 0:  # at times for the second time: its blocks were taken away
+            if chunk.first == 0:
+                assert chunk.query not in self.partial, "its row is still held"
                 self.partial[chunk.query] = 0
             self.group_of[chunk.query] = step.group
             assert chunk.first == self.partial[chunk.query] and chunk.tokens > 0
@@ -72,9 +76,6 @@ def drive(rule: VllmRule | SarathiRule, inputs: list[int],
             continue
         steps.append(step)
         model.take(step)
-        # no step names a query whose blocks were taken away while it was encoded in part
-        waiting = {query for query, _ in rule._queue.waiting}
-        model.partial = {q: done for q, done in model.partial.items() if q not in waiting}
         assert rule.reserved_tokens == model.blocks() * BLOCK_TOKENS
         running = Counter(model.group_of[q] for q in (*model.held, *model.partial))
         assert all(count <= rule.group_max_active for count in running.values())

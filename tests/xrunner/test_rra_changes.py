@@ -188,6 +188,18 @@ def test_only_the_latest_queries_are_told_of(tmp_path: Path,
     assert len(state.finished) == 298 - state.first
 
 
+def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path: Path) -> None:
+    """Of 300 queries in random order the 64 first may have any index; what is told is how many."""
+    order = [7, 299, 4, 150]
+    steering = Steering(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
+    for index in (299, 7):
+        steering.finished(result(index, 3))
+    steering.look(1.0)
+    state = read_observed(tmp_path)
+    assert state is not None and state.finished == {2: (2, 3), 3: (2, 3)}
+    assert state.active == {5: (6, 1)}
+
+
 def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
     steering = Steering(tmp_path, first_query=10)
     for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -9,10 +11,13 @@ from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
 from xgpt.errors import InputError
-from xgpt.lengths import joint_empirical
+from xgpt.job import Constraint
+from xgpt.lengths import empirical, joint_empirical
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.replay.job import replay_job
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import steady_figures
 
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}
 LAWS = settings(max_examples=25, deadline=None, derandomize=True,
@@ -158,3 +163,13 @@ def test_no_cluster_is_faster_than_its_arithmetic(case):
     # cross-attention's keys and values are projected for inputs, not for every output token
     share = 0.7 if model.is_encoder_decoder else 1.0
     assert result.makespan_s >= share * flops / peak
+
+
+def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() -> None:
+    """One static batch, and its last queries long after the others: nothing begins meanwhile."""
+    start_s = np.array([0.0] * 500 + [18.0])
+    latency_s = np.array([5.0] + [10.0] * 497 + [16.0, 17.0] + [2.0])
+    result = ReplayResult(pools=(), handovers=None, encode_start_s=start_s, latency_s=latency_s,
+                          output_tokens=np.ones(501, np.int64), preemptions=0, makespan_s=20.0)
+    constraint = Constraint(latency_s=math.inf, kind="queries", quantile=0.99)
+    assert steady_figures(result, constraint, empirical(np.ones(3, np.int64))) is None

@@ -33,10 +33,11 @@ def leave(folder: Path, result: ReplayResult, inputs: np.ndarray) -> None:
                         else pool.decoded[i] + pool.encoded[i]), "tokens": 0}
         for pool in result.pools for s, stage in enumerate(pool.stages)
         for i, step in enumerate(pool.steps)]
-    results = [{"input_tokens": int(a), "output_tokens": int(b)}
+    results = [{"input_tokens": int(a), "output_tokens": int(b), "text": "one\u2028two\x85three"}
                for a, b in zip(inputs, result.output_tokens, strict=True)]
     for name, lines in (("steps.jsonl", steps), ("results.jsonl", results)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / name).write_text("".join(
+            json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     (folder / "measured.json").write_text(json.dumps(
         {"state": "done", "queries_before": 0, "wall_s": result.makespan_s}))
 

@@ -58,7 +58,7 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
         own = replayer.run(inputs, outputs, max_outputs=most)
         clocks = recording.clocks()
         timed = replayer.run(inputs, outputs, max_outputs=most, clocks=clocks)
-    except XgptError:
+    except (XgptError, ValueError, KeyError, AssertionError):  # an explanation ends no run
         return None
     matched = sum(clock.num_matched for clock in clocks)
     return Attribution(

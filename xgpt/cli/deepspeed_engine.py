@@ -48,6 +48,12 @@ def mistakes_of(job: Job) -> list[Mistake]:
                               "out: ft): the engine deepspeed works static batches"))
     if job.run.dtype == "float16":
         found.append(_float16(job))
+    if job.run.weights == "random":
+        found.append(_mistake(job, "run.weights", "random", "checkpoint: DeepSpeed loads the model "
+                              "by transformers, from its files"))
+    if job.run.hosts:
+        found.append(_mistake(job, "run.hosts", ", ".join(job.run.hosts), "this machine alone: the "
+                              "engine deepspeed was never tried over several"))
     if policy is None and (parts.decode_iterations or parts.max_active or parts.token_budget):
         found.append(_mistake(job, "schedule", None, "encode_batch, decode_micro_batches: the "
                               "engine deepspeed works static batches (policy ft or dsi)"))
@@ -150,6 +156,9 @@ def _refusals(session: Session) -> Iterator[Mistake]:
     model, ranks = problem.model, problem.cluster.num_devices
     if problem.dtype == "float16" and job.run.dtype != "float16":  # else refused before
         yield _float16(job)
+    if problem.cluster.device.kind != "cpu":
+        yield _mistake(job, "run.engine", job.run.engine, "CPU ranks: set CUDA_VISIBLE_DEVICES to "
+                       "nothing, or use the own engine, for GPUs")
     if model.is_encoder_decoder:
         yield _mistake(job, "model", job.model, "a decoder-only model: the engine deepspeed does "
                        "not execute encoder-decoder models")

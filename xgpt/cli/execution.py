@@ -89,7 +89,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
         say(f"note: {warning}")
     say(f"report: {output / 'report.html'}")
     if measured["state"] == "stopped":
-        done = measured["queries_before"] + measured["queries"]
+        done = metrics["queries"]
         raise StoppedEarly(f"stopped after {done} queries; the same command goes on from there")
     return metrics
 
@@ -118,6 +118,9 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
     if (reserves := reserve_tokens(session)) is not None:
         # what no request needs decides nothing: a run may go on by another schedule
         query_tokens = min(query_tokens, int(reserves.max()))
+    most_input = schedule.estimate.encode_kv_tokens
+    if session.input_lengths is not None and most_input >= session.input_lengths.max():
+        most_input = 0
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
@@ -125,7 +128,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
-        query_kv_tokens=query_tokens, engine=job.run.engine,
+        query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
         device_kind=session.problem.cluster.device.kind)
 
@@ -216,7 +219,8 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
     return {
         "version": 1, "name": session.job.name, "status": measured["state"],
         "engine": session.job.run.engine,
-        "queries": measured["queries_before"] + measured["queries"], "errors": measured["errors"],
+        "queries": measured["queries_before"] + measured["queries"] - measured["queries_held"],
+        "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
         "steady_state_qps": schedule.estimate.throughput_qps,
         "load_bytes_per_s": measured["loaded_bytes"] / max(measured["load_s"], 1e-9),

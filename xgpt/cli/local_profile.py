@@ -162,11 +162,11 @@ def hosts_of(job: Job, problem: Problem) -> Hosts | None:
 
 
 def _sharing(job: Job, problem: Problem) -> float:
-    """Threads of all ranks for each usable core, at least 1; GPUs are not shared like that."""
+    """Threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise."""
     cluster = problem.cluster
     if cluster.device.kind != "cpu":
         return 1.0
-    return max(cluster.num_devices * threads_per_rank(job, problem) / usable_cores(), 1.0)
+    return max(cluster.devices_per_node * threads_per_rank(job, problem) / usable_cores(), 1.0)
 
 
 def _is_complete(profile: Profile, wanted: Wanted) -> bool:

@@ -141,16 +141,14 @@ class _PagedQueue:
         self.group_of.pop(query).leave(query)
 
     def make_room(self, group: _PagedGroup) -> tuple[int, ...]:
-        """Evicts until every query left can grow by a token. Names those that ran: one that was
-        encoded in part simply begins at its first chunk again."""
+        """Evicts until every query left can grow by a token. One that was encoded in part is named
+        too: its row is free, and it begins at its first chunk again."""
         evicted = []
         while group.num_needed > group.free:
-            is_running = group.partial is None
             query, tokens = group.evict()
             del self.group_of[query]
             self.waiting.appendleft((query, tokens))
-            if is_running:
-                evicted.append(query)
+            evicted.append(query)
         return tuple(evicted)
 
 

@@ -203,7 +203,8 @@ class Engine:
 
     def _execute(self, pool: Pool, group: GroupRows, step: Step, now: float) -> None:
         for query in step.evicted:
-            self._evict(pool, group, query)
+            if query in group:  # else it was encoded in part, and has no row yet
+                self._evict(pool, group, query)
         index = len(pool.steps)
         rows, mean, top, moved, done = 0, 0.0, 0.0, 0.0, []
         handed = 0

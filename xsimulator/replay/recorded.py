@@ -82,6 +82,8 @@ def load_recording(folder: Path, stages: Sequence[StageAssignment]) -> Recording
         raise XgptError(f"{folder} does not hold the record of one whole run")
     results = [json.loads(line) for line in _lines(folder / "results.jsonl")]
     found = [_figures(line) for line in results]
+    if not found:
+        raise XgptError(f"{folder} holds no results")
     records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]
     roles = [(role, [stage.index for stage in pool])
              for role, pool in groupby(stages, key=lambda stage: stage.role)]
@@ -114,5 +116,6 @@ def _figures(line: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _lines(path: Path) -> list[str]:
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+    # not splitlines(): an answer may hold what Unicode counts as the end of a line
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
