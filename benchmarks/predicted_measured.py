@@ -4,8 +4,9 @@ ranks, micro-batches, two to four ranks, three models.
     python benchmarks/predicted_measured.py [--runs 2] [--only TEXT] [--out benchmarks/results]
 
 Each row is one `xgpt submit` of synthetic requests under a schedule that the job fixes; what is
-predicted is the whole job, from a profile that was measured before (the first run of each model
-and number of ranks measures it). The machine must be otherwise idle: the last column is the share
+predicted is the whole job, from a profile that is measured anew before the first case of each
+model, number of ranks and degrees (`--cached`: from the one in the cache, whatever the machine has
+become since). The machine must be otherwise idle: the last column is the share
 of the cores that others used. Four ranks on two cores share them: docs/design.md, "The profile".
 
 Columns: throughput and 99th-percentile latency, measured / predicted; then the makespan taken
@@ -89,11 +90,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--only", default="", help="cases whose model and name hold this")
+    parser.add_argument("--cached", action="store_true", help="measure no profile anew")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     cases = [c for c in CASES if arguments.only in f"{c.model} {c.ranks} {c.name}"]
     found: list[tuple[Case, list[dict[str, Any]]]] = []
+    measured: set[tuple[object, ...]] = set()
     for case in cases:
+        key = (case.model, case.ranks, case.schedule["tp_degree"])
+        if key not in measured and not arguments.cached:
+            xgpt("profile", case, "--again")
+        measured.add(key)
         found.append((case, [one_run(case) for _ in range(arguments.runs)]))
         print(row(*found[-1]), flush=True)
     text = table(found)
@@ -106,6 +113,12 @@ def main() -> None:
 
 def one_run(case: Case) -> dict[str, Any]:
     """metrics.json of one submit."""
+    metrics: dict[str, Any] = json.loads(xgpt("submit", case, "--json"))
+    return metrics
+
+
+def xgpt(command: str, case: Case, *options: str) -> str:
+    """What the command prints for the case's job."""
     job = {"name": "predicted", "model": case.model, "cluster": "local",
            "workload": {"requests": {"count": QUERIES}, "input_tokens": INPUTS,
                         "output_tokens": OUTPUTS},
@@ -115,12 +128,11 @@ def one_run(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.yaml"
         path.write_text(yaml.safe_dump({**job, "output": str(Path(folder) / "out")}))
-        done = subprocess.run([*_XGPT, "submit", str(path), "--json"], capture_output=True,
+        done = subprocess.run([*_XGPT, command, str(path), *options], capture_output=True,
                               text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{case.model}, {case.name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    metrics: dict[str, Any] = json.loads(done.stdout)
-    return metrics
+    return done.stdout
 
 
 def ratio(metrics: dict[str, Any], key: str) -> float:
