@@ -133,7 +133,7 @@ def _recommend(found: Reschedule) -> Reschedule:
             f"Keep the schedule: under these lengths it answers {keep:.4g} queries/s within the "
             f"bound, and no other batch sizes bring more than {WORTH:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
-            else f"while the current one does not do ({found.keep.reason})")
+            else f"while the current one no longer serves ({found.keep.reason})")
     assert found.adjust.estimate is not None
     return replace(found, choice="adjust", sentence=(
         f"Change the batch sizes to {variables(found.adjust.estimate)}: {adjust:.4g} queries/s, "

@@ -65,7 +65,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
         return Revised(keep=keep, estimate=None, reason=f"no other batch sizes do: "
                                                         f"{planned.margin.sentence}")
     gain = (f"{found.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
-            else f"as it was it does not do: {keep.reason}")
+            else f"as it was it no longer serves: {keep.reason}")
     return Revised(keep=keep, estimate=found, reason=gain)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -26,7 +27,7 @@ from xgpt.job import DEEPSPEED, OWN_ENGINE
 from xgpt.launch.local import run_ranks
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
-from xgpt.report.table import summary_table
+from xgpt.report.table import WIDTH, summary_table
 from xgpt.schedule import Schedule, save_schedule
 from xgpt.workload import synthetic_requests
 from xprofiler.profile_file import save_profile
@@ -184,7 +185,7 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
         bar.update()
         if rescheduler is not None and rescheduler.update():
             bar.end()  # what it has to say gets lines of its own
-            say(rescheduler.decisions[-1].sentence)
+            say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
     ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
     try:
