@@ -38,7 +38,7 @@ class Attribution:
             return f"{100 * (to_s / from_s - 1):+.0f} %"
 
         total = change(self.measured_s, self.predicted_s)
-        return (f"the run took {total} of the predicted time: output lengths "
+        return (f"time of the run against its prediction {total}: output lengths "
                 f"{change(self.with_lengths_s, self.predicted_s)}, step times "
                 f"{change(self.with_times_s, self.with_lengths_s)}, the rest "
                 f"{change(self.measured_s, self.with_times_s)}")
