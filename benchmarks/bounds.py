@@ -7,8 +7,8 @@ FILE holds lines {"input_ids": [...], "output_len": N}; without it 200 requests 
 drawn (inputs about N(128, 81) on [1, 256], outputs about N(64, 30) on [1, 160]). All queries are
 there at the start, every one gives exactly its number of tokens. The bounds are a quarter, half and
 twice the latency of the schedule without a bound, for 99 % of all queries. Every configuration is
-planned from the same profile with the same margin-free forms where a policy has no margin; what
-counts is what the run measured. The machine must be otherwise idle.
+planned from the same profile with the same confidence; what counts is what the run measured. The
+machine must be otherwise idle.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +67,13 @@ class Loaded(NamedTuple):
 class RunSink:
     """Results, progress and the wish to stop, as files of the output folder."""
 
-    def __init__(self, output: Path, writer: ResultWriter, progress: ProgressFile) -> None:
-        self._stop_path, self._writer, self._progress = output / STOP_FILE, writer, progress
+    def __init__(self, plan: RunPlan, *, num_queries: int, done_before: int) -> None:
+        """Of a run that goes on after the first `done_before` of its queries."""
+        self.output, self._stop_path = plan.output, plan.output / STOP_FILE
+        self._writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
+                                    model=plan.model_name)
+        self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
+                                      done_before=done_before)
         self.steering: Steering | None = None  # where the launcher follows the output lengths
         self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
 
@@ -85,6 +91,16 @@ class RunSink:
 
     def should_stop(self) -> bool:
         return self._stop_path.exists()
+
+    @property
+    def num_held(self) -> int:
+        """Results that wait for one before them."""
+        return self._writer.num_held
+
+    def close(self, wall_s: float, state: str) -> None:
+        """`state`: "done" or "stopped"."""
+        self._writer.close()
+        self._progress.tick(wall_s, sum(tokens for tokens, _ in self.finished_queries), state)
 
 
 def main(arguments: list[str]) -> int:
@@ -166,11 +182,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     loaded = _load(plan, schedule, world, clock)
-    writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
-                          model=plan.model_name)
-    progress = ProgressFile(plan.output / "progress.json", total=len(queries),
-                            done_before=done_before)
-    sink = RunSink(plan.output, writer, progress)
+    sink = RunSink(plan, num_queries=len(queries), done_before=done_before)
     rule = rra_rule(schedule.estimate, slots=plan.slots) if (
         schedule.estimate.policy == "rra") else None
     head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
@@ -184,19 +196,29 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
     head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))
+
+    def report() -> RankReport:
+        loaded.executor.close()
+        return _report(loaded)
+
+    conduct(head, sink, world, clock, report=report, queries_before=done_before,
+            num_errors=len(errors))
+
+
+def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
+            report: Callable[[], RankReport], queries_before: int, num_errors: int) -> None:
+    """Rank 0's run, from the ranks' common start on, and its account. `report`: of this rank."""
     world.barrier()
     clock.restart()
     is_complete = head.run()
     wall_s = clock()
-    writer.close()
     state = "done" if is_complete else "stopped"
-    progress.tick(wall_s, sum(tokens for tokens, _ in sink.finished_queries), state)
+    sink.close(wall_s, state)
     world.comm.flush()
-    loaded.executor.close()
-    reports = world.gather(_report(loaded)) or []
-    write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
-                   queries_before=done_before, num_errors=len(errors), reports=reports,
-                   num_held=writer.num_held,
+    reports = world.gather(report()) or []
+    write_measured(sink.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
+                   queries_before=queries_before, num_errors=num_errors, reports=reports,
+                   num_held=sink.num_held,
                    changes=sink.steering.taken if sink.steering is not None else ())
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from problems import problem_of
 
-from xgpt import catalog
 from xgpt.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
@@ -97,8 +96,3 @@ def test_stages_that_always_work_are_slowed_down_in_full() -> None:
 def test_a_pool_that_waits_leaves_its_cores_to_the_other() -> None:
     own, slowed, shared = replays(WaaConfig(encode_batch=2, decode_micro_batches=2))
     assert own * 1.02 < shared < slowed * 0.98
-
-
-def test_catalog_devices_share_nothing() -> None:
-    problem = problem_of("opt-13b", "a40-4")
-    assert Roofline(problem.model, catalog.cluster("a40-4").device, problem.dtype).sharing == 1.0

@@ -10,8 +10,6 @@ from xgpt.cli import deepspeed_engine
 from xgpt.cli.execution import execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
 from xgpt.cli.session import (
-    EXECUTED,
-    NOT_EXECUTED,
     Session,
     executable,
     find,
@@ -86,8 +84,6 @@ def refuse_what_cannot_run(job: Job) -> None:
         ((job.run.ranks or 1) > most, "run.ranks", job.run.ranks,
          f"at most {most} on {'the hosts' if job.run.hosts else 'this machine'}: "
          f"{most // _RANKS_PER_CORE} cores"),
-        (job.schedule.policy not in EXECUTED and not deepspeed_engine.is_chosen(job),
-         "schedule.policy", job.schedule.policy, NOT_EXECUTED),
         (job.workload.requests is None and job.workload.count is None, "workload.requests", None,
          "a run needs a file of requests, or {count: N}"),
     ]

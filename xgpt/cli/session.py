@@ -32,11 +32,8 @@ from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
 from xrunner.rules.paged import BLOCK_TOKENS
 
-EXECUTED = (None, *registry.EXECUTED)  # policies; None: the job leaves it open
-NOT_EXECUTED = f"one of {', '.join(registry.EXECUTED)}"
-# What a run takes where the job leaves the policy open. WAA is executed where the job fixes it:
-# until the benchmarks show that its predictions come true on CPU ranks, whose pools share the
-# memory's bandwidth, a search that preferred it could be wrong about it.
+# What a run takes where the job leaves the policy open. WAA needs an MPI library with threads, and
+# its schedule cannot be changed while it runs: it is for the job to choose.
 _OPEN_POLICY = "rra"
 
 
@@ -124,9 +121,9 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
         return deepspeed_engine.executable(session, schedule)
     fixed = session.problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
-    if policy not in EXECUTED:
+    if policy not in (None, *registry.EXECUTED):  # of a schedule file
         raise InputError([Mistake(file=str(session.job.source), line=None, key="schedule.policy",
-                                  value=policy, allowed=NOT_EXECUTED)])
+                                  value=policy, allowed=f"one of {', '.join(registry.EXECUTED)}")])
     if policy in registry.DECODER_ONLY and session.problem.model.is_encoder_decoder:
         able = [name for name in registry.EXECUTED if name not in registry.DECODER_ONLY]
         raise InputError([Mistake(

@@ -18,16 +18,14 @@ from xrunner.baseline_heads import StaticHead
 from xrunner.checkpoint.source import read_spec
 from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
-from xrunner.io.progress import ProgressFile
-from xrunner.io.results import ResultWriter, write_errors
+from xrunner.io.results import write_errors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
-from xrunner.measured import write_measured
 from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan
 from xrunner.route import routes
 from xrunner.rules.order import run_order
 from xrunner.rules.static import static_rule
-from xrunner.worker import RunSink, Stopwatch, read_work
+from xrunner.worker import RunSink, Stopwatch, conduct, read_work
 from xrunner.world import World, connect
 
 
@@ -56,11 +54,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     executor, load_s = _load(plan, world, clock)
-    writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
-                          model=plan.model_name)
-    progress = ProgressFile(plan.output / "progress.json", total=len(queries),
-                            done_before=done_before)
-    sink = RunSink(plan.output, writer, progress)
+    sink = RunSink(plan, num_queries=len(queries), done_before=done_before)
     head = StaticHead(
         rule=static_rule(schedule.estimate), executor=executor, comm=world.comm,
         route=routes(schedule.estimate.stages)[0], sink=sink, eos_ids=eos_ids(plan.model_dir),
@@ -69,17 +63,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     head.start()
-    world.barrier()
-    clock.restart()
-    is_complete = head.run()
-    wall_s = clock()
-    writer.close()
-    state = "done" if is_complete else "stopped"
-    progress.tick(wall_s, sum(tokens for tokens, _ in sink.finished_queries), state)
-    world.comm.flush()
-    reports = world.gather(_report(plan, 0, executor, load_s)) or []
-    write_measured(plan.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
-                   queries_before=done_before, num_errors=len(errors), reports=reports)
+    conduct(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
+            queries_before=done_before, num_errors=len(errors))
 
 
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:

@@ -1,0 +1,188 @@
+"""The importer of aiconfigurator's tables: products, attention, messages, what is refused.
+
+Tests of the files themselves read `shared/data` beside the checkout and skip where it is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from imported import A100, DATA, TINY, again, faults, needs_data, seconds, write
+
+from xgpt import catalog
+from xgpt.errors import InputError, UnknownNameError
+from xprofiler.importers import aiconfigurator, import_folder, kernel_tables
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
+
+SIZES = (32, 64, 128, 256, 512)
+
+
+def gemm_file(folder: Path, name: str = "a100_sxm_vllm_0.14.0") -> Path:
+    rows = [["bfloat16", m, n, k, 1e-6 * m * n * k] for m in (1, 8, 64) for n in SIZES
+            for k in SIZES if (n, k) != (512, 512)]
+    return write(folder / f"{name}_gemm.csv", ["gemm_dtype", "m", "n", "k", "latency"], rows)
+
+
+def attention_files(folder: Path, heads: Sequence[tuple[int, int]],
+                    name: str = "a100_sxm_vllm_0.14.0") -> None:
+    common = ["batch_size", "num_heads", "num_key_value_heads", "head_dim", "step", "latency"]
+    write(folder / f"{name}_context_attention.csv", [*common, "isl"],
+          [[b, h, kv, 16, 0, b * n / 100, n] for b in (1, 4) for n in (16, 256)
+           for h, kv in heads])
+    write(folder / f"{name}_generation_attention.csv", common,
+          [[b, h, kv, 16, step, b * (step + 1) / 1000] for b, most in ((1, 255), (8, 31))
+           for step in (15, 31, 255) if step <= most for h, kv in heads])
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Iterator[Path]:
+    gemm_file(tmp_path)
+    attention_files(tmp_path, [(4, 2), (2, 1)])
+    write(tmp_path / "a100_sxm_vllm_0.14.0_custom_allreduce.csv",
+          ["kernel_source", "allreduce_dtype", "num_gpus", "message_size", "latency", "backend"],
+          [[f"vLLM_custom_{kind}", "bfloat16", 2, size, size * slow / 1e4, f"vllm_{kind}"]
+           for size in (1000, 4000) for kind, slow in (("graph", 1), ("eager", 7))])
+    yield tmp_path
+
+
+def test_products_lie_between_the_measured_sizes_and_beyond_in_proportion(tables: Path) -> None:
+    times = kernel_tables.GemmTimes(
+        kernel_tables.read_gemm(tables / "a100_sxm_vllm_0.14.0_gemm.csv"))
+    for m, n, k in ((1, 32, 64), (20, 100, 300), (64, 512, 512), (128, 2048, 256)):
+        assert times(m, n, k) == pytest.approx(1e-9 * m * n * k, rel=1e-9)
+
+
+def test_a_layer_is_measured_products_and_analytic_elementwise_parts(tables: Path) -> None:
+    profile = again(import_folder("aiconfigurator", tables, TINY, A100, "bfloat16"), tables)
+    assert profile.metadata.libraries == "vllm 0.14.0"
+    assert "norms" in profile.metadata.origin and "roofline" in profile.metadata.origin
+    # query, key, value: 64 + 2 x 32 wide; output; up and gate; down
+    for degree in (1, 2):
+        products = 1e-9 * 64 * 64 * (128 + 64 + 256 + 128) / degree
+        rest = seconds(profile, Operator.LAYER_REST, 64, tp_degree=degree)
+        assert products < rest < products + 1e-4
+    assert "key-value heads" in profile.refused[4]
+
+
+def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path) -> None:
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    assert seconds(profile, Operator.ENCODE_ATTENTION, 256, 4) == pytest.approx(256e-5)
+    assert seconds(profile, Operator.DECODE_ATTENTION, 1, 256) == pytest.approx(256e-6)
+    # eight queries were measured up to 32 tokens: beyond, eight times the one query's
+    assert seconds(profile, Operator.DECODE_ATTENTION, 8, 256) == pytest.approx(8 * 256e-6)
+
+
+def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables: Path) -> None:
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    link = catalog.link("nvlink3")
+    times = ProfileTiming(profile).all_reduce_s([2000, 8000], 2, link)
+    assert times[1] - times[0] == pytest.approx(0.3e-3)
+    skew_s = float(times[0]) - 0.1e-3
+    assert 10e-6 < skew_s < 100e-6, "the analytic skew of ranks is added once"
+
+
+def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Path) -> None:
+    (tables / "a100_sxm_vllm_0.14.0_custom_allreduce.csv").unlink()
+    write(tables / "a100_sxm_nccl_2.27.3.csv",
+          ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"],
+          [[name, "half", 2, size, size / 1e4] for size in (1000, 4000)
+           for name in ("all_gather", "all_reduce")])
+    table = kernel_tables.read_nccl_all_reduce(tables / "a100_sxm_nccl_2.27.3.csv")
+    assert table.num_bytes.tolist() == [2000, 8000]
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    times = ProfileTiming(profile).all_reduce_s([2000, 8000], 2, catalog.link("nvlink3"))
+    assert times[1] - times[0] == pytest.approx(0.3e-3)
+
+
+def test_attention_of_other_heads_refuses_the_degree_and_says_what_there_is(tables: Path) -> None:
+    attention_files(tables, [(2, 1)])
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    assert "4 heads and 2 key-value heads of 16" in profile.refused[1]
+    assert "it has heads: 2" in profile.refused[1] and profile.table("layer_rest", 2)
+    attention_files(tables, [(2, 2), (4, 4)])
+    with pytest.raises(InputError, match="with 4 heads it has key-value heads: 4 of 16"):
+        import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+
+
+def test_times_beyond_the_devices_peaks_are_not_taken(tables: Path) -> None:
+    common = ["batch_size", "num_heads", "num_key_value_heads", "head_dim", "step", "latency"]
+    write(tables / "a100_sxm_vllm_0.14.0_generation_attention.csv", common,
+          [[1, h, kv, 16, step, 1e-9] for step in (15, 4095) for h, kv in ((4, 2), (2, 1))])
+    profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
+    assert "decode_attention not taken" in profile.metadata.origin
+    assert "2 of 2 at tp 1" in profile.metadata.origin
+    assert seconds(profile, Operator.DECODE_ATTENTION, 1, 4000) > 1e-6
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("b200_sxm_vllm_0.14.0_gemm.csv", "system"), ("a100_sxm_sglang_0.14.0_gemm.csv", "framework"),
+    ("a100_sxm_vllm_9.9.9_gemm.csv", "version"), ("a100_sxm_vllm_0.14.0_moe.csv", "table"),
+    ("gemm.csv", "file name")])
+def test_unknown_names_list_the_known(name: str, key: str) -> None:
+    with pytest.raises(InputError) as error:
+        aiconfigurator.parse_name(Path(name))
+    assert faults(error) == [(None, key)]
+    assert key == "file name" or error.value.mistakes[0].allowed.count(",") or key == "version"
+
+
+def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
+    other = "a100_sxm_trtllm_1.0.0"
+    attention_files(tables, [(4, 2)], other)
+    with pytest.raises(InputError, match="a100_sxm vllm 0.14.0"):
+        aiconfigurator.import_profile(
+            TINY, A100, "bfloat16", gemm=tables / "a100_sxm_vllm_0.14.0_gemm.csv",
+            context_attention=tables / f"{other}_context_attention.csv")
+
+
+def test_folders_without_the_device_or_engine_say_what_is_there(tables: Path) -> None:
+    with pytest.raises(InputError, match="a100_sxm_vllm_0.14.0_gemm.csv"):
+        import_folder("aiconfigurator", tables, TINY, catalog.device("H200"), "bfloat16")
+    with pytest.raises(InputError, match="A100-80, H100, H200"):
+        import_folder("aiconfigurator", tables, TINY, catalog.device("A40"), "bfloat16")
+    with pytest.raises(InputError, match="vllm, trtllm"):
+        aiconfigurator.import_folder(tables, TINY, A100, "bfloat16", framework="sglang")
+
+
+@needs_data
+def test_llama_3_1_of_aiconfigurator(tmp_path: Path) -> None:
+    model = catalog.model("llama-3.1-8b")
+    profile = again(import_folder("aiconfigurator", DATA / "aiconfigurator", model, A100,
+                                  "bfloat16"), tmp_path)
+    assert not profile.refused
+    # weights of a layer are 436 MB: read at 1.1 to 1.8 TB/s by one row, 2039 GB/s at most
+    weights_bytes = 2 * (6144 + 4096 + 2 * 14336 + 14336) * 4096
+    rate = weights_bytes / seconds(profile, Operator.LAYER_REST, 1)
+    assert 1.1e12 < rate < 1.8e12
+    # 64 queries of 1023 cached tokens and the new one: 268 MB of keys and values
+    table = kernel_tables.read_generation_attention(
+        DATA / "aiconfigurator/a100_sxm_vllm_0.14.0_generation_attention.csv")
+    row = np.flatnonzero((table.num_heads == 32) & (table.kv_heads == 8) & (table.queries == 64)
+                         & (table.tokens == 1024))
+    assert len(row) == 1
+    assert seconds(profile, Operator.DECODE_ATTENTION, 64, 1024) == pytest.approx(
+        float(table.seconds[row[0]]), rel=1e-3)
+    assert 0.5 * 2.039e12 < 2**28 / seconds(profile, Operator.DECODE_ATTENTION, 64, 1024) < 2.039e12
+
+
+@needs_data
+def test_the_h200_prompt_attention_that_beats_the_peak_is_left_out() -> None:
+    profile = import_folder("aiconfigurator", DATA / "aiconfigurator",
+                            catalog.model("llama-3.1-8b"), catalog.device("H200"), "bfloat16")
+    assert "encode_attention not taken" in profile.metadata.origin
+    assert seconds(profile, Operator.ENCODE_ATTENTION, 8192, 1) > 0.5559e-3
+
+
+@needs_data
+def test_mha_models_lack_vllms_decode_attention() -> None:
+    with pytest.raises(InputError, match="40 key-value heads"):
+        import_folder("aiconfigurator", DATA / "aiconfigurator", catalog.model("opt-13b"), A100,
+                      "bfloat16")
+
+
+def test_an_unknown_source_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="vidur"):
+        import_folder("vidor", tmp_path, TINY, A100, "float16")
