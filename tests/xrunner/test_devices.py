@@ -7,6 +7,7 @@ build of torch knows; it stands for a GPU.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -18,10 +19,10 @@ from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
 from xgpt.schedule import StageAssignment
 from xrunner import devices
-from xrunner.comm import local_comms
+from xrunner.comm import LocalComm, local_comms
 from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.handover import parts
-from xrunner.messages import Joined, StartMessage, StepMessage
+from xrunner.messages import Joined, Message, StartMessage, StepMessage
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import Part
@@ -32,6 +33,22 @@ from xrunner.stage import StageExecutor
 DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
 START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY,
                      spare_bytes=0)
+
+
+class Gate(LocalComm):
+    """Lets messages through once it is open: FakeTensors serve one thread at a time."""
+
+    def __init__(self, comm: LocalComm) -> None:
+        self.__dict__.update(comm.__dict__)
+        self.is_open = threading.Event()
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        self.is_open.wait()
+        super().send(target, message, tensor)
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        self.is_open.wait()
+        return super().poll(*sources, wait_s=wait_s)
 
 
 class Zeros:
@@ -125,7 +142,7 @@ def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(
 def test_entries_travel_through_the_hosts_memory_between_two_devices(
         elsewhere: None, family: str) -> None:
     spec = spec_of(family)
-    pools, comms = stages(spec, "encode", "decode"), local_comms(2)
+    pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
     own = parts(pools, spec)
     models = [load_stage(spec, Zeros(), stage, torch.float32, WHOLE, DEVICE) for stage in pools]
     encoder = StageExecutor(models[0], sender=EntrySender(comms[0], own))
@@ -134,7 +151,9 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
         executor.start(START)
     message = encode(leaves=True)
     encoder.execute(message, on_host(sum(LENGTHS)))
+    comms[0].is_open.set()
     encoder.close()
+    comms[1].is_open.set()
     assert decoder.receiver is not None
     decoder.receiver.close()
     assert decoder.receiver.is_held(0)
