@@ -59,6 +59,7 @@ ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
 SHRINK = 0.97  # of an unsafe schedule's latency: what is tried next, at least
+SHRINK_UNKNOWN = 0.75  # the same of one whose margin is infinite: beyond what the profile reaches
 NEGLIGIBLE = 0.001  # excess of a replay's latency that counts as none
 LEAST_STEP = 0.01  # by which a table's times are raised, where its error is smaller
 _SEED = 20240427
@@ -324,9 +325,9 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
     if free.estimate.latency_s * first.factor <= bound_s:
         return PlannedWithin(schedule=free, margin=first, cost=0.0)
     tried = _Tried(bound_s, free, first)
-    begin_s, find = bound_s / first.factor, search
+    begin_s, find = _tighter_s(bound_s, free.estimate.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
-        begin_s = bound_s / (first.timing * first.model)
+        begin_s = _tighter_s(bound_s, free.estimate.latency_s, first.timing * first.model)
         longer = replace(problem, lengths=doubts.longer())
 
         def find(target_s: float) -> Schedule:
@@ -377,7 +378,8 @@ class _Tried:
         else:
             self._unsafe.append((schedule, own))
             self._most_s = target_s
-            self._next_s = min(target_s * self._bound_s / needed_s, SHRINK * searched_s)
+            self._next_s = min(SHRINK * searched_s, _tighter_s(
+                target_s, searched_s, needed_s / self._bound_s))
 
     def refused(self, target_s: float, refusal: InfeasibleError) -> None:
         self._least_s, self._refusal = target_s, refusal
@@ -402,6 +404,14 @@ class _Tried:
                              gap=bound_qps / queries - 1, unbounded_qps=self._free.unbounded_qps),
             margin=own, cost=1 - queries / self._free.estimate.throughput_qps,
             is_safe=bool(self._safe))
+
+
+def _tighter_s(target_s: float, searched_s: float, factor: float) -> float:
+    """The bound to search with after `target_s`, whose schedule (of latency `searched_s`) needs
+    `factor` times as much."""
+    if math.isinf(factor):
+        return SHRINK_UNKNOWN * min(target_s, searched_s)
+    return target_s / factor
 
 
 class Raised:

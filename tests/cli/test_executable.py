@@ -1,7 +1,8 @@
-"""Which tensor-parallel degrees a run plans with and measures: 1, unless it is asked for more."""
+"""What a run plans with and measures: every policy and tensor-parallel degree the job leaves open."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from xgpt import catalog
 from xgpt.cli.local_profile import wanted_profile
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
 from xgpt.errors import InfeasibleError, InputError
-from xgpt.schedule import with_estimate
+from xgpt.schedule import Estimate, with_estimate
+from xscheduler.uncertainty import Doubts, Margin
 
 
 def session_of(folder: Path, schedule: str, cluster: str = "local") -> Session:
@@ -23,8 +25,9 @@ def session_of(folder: Path, schedule: str, cluster: str = "local") -> Session:
 
 
 @pytest.mark.parametrize(("schedule", "plan", "measured"), [
-    ("", (1, 0), (1,)),
+    ("", (None, None), (1, 2, 4)),
     ("tp_degree: 1", (1, 0), (1,)),
+    ("tp_gpus: 0", (1, 0), (1,)),
     ("tp_degree: 2", (2, None), (1, 2)),
     ("tp_degree: 2, tp_gpus: 2", (2, 2), (1, 2)),
     ("tp_degree: 2, tp_gpus: 4", (2, 4), (2,)),
@@ -53,10 +56,19 @@ def test_a_degree_the_model_cannot_be_divided_by_is_refused_before_anything_is_m
 
 
 @pytest.mark.parametrize(("schedule", "policy"), [
-    ("", "rra"), ("policy: rra", "rra"), ("policy: waa-c", "waa-c"), ("policy: waa-m", "waa-m")])
-def test_a_run_leaves_round_robin_only_where_the_job_says_so(tmp_path: Path, schedule: str,
-                                                             policy: str) -> None:
+    ("", None), ("policy: rra", "rra"), ("policy: waa-c", "waa-c"), ("policy: waa-m", "waa-m")])
+def test_a_run_searches_every_policy_unless_the_job_names_one(tmp_path: Path, schedule: str,
+                                                              policy: str | None) -> None:
     assert executable(session_of(tmp_path, schedule)).problem.fixed.policy == policy
+
+
+@pytest.mark.parametrize(("schedule", "policy"), [("", "rra"), ("policy: waa-c", "waa-c")])
+def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
+        tmp_path: Path, schedule: str, policy: str) -> None:
+    own = session_of(tmp_path, schedule)
+    lengths = replace(own.job.workload.output_tokens, kind="observe")
+    job = replace(own.job, workload=replace(own.job.workload, output_tokens=lengths))
+    assert executable(replace(own, job=job)).problem.fixed.policy == policy
 
 
 def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
@@ -107,6 +119,26 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
     with pytest.raises(InfeasibleError, match="encode_batch 4000 fits"):
         fixed = replace(session.problem.fixed, encode_batch=4000)
         find(replace(session, problem=replace(session.problem, fixed=fixed)), timing)
+
+
+def test_a_baseline_too_large_for_the_profile_under_its_margin_becomes_a_smaller_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resampled lengths may make a batch larger than any that was measured."""
+    session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
+    timing, own = timing_of(session), Doubts.margin
+    constraint = replace(session.problem.constraint,
+                         latency_s=find(session, timing).estimate.latency_s)
+    session = replace(session, problem=replace(session.problem, constraint=constraint))
+    most = find(session, timing).estimate.encode_batch // 2
+
+    def limited(self: Doubts, estimate: Estimate) -> Margin:
+        found = own(self, estimate)
+        return found if estimate.encode_batch <= most else replace(
+            found, factor=math.inf, timing=math.inf)
+
+    monkeypatch.setattr(Doubts, "margin", limited)
+    found = find(session, timing)
+    assert 1 <= found.estimate.encode_batch <= most and math.isfinite(found.margin)
 
 
 @pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])

@@ -32,9 +32,8 @@ from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
 from xrunner.rules.paged import BLOCK_TOKENS
 
-# What a run takes where the job leaves the policy open. WAA needs an MPI library with threads, and
-# its schedule cannot be changed while it runs: it is for the job to choose.
-_OPEN_POLICY = "rra"
+# Of the policies that are searched, the one whose schedule can be changed while it runs.
+_CHANGEABLE = "rra"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +113,10 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
 
 
 def executable(session: Session, schedule: Schedule | None = None) -> Session:
-    """The session as a run plans and measures it: with WAA and with tensor parallelism where the
-    job, or the `schedule` it is to execute, asks for it. Every degree more is one more to measure.
-    Raises InputError for a policy that the runner does not execute."""
+    """The session as a run plans and measures it: over every policy and tensor-parallel degree
+    that the job, or the `schedule` it is to execute, leaves open. Lengths yet to be observed want
+    a schedule that can be changed in place. Raises InputError for a policy that the runner does
+    not execute."""
     if deepspeed_engine.is_chosen(session.job):
         return deepspeed_engine.executable(session, schedule)
     fixed = session.problem.fixed
@@ -131,11 +131,13 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
             allowed=f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
             "queries beside decoding others, or again with what they generated, in one pass "
             "through the same layers")])
-    fixed = replace(fixed, policy=policy or _OPEN_POLICY)
+    if policy is None and session.job.workload.output_tokens.kind == "observe":
+        policy = _CHANGEABLE
+    fixed = replace(fixed, policy=policy)
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
         fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
-    elif fixed.tp_degree == 1 or (fixed.tp_degree is None and not fixed.tp_gpus):
+    elif fixed.tp_degree == 1 or fixed.tp_gpus == 0:
         fixed = replace(fixed, tp_degree=1, tp_gpus=0)
     return replace(session, problem=replace(session.problem, fixed=fixed))
 
