@@ -1,4 +1,4 @@
-"""What a run plans with and measures: every policy and tensor-parallel degree the job leaves open."""
+"""What a run plans with and measures: every policy and degree that the job leaves open."""
 
 from __future__ import annotations
 
