@@ -149,7 +149,7 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     assert found.schedule is not None and found.record["cause"] == "observe"
     settled, start = found.schedule.estimate, schedule.estimate
     assert settled.throughput_qps > 2 * found.record["throughput_qps"]["before"]
-    assert settled.encode_batch > start.encode_batch
+    assert settled.decode_batch > start.decode_batch
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False

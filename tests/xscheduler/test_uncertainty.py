@@ -20,7 +20,7 @@ from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.timing import Operator
 from xscheduler import uncertainty
 from xscheduler.pinned import pinned_policy
-from xscheduler.uncertainty import Doubts, margin, plan_within, upper_limit
+from xscheduler.uncertainty import Doubts, Margin, margin, plan_within, upper_limit
 from xsimulator.policies.rra import Rra, RraConfig, RraConfigs
 
 CONFIG = {"encode_batch": 12, "decode_iterations": 6}
@@ -212,8 +212,8 @@ GRID = RraConfigs.of([RraConfig(encode_batch=b, decode_iterations=n)
 class GridSearch:
     """The best of a grid of RRA's configurations; keeps the figures of the last problem."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, grid: RraConfigs = GRID) -> None:
+        self.calls, self._grid = 0, grid
         self._lengths: JointLengths | None = None
 
     def __call__(self, problem: Problem) -> Schedule:
@@ -221,19 +221,19 @@ class GridSearch:
         if problem.lengths is not self._lengths:
             self._lengths = problem.lengths
             self._rra = Rra(problem, roofline_of(problem), padded=False)
-            self._figures = self._rra.evaluate(GRID)
+            self._figures = self._rra.evaluate(self._grid)
         found = self._figures
         is_free = found.fits & (found.latency_s <= problem.constraint.latency_s)
         if not is_free.any():
             raise InfeasibleError("the grid has none")
         row = int(np.where(is_free, found.throughput_qps, 0.0).argmax())
         return schedule_of(problem, self._rra.estimate(RraConfig(
-            encode_batch=int(GRID.encode_batch[row]),
-            decode_iterations=int(GRID.decode_iterations[row]))))
+            encode_batch=int(self._grid.encode_batch[row]),
+            decode_iterations=int(self._grid.decode_iterations[row]))))
 
 
-def planned(problem: Problem, *, longer: bool = True):
-    search = GridSearch()
+def planned(problem: Problem, *, longer: bool = True, grid: RraConfigs = GRID):
+    search = GridSearch(grid)
 
     def within(bound_s: float) -> Schedule:
         return search(replace(problem, constraint=replace(problem.constraint, latency_s=bound_s)))
@@ -281,6 +281,26 @@ def test_a_bound_that_only_a_schedule_without_margin_keeps_is_infeasible() -> No
     with pytest.raises(InfeasibleError, match="with its margin") as raised:
         planned(tight)
     assert "40 queries" in str(raised.value)
+
+
+@pytest.mark.parametrize("longer", [True, False])
+def test_a_margin_beyond_the_profile_leaves_smaller_schedules(
+        monkeypatch: pytest.MonkeyPatch, longer: bool) -> None:
+    """Resampled lengths may make a batch larger than any that was measured."""
+    own, reach = Doubts.margin, 6
+
+    def limited(self: Doubts, estimate: Estimate) -> Margin:
+        found = own(self, estimate)
+        return found if estimate.encode_batch <= reach else replace(
+            found, factor=math.inf, timing=math.inf)
+
+    monkeypatch.setattr(Doubts, "margin", limited)
+    # to the last token before the next are encoded: the latency falls with the batch
+    static = RraConfigs.of([RraConfig(encode_batch=b, decode_iterations=40) for b in range(2, 41)])
+    problem = observed(toy_problem(latency_s=4 * BOUND_S), 200)
+    found, search = planned(problem, longer=longer, grid=static)
+    assert found.is_safe and 1 < found.schedule.estimate.encode_batch <= reach
+    assert search.calls > 2, "larger ones were found first"
 
 
 def test_no_safe_schedule_found_is_said() -> None:

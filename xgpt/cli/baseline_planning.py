@@ -18,13 +18,14 @@ from xgpt.problem import Problem
 from xgpt.schedule import Estimate, Schedule
 from xgpt.units import format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.job_time import Space
 from xscheduler.space import tensor_plans, timed_plans
 from xscheduler.uncertainty import plan_within
 from xsimulator.baselines import MOST_QUERIES, Limited, best
 from xsimulator.policies import BASELINES, make_policy
 from xsimulator.policies.rra import EstimateArrays
 
-__all__ = ["BASELINES", "find_baseline"]
+__all__ = ["BASELINES", "baseline_space", "find_baseline"]
 
 _STATUS = "best of a grid and its neighbours"
 
@@ -40,14 +41,24 @@ def find_baseline(problem: Problem, timing: TimingSource) -> Schedule:
                    nodes=search.num_evaluated, seconds=time.monotonic() - began)
 
 
+def baseline_space(problem: Problem, timing: TimingSource) -> Space:
+    """What the job leaves open of the baseline's grid."""
+    policy, plans = _Pinned(problem, timing), _plans(problem, timing)
+    return Space(policy=policy, name=policy.name, configs=policy.grid(
+        problem.num_queries or MOST_QUERIES, plans))
+
+
+def _plans(problem: Problem, timing: TimingSource) -> list[tuple[int, int]]:
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
+                        problem.cluster, timing)
+    return [(plan.tp_degree, plan.tp_gpus) for plan in plans]
+
+
 class _Search:
     """One baseline's best configurations, under one latency bound after the other."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        fixed = problem.fixed
-        plans = timed_plans(tensor_plans(problem.model, problem.cluster, fixed), problem.cluster,
-                            timing)
-        self._problem, self._plans = problem, [(plan.tp_degree, plan.tp_gpus) for plan in plans]
+        self._problem, self._plans = problem, _plans(problem, timing)
         self._policy = _Pinned(problem, timing)
 
     @property

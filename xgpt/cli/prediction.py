@@ -27,8 +27,10 @@ class JobLengths(NamedTuple):
     outputs: IntArray | None
 
 
-def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPrediction | None:
-    """With fill and drain; None without queries."""
+def predict(session: Session, timing: TimingSource, schedule: Schedule, *,
+            replays: int = 5) -> JobPrediction | None:
+    """With fill and drain, the mean of so many replays where lengths are not all known; None
+    without queries."""
     from xsimulator.replay.predict import predict_job
 
     problem, rng = session.problem, np.random.default_rng(session.job.run.seed)
@@ -37,11 +39,11 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule) -> JobPr
     known = job_lengths(session, schedule)
     if known is None:
         return predict_job(problem, timing, schedule.estimate, problem.num_queries, rng,
-                           padded=timing.is_padded)
+                           replays=replays, padded=timing.is_padded)
     if not len(known.inputs):
         return None
     return predict_job(problem, timing, schedule.estimate, len(known.inputs), rng,
-                       inputs=known.inputs, outputs=known.outputs,
+                       replays=replays, inputs=known.inputs, outputs=known.outputs,
                        max_outputs=known.most_outputs.tolist(), padded=timing.is_padded)
 
 

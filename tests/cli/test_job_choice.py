@@ -1,0 +1,104 @@
+"""The schedule of a short job is what answers it soonest, within the same bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli.job_choice import choose_for_the_job
+from xgpt.cli.planning import Planner
+from xgpt.cli.prediction import predict
+from xgpt.cli.session import Session, executable, find, open_session, timing_of, with_room
+from xgpt.report.table import schedule_table
+from xgpt.schedule import Schedule, load_schedule, save_schedule
+from xscheduler.job_time import JOB_STATUS, SHORT, WORTH, searched_spaces
+from xscheduler.uncertainty import margin
+
+
+def session_of(folder: Path, count: int, bound: str = "12",
+               schedule: str = "policy: rra") -> Session:
+    path = folder / "job.yaml"
+    path.write_text(f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, "
+                    f"task: S}}\nconstraint: {{latency_s: {bound}}}\n"
+                    f"schedule: {{{schedule}, tp_degree: 1}}\n")
+    return executable(open_session(path, (), fetch=False))
+
+
+def steady_of(session: Session) -> Schedule:
+    planner = Planner(session.problem, timing_of(session), asked=session.job.schedule)
+    return with_room(session, planner.find())
+
+
+def wall_s(session: Session, schedule: Schedule) -> float:
+    found = predict(session, timing_of(session), schedule)
+    assert found is not None
+    return found.wall_s
+
+
+@pytest.mark.parametrize(("bound", "schedule"), [
+    ("12", "policy: rra"), ("inf", "policy: waa-c"), ("12", "policy: ft")])
+def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound: str,
+                                                          schedule: str) -> None:
+    session = session_of(tmp_path, 100, bound, schedule)
+    timing = timing_of(session)
+    steady, found = steady_or_baseline(session), find(session, timing)
+    assert wall_s(session, found) <= wall_s(session, steady)
+    own = margin(session.problem, timing, found.estimate, padded=timing.is_padded)
+    assert found.estimate.fits and found.estimate.latency_s * own.factor <= found.latency_bound_s
+    assert found.latency_bound_s == steady.latency_bound_s
+    if found.estimate != steady.estimate:
+        assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
+        assert found.estimate.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
+        assert "this job's 100 queries" in found.explanation[0]
+        assert found.rejected[0].throughput_qps == steady.estimate.throughput_qps
+
+
+def steady_or_baseline(session: Session) -> Schedule:
+    from xgpt.cli.baseline_planning import find_baseline
+
+    if session.problem.fixed.policy == "ft":
+        return with_room(session, find_baseline(session.problem, timing_of(session)))
+    return steady_of(session)
+
+
+def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
+    session = session_of(tmp_path, 60)
+    found = find(session, timing_of(session))
+    assert found.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
+    assert JOB_STATUS in schedule_table(found)
+    save_schedule(found, tmp_path / "schedule.json")
+    assert load_schedule(tmp_path / "schedule.json") == found
+
+
+def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
+    session = session_of(tmp_path, 60)
+    steady = steady_of(session)
+    present = steady.estimate.decode_batch + steady.estimate.encode_batch
+    long = replace(session, problem=replace(session.problem,
+                                            num_queries=math.ceil(SHORT * present)))
+    asked: list[object] = []
+    assert choose_for_the_job(long, timing_of(session), steady,
+                              lambda: asked.append(1) or []) is steady  # type: ignore[func-returns-value]
+    assert not asked
+
+
+def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
+    fixed = "policy: rra, encode_batch: 10"
+    session = session_of(tmp_path, 60, "inf", fixed)
+    assert find(session, timing_of(session)).estimate.encode_batch == 10
+    (space,) = searched_spaces(session.problem, timing_of(session))
+    assert {config.encode_batch for config in space.configs} == {10}
+    whole = session_of(tmp_path, 60, "inf", f"{fixed}, decode_iterations: 8")
+    (space,) = searched_spaces(whole.problem, timing_of(whole))
+    assert len(space.configs) == 1
+
+
+def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) -> None:
+    session = session_of(tmp_path, 60)
+    outputs = replace(session.job.workload.output_tokens, kind="observe")
+    job = replace(session.job, workload=replace(session.job.workload, output_tokens=outputs))
+    steady = steady_of(session)
+    assert choose_for_the_job(replace(session, job=job), timing_of(session), steady) is steady

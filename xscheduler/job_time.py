@@ -1,0 +1,193 @@
+"""The schedule that answers a job of few queries soonest.
+
+The search maximises the steady state, that of a job without end. A job that is not many times
+what is in the system at once is ramp and drain for a good part, and another schedule may be done
+earlier: fewer, even batches, or one. So configurations over the whole space that keep the bound
+are replayed (xsimulator.replay) with the job's queries, the same for each; the quickest that keeps
+its bound with its own margin is taken. No bound is proved for that; what is proved of the steady
+state stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xgpt.problem import Problem
+from xgpt.schedule import Estimate, Rejected, Schedule
+from xgpt.units import format_seconds
+from xprofiler.timing import TimingSource
+from xscheduler.search import POLICIES
+from xscheduler.space import TensorPlan, tensor_plans, timed_plans
+from xscheduler.uncertainty import Margin
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra import RraConfig
+
+SHORT = 10  # times what is in the system: a longer job's ramp and drain are a few per cent
+JOB_STATUS = "quickest for this job"
+WORTH = 0.02  # of the job's time: what another schedule must save to be taken
+NEARLY = 0.9  # of what its steady state would take: no replay was seen to be quicker
+MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
+FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
+_RATIO = 1.25  # between sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A policy's closed form and the configurations of it that are looked at."""
+
+    policy: Any
+    name: str
+    configs: Sequence[Any]
+
+
+class _Entry(NamedTuple):
+    throughput_qps: float
+    space: Space
+    config: Any
+
+
+def searched_spaces(problem: Problem, timing: TimingSource) -> list[Space]:
+    """Of the policies that are searched, as far as the job leaves them open: batches and numbers
+    of iterations a quarter apart, and the batches that divide the job evenly."""
+    assert problem.num_queries is not None
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
+                        problem.cluster, timing)
+    found = []
+    for name in POLICIES if problem.fixed.policy is None else (problem.fixed.policy,):
+        policy: Any = make_policy(name, problem, timing)
+        configs = _rra(problem, plans) if name == "rra" else _waa(problem, policy, plans)
+        if configs:
+            found.append(Space(policy=policy, name=name, configs=configs))
+    return found
+
+
+def for_the_job(schedule: Schedule, count: int, wall_s: Callable[[Estimate, int], float],
+                spaces: Callable[[], Sequence[Space]],
+                judge: Callable[[Estimate], Margin]) -> Schedule:
+    """`schedule`, or the one that answers the job's `count` queries sooner.
+
+    wall_s: what the job takes by an estimate, the mean of so many replays; infinite where it cannot
+    run it. judge: an estimate's margin, times which its latency must keep the bound.
+    """
+    own = schedule.estimate
+    if count >= SHORT * max(own.decode_batch + own.encode_batch, own.max_in_system):
+        return schedule
+    clock = _Counted(wall_s)
+    first = _first_round(_admissible(spaces(), schedule.latency_bound_s, count), clock, count,
+                         clock(own, 1))
+    replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
+    steady_s = clock(own, replays)
+    final = sorted(((clock(estimate, replays), estimate) for estimate in first),
+                   key=lambda pair: pair[0])
+    for found_s, estimate in final:
+        if found_s > (1 - WORTH) * steady_s:
+            break
+        margin = judge(estimate)
+        if estimate.latency_s * margin.factor <= schedule.latency_bound_s:
+            return _taken(schedule, estimate, margin, count, found_s, steady_s, clock.num_replayed)
+    return schedule
+
+
+class _Counted:
+    """Counts the estimates asked about."""
+
+    def __init__(self, wall_s: Callable[[Estimate, int], float]) -> None:
+        self._wall_s, self._asked = wall_s, set[int]()
+
+    def __call__(self, estimate: Estimate, replays: int) -> float:
+        self._asked.add(hash(estimate))
+        return self._wall_s(estimate, replays)
+
+    @property
+    def num_replayed(self) -> int:
+        return len(self._asked)
+
+
+def _admissible(spaces: Sequence[Space], bound_s: float, count: int) -> list[_Entry]:
+    """Configurations that keep the bound in their steady state, quickest first."""
+    found = []
+    for space in spaces:
+        figures = space.policy.evaluate(space.configs)
+        is_free = (figures.fits & (figures.latency_s <= bound_s)
+                   & (figures.present <= count + 1e-9) & (figures.throughput_qps > 0))
+        found += [_Entry(float(figures.throughput_qps[row]), space, space.configs[row])
+                  for row in np.flatnonzero(is_free).tolist()]
+    return sorted(found, key=lambda entry: -entry.throughput_qps)
+
+
+def _first_round(entries: Sequence[_Entry], clock: _Counted, count: int,
+                 steady_s: float) -> list[Estimate]:
+    """The quickest by one replay each, of all that may be quicker than what was seen."""
+    found: list[tuple[float, Estimate]] = []
+    least_s = steady_s
+    for entry in entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]:
+        if NEARLY * count / entry.throughput_qps > least_s:
+            break
+        estimate = replace(entry.space.policy.estimate(entry.config), policy=entry.space.name)
+        found.append((clock(estimate, 1), estimate))
+        least_s = min(least_s, found[-1][0])
+    found.sort(key=lambda pair: pair[0])
+    return [estimate for _, estimate in found[:FINALISTS]]
+
+
+def _taken(schedule: Schedule, estimate: Estimate, margin: Margin, count: int, wall_s: float,
+           steady_s: float, replayed: int) -> Schedule:
+    before = schedule.estimate
+    longer = steady_s / wall_s - 1
+    note = (f"Chosen for this job's {count} queries, which it is expected to answer in "
+            f"{format_seconds(wall_s)}, ramp and drain included: the quickest of {replayed} "
+            f"replayed. The highest throughput in steady state ({before.throughput_qps:.4g} "
+            f"queries/s by {_words(before)}) would take {format_seconds(steady_s)}.")
+    row = Rejected(label=f"highest in steady state: {_words(before)}",
+                   throughput_qps=before.throughput_qps, latency_s=before.latency_s,
+                   reason=f"takes {longer:.0%} longer for {count} queries")
+    gap = schedule.bound_qps / estimate.throughput_qps - 1
+    return replace(
+        schedule, estimate=estimate, gap=gap, status=JOB_STATUS, explanation=(note,),
+        rejected=(row, *schedule.rejected), margin=margin.factor, margin_cost=0.0,
+        margin_note=margin.sentence)
+
+
+def _words(estimate: Estimate) -> str:
+    """Policy and control variables."""
+    names = ("encode_batch", "decode_iterations") if estimate.policy == "rra" else (
+        "max_active", "token_budget", "encode_batch", "decode_micro_batches")
+    values = [f"{name} {value}" for name in names if (value := getattr(estimate, name))]
+    return ", ".join([estimate.policy, *values])
+
+
+def _rra(problem: Problem, plans: Sequence[TensorPlan]) -> list[RraConfig]:
+    fixed, count = problem.fixed, problem.num_queries
+    assert count is not None
+    most = problem.lengths.outputs.max
+    batches = _sizes(count, fixed.encode_batch, {math.ceil(count / k) for k in range(1, 9)})
+    iterations = _sizes(most, fixed.decode_iterations, {most})
+    return [RraConfig(encode_batch=batch, decode_iterations=every, tp_degree=plan.tp_degree,
+                      tp_gpus=plan.tp_gpus, decode_micro_batches=fixed.decode_micro_batches)
+            for plan in plans for batch in batches for every in iterations]
+
+
+def _waa(problem: Problem, policy: Any, plans: Sequence[TensorPlan]) -> list[Any]:
+    fixed = problem.fixed
+    pairs = [(plan.tp_degree, plan.tp_gpus) for plan in plans]
+    pins = {name: value for name in ("encode_batch", "decode_micro_batches")
+            if (value := getattr(fixed, name)) is not None}
+    return list(dict.fromkeys(
+        replace(config, **pins) for config in policy.grid(problem.num_queries, pairs)))
+
+
+def _sizes(most: int, given: int | None, also: set[int]) -> list[int]:
+    """Whole numbers from 1 to `most`, _RATIO apart, and those of `also`; `given` alone if there is
+    one."""
+    if given is not None:
+        return [given]
+    sizes, size = set(also), 1
+    while size < most:
+        sizes.add(size)
+        size = max(size + 1, int(size * _RATIO))
+    return sorted(sizes | {most})
