@@ -19,6 +19,8 @@ from xgpt.errors import InputError, Mistake
 #   1: first version
 #   2: pruned, margin, explanation
 SCHEDULE_VERSION = 2
+# of a schedule that a short job is done with soonest, though others are quicker in steady state
+JOB_STATUS = "quickest for this job"
 
 Role = Literal["both", "encode", "decode"]
 

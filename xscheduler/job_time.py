@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.problem import Problem
-from xgpt.schedule import Estimate, Rejected, Schedule
+from xgpt.schedule import JOB_STATUS, Estimate, Rejected, Schedule
 from xgpt.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search import POLICIES
@@ -28,7 +28,6 @@ from xsimulator.policies import make_policy
 from xsimulator.policies.rra import RraConfig
 
 SHORT = 10  # times what is in the system: a longer job's ramp and drain are a few per cent
-JOB_STATUS = "quickest for this job"
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken
 NEARLY = 0.9  # of what its steady state would take: no replay was seen to be quicker
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays

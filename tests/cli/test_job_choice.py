@@ -13,8 +13,8 @@ from xgpt.cli.planning import Planner
 from xgpt.cli.prediction import predict
 from xgpt.cli.session import Session, executable, find, open_session, timing_of, with_room
 from xgpt.report.table import schedule_table
-from xgpt.schedule import Schedule, load_schedule, save_schedule
-from xscheduler.job_time import JOB_STATUS, SHORT, WORTH, searched_spaces
+from xgpt.schedule import JOB_STATUS, Schedule, load_schedule, save_schedule
+from xscheduler.job_time import SHORT, WORTH, searched_spaces
 from xscheduler.uncertainty import margin
 
 

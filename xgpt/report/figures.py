@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from xgpt.report.output import Output, QueryFigures, StepRecord, number
-from xgpt.schedule import Rejected, Schedule
+from xgpt.schedule import JOB_STATUS, Rejected, Schedule
 from xgpt.units import format_seconds
 
 Verdict = Literal["good", "fair", "bad", "none"]
@@ -81,11 +81,12 @@ def lost_to(row: Rejected, schedule: Schedule) -> float | None:
 
 
 def lost_to_bound(schedule: Schedule) -> float | None:
-    """Share of the throughput that the latency bound costs; None where that is not known."""
-    if math.isinf(schedule.latency_bound_s):
+    """Share of the throughput that the latency bound costs; None where that is not known, or not
+    what the schedule was chosen by."""
+    if math.isinf(schedule.latency_bound_s) and schedule.status != JOB_STATUS:
         return 0.0
     free = schedule.unbounded_qps
-    if free is None or free <= 0:
+    if free is None or free <= 0 or schedule.status == JOB_STATUS:
         return None
     lost = 1 - schedule.estimate.throughput_qps / free
     return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent

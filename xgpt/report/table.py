@@ -19,7 +19,7 @@ from xgpt.report.words import (
     pruned_words,
     ranks_of,
 )
-from xgpt.schedule import Estimate, Schedule
+from xgpt.schedule import JOB_STATUS, Estimate, Schedule
 from xgpt.units import format_bytes, format_seconds
 
 WIDTH = 80
@@ -36,7 +36,8 @@ def schedule_table(schedule: Schedule) -> str:
         ("parallel", _parallel(e)),
         ("throughput", _throughput(e)),
         ("latency", _latency(schedule)),
-        ("the bound", _bound_cost(schedule)),
+        ("this job", schedule.explanation[0]) if schedule.status == JOB_STATUS
+        and schedule.explanation else ("the bound", _bound_cost(schedule)),
         *([("margin", margin_words(schedule))] if schedule.margin_note else []),
         ("step times", _step_times(e)),
         ("memory", _memory(e)),
@@ -166,6 +167,10 @@ def _bound_cost(schedule: Schedule) -> str:
 
 
 def _status(schedule: Schedule) -> str:
+    if schedule.status == JOB_STATUS:
+        return schedule.status if math.isinf(schedule.bound_qps) else (
+            f"{schedule.status} (the steady state gives at most {plain(schedule.bound_qps)} "
+            "queries/s)")
     if not math.isfinite(schedule.gap):
         return f"{schedule.status}, no gap proved"
     gap = f"gap {percent(schedule.gap, digits=2)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
-from xgpt.schedule import Estimate, Schedule, StageAssignment
+from xgpt.schedule import JOB_STATUS, Estimate, Schedule, StageAssignment
 from xgpt.units import format_seconds
 
 _POLICY_NAMES = {
@@ -94,7 +94,9 @@ def bound_cost(schedule: Schedule) -> str:
 def proof(schedule: Schedule) -> str:
     """What the search proved, in one sentence."""
     looked = f"{counted(schedule.nodes, 'configuration')} in {format_seconds(schedule.seconds)}"
-    if not math.isfinite(schedule.gap):
+    if schedule.status == JOB_STATUS:
+        quality = " ".join(schedule.explanation).rstrip(".")
+    elif not math.isfinite(schedule.gap):
         quality = "how much faster another schedule could be is not proved"
     elif schedule.gap <= 1e-9:
         quality = "no admissible schedule is faster, by the same estimates"
