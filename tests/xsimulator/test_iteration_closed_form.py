@@ -288,3 +288,14 @@ def test_walks_between_points_of_the_table_are_as_if_walked(is_chunked):
     encoded = [w.share * w.tokens.mean(axis=1) for w in (direct, found)]
     assert np.median(np.abs(encoded[1] / encoded[0] - 1)) < 0.03
     assert (found.running <= 1.01 * sizes[1] / held + 4).all()
+
+
+def test_a_budget_below_what_decodes_encodes_nothing_meanwhile():
+    flow = continuous.Flow(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
+    held = float(continuous.blocks_tokens(flow.present.context - 1))
+    slots, budget = np.array([40.0, 40.0]), np.array([5.0, 3000.0])
+    found = walk(slots=slots, room=slots * held, budget=budget, is_chunked=True, held=held,
+                 iterations=flow.present.iterations, input_sizes=flow.input_sizes,
+                 last_sizes=flow.last_sizes, sizes=continuous.SIZES)
+    assert 0 < found.running[0] <= 5 < found.running[1]
+    assert (found.share * found.tokens.mean(axis=1))[0] <= 5

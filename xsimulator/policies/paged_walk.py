@@ -137,7 +137,7 @@ class _Walker:
         self.tokens, self.joined = np.zeros_like(self.room), np.zeros_like(self.room)
         self.hazard += self.running / self.iterations
         if self.is_chunked:
-            self.left = self.budget - self.running
+            self.left = np.maximum(self.budget - self.running, 0.0)  # more may decode than it has
             self._admit(number)
             self._end()
         else:  # encodes once those are gone that this step ends
@@ -215,7 +215,8 @@ class _Walker:
         held = self.blocks.until(drawn)
         most = self.blocks.reach(held + np.maximum(self.free - self.watermark, 0.0)) - drawn
         most = np.maximum(most, self.running == 0)
-        most = np.where(can, np.minimum(most, self.slots - self.running), 0).astype(np.int64)
+        room = np.maximum(np.minimum(most, self.slots - self.running), 0.0)
+        most = np.where(can, room, 0).astype(np.int64)
         before = self.inputs.until(drawn)
         ready = np.minimum(self.inputs.reach(before + left) - drawn, most)
         after = drawn + np.minimum(ready + 1, most)
