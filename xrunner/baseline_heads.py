@@ -79,6 +79,9 @@ class ContinuousHead(Head):
         self._again: dict[int, ActiveQuery] = {}  # evicted, and waiting to be encoded
         self._partial: dict[int, int] = {}  # query encoded in part -> its group
 
+    def _has_work(self) -> bool:
+        return super()._has_work() or bool(self._again)
+
     def _compose(self, step: Step) -> tuple[StepMessage, Tensor]:
         """The step's header; tokens of those who decode [n], then of what is encoded [T]."""
         group, now = step.group, self._clock()

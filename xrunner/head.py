@@ -66,14 +66,12 @@ class Head:
                 for index, active in self._active.items()}
 
     def run(self) -> bool:
-        """True when every query is done, False when stopped early. Stages are told to end.
+        """True when every query is done, False when stopped before. Stages are told to end.
         After `start`."""
-        is_complete = True
         while (group := self._rule.next_group()) is not None:
             if self._rule.needs_tokens:
                 self._collect(group)
             if self._sink.should_stop():
-                is_complete = False
                 break
             step = self._rule.decide()
             if step is not None:
@@ -81,7 +79,11 @@ class Head:
             self._sink.progress(self._clock(), self._output_tokens)
         self._neighbours.stop()
         self._drain()
-        return is_complete
+        return not self._has_work()
+
+    def _has_work(self) -> bool:
+        """Whether a query is not done. A stop may come with the last one's last token."""
+        return bool(self._queries or self._active)
 
     def start(self, spare_bytes: int = 0) -> None:
         """Every stage sets up its caches for what was submitted. `spare_bytes` of memory a rank
@@ -196,7 +198,7 @@ class Head:
     def _take_token(self, active: ActiveQuery, token: int, now: float) -> bool:
         """Whether it was the query's last."""
         reason = active.append(token, self._eos_ids)
-        text = self._stopped_text(active) if active.query.stop else None
+        text = active.stopped_text(self._decode_text) if active.query.stop else None
         if reason is None and text is None:
             return False
         self._finish(active, "stop" if text is not None else reason or "length", text, now)
@@ -214,9 +216,3 @@ class Head:
             query=active.query, output_ids=tuple(active.output_ids), finish_reason=reason,
             encode_start_s=active.encode_start_s, latency_s=now - active.encode_start_s,
             text=self._decode_text(active.output_ids) if text is None else text))
-
-    def _stopped_text(self, active: ActiveQuery) -> str | None:
-        """The text up to the first stop string, once one has appeared."""
-        text = self._decode_text(active.output_ids)
-        ends = [at for stop in active.query.stop if (at := text.find(stop)) >= 0]
-        return text[:min(ends)] if ends else None

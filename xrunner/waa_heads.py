@@ -62,11 +62,7 @@ class EncodeHead(Head):
         self._begin(own)
 
     def run(self) -> bool:
-        is_complete = True
-        while self._queries or self._active or self._away:
-            if self._sink.should_stop():
-                is_complete = False
-                break
+        while self._has_work() and not self._sink.should_stop():
             is_ready = self._can_encode()
             if is_ready:
                 step = self._rule.decide()
@@ -79,7 +75,10 @@ class EncodeHead(Head):
         self._drain()
         while not self._has_ended:
             self._hear(*self._comm.receive(self._decode_head))
-        return is_complete
+        return not self._has_work()
+
+    def _has_work(self) -> bool:
+        return super()._has_work() or bool(self._away)
 
     def _can_encode(self) -> bool:
         group = self._rule.next_group()

@@ -6,7 +6,9 @@ makes an uncaught error on one rank end them all.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +52,8 @@ from xrunner.waa_heads import DecodeHead, EncodeHead
 from xrunner.world import World, connect
 
 STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
+_LOOK_S = 0.1  # between looks for it: a folder that other machines share answers slowly
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Loaded(NamedTuple):
@@ -74,6 +78,7 @@ class RunSink:
                                     model=plan.model_name)
         self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
                                       done_before=done_before)
+        self._looked_s, self._is_to_stop = -math.inf, False
         self.steering: Steering | None = None  # where the launcher follows the output lengths
         self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
 
@@ -90,7 +95,10 @@ class RunSink:
             self.steering.look(elapsed_s)
 
     def should_stop(self) -> bool:
-        return self._stop_path.exists()
+        now = time.monotonic()
+        if not self._is_to_stop and now - self._looked_s >= _LOOK_S:
+            self._looked_s, self._is_to_stop = now, self._stop_path.exists()
+        return self._is_to_stop
 
     @property
     def num_held(self) -> int:
@@ -111,13 +119,22 @@ def main(arguments: list[str]) -> int:
         _run(plan, world)
         world.close()
     except XgptError as error:
-        if world is None:
-            print(f"xgpt: {error}", file=sys.stderr, flush=True)
-        else:
-            print(f"xgpt: rank {world.comm.rank}: {error}", file=sys.stderr, flush=True)
-            world.abort(error.exit_code)
-        return error.exit_code
+        return _end(error, world)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        return _end(XgptError(f"{plan.output}: {error.strerror}; what is in results.jsonl is kept, "
+                              "and with room made the same command goes on from there"), world)
     return 0
+
+
+def _end(error: XgptError, world: World | None) -> int:
+    """Says why this rank cannot go on, and ends them all."""
+    where = "" if world is None else f"rank {world.comm.rank}: "
+    print(f"xgpt: {where}{error}", file=sys.stderr, flush=True)
+    if world is not None:
+        world.abort(error.exit_code)
+    return error.exit_code
 
 
 class Stopwatch:

@@ -159,6 +159,7 @@ class Collector:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.results: list[FinishedQuery] = []
+        self.is_complete: bool | None = None  # what the head says at its end
         self._stop_after = stop_after
 
     def finished(self, result: FinishedQuery) -> None:
@@ -312,7 +313,7 @@ def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rul
     for query in queries:
         assert head.submit(query)
     head.start()
-    head.run()
+    sink.is_complete = head.run()
     return sink
 
 
@@ -326,7 +327,7 @@ def lead_encoding(directory: Path, comm: Comm, route: Route, executor: StageExec
     for query in queries:
         assert head.submit(query)
     head.start()
-    head.run()
+    sink.is_complete = head.run()
     executor.close()
     return sink
 

@@ -1,0 +1,62 @@
+"""A stop string is found when it appears, at a cost that does not grow with the output."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from xrunner.query import ActiveQuery, PreparedQuery
+
+# as tokenizers have them: pieces of bytes, of which some are half a character, and silent specials
+PIECES = ["a", "b", "ab", " a", " b", "\n", "\u00e9", "\u6f22", "".ljust(40), "ba b", ""]
+BYTES = [piece.encode() for piece in PIECES] + [bytes([b]) for b in "\u00e9\u6f22".encode()]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Byte pieces, put together; the first loses its leading space, as SentencePiece's does."""
+    return b"".join(BYTES[i] for i in ids).decode(errors="replace").removeprefix(" ")
+
+
+def naive(ids: Sequence[int], stops: Sequence[str]) -> str | None:
+    text = decode(ids)
+    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[:min(ends)] if ends else None
+
+
+def active_query(stops: Sequence[str]) -> ActiveQuery:
+    return ActiveQuery(PreparedQuery(index=0, id="q", input_ids=(1,), max_new_tokens=10**6,
+                                     stop=tuple(stops)), encode_start_s=0.0)
+
+
+def test_it_is_found_with_the_token_that_ends_it() -> None:
+    source, found = random.Random(3), 0
+    for _ in range(120):
+        # texts of few kinds of piece, so that a long stop string does come, and late
+        kinds = source.sample(range(len(BYTES)), source.randint(2, len(BYTES)))
+        ids = source.choices(kinds, k=300)
+        text = decode(ids)
+        at = source.randrange(max(len(text), 1))
+        stops = [text[at:at + source.randint(1, 30)] or "x", "never"]
+        active = active_query(stops)
+        for count, token in enumerate(ids, start=1):
+            active.append(token, frozenset())
+            expected = naive(ids[:count], stops)
+            assert active.stopped_text(decode) == expected, f"{stops = } {count = }"
+            if expected is not None:
+                found += count > 64
+                break
+    assert found > 10
+
+
+def test_a_long_output_is_not_decoded_again_with_every_token() -> None:
+    active, decoded = active_query(["never"]), 0
+
+    def counted(ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids)
+
+    for token in random.Random(4).choices(range(5), k=2000):
+        active.append(token, frozenset())
+        assert active.stopped_text(counted) is None
+    assert decoded < 40 * 2000

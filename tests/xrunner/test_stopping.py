@@ -1,0 +1,101 @@
+"""A run that is asked to stop says whether it is done: one that is done and called stopped would
+be started again, and begin with its first query."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import Collector, random_queries, run_in_process, run_waa_in_process, toy_waa_rules
+from toys import waa_stages as stages_of_pools
+
+from xrunner import worker
+from xrunner.comm import local_comms
+from xrunner.plan import RunPlan
+from xrunner.rules.paged import VllmRule
+from xrunner.rules.rra import RraRule
+from xrunner.rules.static import StaticRule
+from xrunner.rules.steps import BatchingRule
+from xrunner.world import World
+
+COUNT = 7
+RULES: dict[str, Callable[[], BatchingRule]] = {
+    "rra": lambda: RraRule(encode_batch=2, decode_iterations=3, num_groups=2, max_active=6,
+                           kv_tokens=1000),
+    "static": lambda: StaticRule(encode_batch=3, num_groups=2, encode_micro_batches=2,
+                                 kv_tokens=1000),
+    "vllm": lambda: VllmRule(num_groups=1, max_active=3, kv_tokens=1600, token_budget=40)}
+
+
+@pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_stop_that_comes_with_the_last_token_finds_the_run_complete(
+        llama: tuple[Path, Any], rule: str, stop_after: int, is_complete: bool) -> None:
+    sink, _ = run_in_process(llama[0], random_queries(COUNT), num_stages=1, rule=RULES[rule](),
+                             sink=Collector(stop_after))
+    assert sink.is_complete is is_complete
+    assert (len(sink.results) == COUNT) is is_complete
+
+
+@pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])
+def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
+                                 is_complete: bool) -> None:
+    rules = toy_waa_rules(1, max_in_system=3)
+    sink, _ = run_waa_in_process(llama[0], random_queries(COUNT),
+                                 stages_of_pools(llama[0], [1], [1]), rules,
+                                 sink=Collector(stop_after))
+    assert sink.is_complete is is_complete
+    assert (len(sink.results) == COUNT) is is_complete
+
+
+def plan_of(output: Path) -> RunPlan:
+    return RunPlan(
+        name="toy", output=output, model_dir=output, model_name="toy", served_by="test",
+        requests=output / "requests.jsonl", is_chat=False, max_tokens=4, dtype="float32", seed=0,
+        temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=9)
+
+
+def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("xrunner.worker.time.monotonic", lambda: now)
+    sink = worker.RunSink(plan_of(tmp_path), num_queries=1, done_before=0)
+    assert not sink.should_stop()
+    (tmp_path / worker.STOP_FILE).touch()
+    now += 1.0
+    assert sink.should_stop()
+    (tmp_path / worker.STOP_FILE).unlink()
+    now += 1.0
+    assert sink.should_stop()
+    sink.close(1.0, "stopped")
+
+
+@pytest.mark.parametrize(("number", "is_users"), [(errno.ENOSPC, True), (errno.EDQUOT, True),
+                                                  (errno.EBADF, False)])
+def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str], number: int,
+                                          is_users: bool) -> None:
+    (tmp_path / "requests.jsonl").touch()
+    ended: list[int] = []
+    alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
+                  abort=ended.append, split=lambda group, place: pytest.fail("in no group"),
+                  duplicate=lambda: local_comms(1)[0])
+
+    def fail(plan: RunPlan, world: World) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(worker, "connect", lambda kind: alone)
+    monkeypatch.setattr(worker, "_run", fail)
+    path = str(plan_of(tmp_path).save())
+    if not is_users:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            worker.main([path])
+        return
+    assert worker.main([path]) == 1 and ended == [1]
+    said = capsys.readouterr().err
+    assert os.strerror(number) in said and str(tmp_path) in said and "goes on" in said
