@@ -78,8 +78,8 @@ class ConfigValues:
         """One of the `known`; `default` where the key is absent."""
         value = self._values.get(key, default)
         if not isinstance(value, str) or value not in known:
-            self.reject(key, f"only {', '.join(known)} {'is' if len(known) == 1 else 'are'} "
-                             "supported")
+            self.reject(key, f"{'missing' if value == '' else 'is not supported'}: known: "
+                             f"{', '.join(known)}")
             return default
         return value
 
@@ -96,7 +96,7 @@ class ConfigValues:
     def only(self, key: str, supported: object, why: str = "") -> None:
         """A variant that would run with wrong tokens is refused instead."""
         if self._values.get(key, supported) != supported:
-            self.reject(key, f"only {_json(supported)} is supported{why}")
+            self.reject(key, f"is not supported, only {_json(supported)} is{why}")
 
     def divides(self, key: str, whole_key: str) -> None:
         """Two sizes, of which the first has to divide the second."""

@@ -143,7 +143,7 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
 
 def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
     config.only("activation_function", "relu")
-    config.only("do_layer_norm_before", True, " (OPT-350M's layout is not)")
+    config.only("do_layer_norm_before", True, " (the other is OPT-350M's layout)")
     hidden = config.size("hidden_size")
     if config.size_or_none("word_embed_proj_dim") not in (None, hidden):
         config.reject("word_embed_proj_dim", "only the hidden_size is supported")
