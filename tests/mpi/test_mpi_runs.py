@@ -259,16 +259,15 @@ def test_an_interrupt_stops_in_good_order_with_exit_code_75(
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_a_failing_rank_is_reported_in_words(tmp_path: Path, cache: dict[str, str],
-                                             tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_that_lacks_a_layer_is_refused_before_anything_is_measured(
+        tmp_path: Path, cache: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("broken")
     toys.make_model("llama", directory)
     config = json.loads((directory / "config.json").read_text())
     config["num_hidden_layers"] = 6  # one more than the weights have
     (directory / "config.json").write_text(json.dumps(config))
     job = write_job(tmp_path, directory, as_requests(toys.random_queries(14)), ranks=2)
-    measure_briefly(job, cache)
     done = subprocess.run([*XGPT, "submit", str(job)], capture_output=True, text=True, env=cache,
                           timeout=240, check=False)
-    assert done.returncode == 1
-    assert "model.layers.5" in done.stderr and "no tensor" in done.stderr
+    assert done.returncode == 2 and "profile" not in done.stderr
+    assert "model.layers.5" in done.stderr and "no such tensor" in done.stderr

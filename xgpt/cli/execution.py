@@ -34,9 +34,11 @@ from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.adjustments import ADJUST_FILE, OBSERVED_FILE
-from xrunner.checkpoint.random_model import write_random_model
+from xrunner.checkpoint.check import check_weights
+from xrunner.checkpoint.random_model import shape_to_make, write_random_model
 from xrunner.io.lock import output_lock
 from xrunner.io.results import whole_results
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan, num_usable, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
 
@@ -108,6 +110,19 @@ def make_folder(session: Session) -> None:
         raise InputError([Mistake(file=str(session.job.source), line=None, key="output",
                                   value=str(output), allowed=f"a folder that can be written to: "
                                   f"{cause.strerror}")]) from None
+
+
+def check_model(session: Session) -> None:
+    """Raises InputError where the model's files are broken, before anything is measured for it."""
+    files = session.files
+    assert files is not None, "a run needs the model's files"
+    if session.job.run.weights == "random" or shape_to_make(files.directory) is not None:
+        return
+    check_weights(files.directory, files.spec)
+    TextTokenizer(files.directory)
+    eos_ids(files.directory)
+    if files.spec.is_encoder_decoder:
+        start_token(files.directory)
 
 
 def _plan(session: Session, schedule: Schedule) -> RunPlan:
