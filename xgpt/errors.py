@@ -37,7 +37,7 @@ class Mistake:
     def __str__(self) -> str:
         where = self.file if self.line is None else f"{self.file}:{self.line}"
         shown = "" if self.value is None else f" = {_shorten(self.value)}"
-        return f"{where}: {self.key}{shown}: {self.allowed}"
+        return ": ".join(part for part in (where, f"{self.key}{shown}", self.allowed) if part)
 
 
 class InputError(XgptError):

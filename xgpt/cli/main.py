@@ -82,11 +82,13 @@ def main() -> None:
 
 def _tell(error: XgptError) -> None:
     """A line a mistake, or the message, on stderr."""
+    from xgpt.cli.options import say
+
     if isinstance(error, InputError):
         for mistake in error.mistakes:
-            click.echo(f"error: {mistake}", err=True)
+            say(f"error: {mistake}")
     else:
-        click.echo(f"xgpt: {error}", err=True)
+        say(f"xgpt: {error}")
 
 
 def _details(error: XgptError) -> dict[str, Any]:
