@@ -91,6 +91,9 @@ def test_a_stopped_run_counts_what_is_written(job: Path) -> None:
     write_progress(out / "progress.json", replace(RUNNING, state="done", done=400))
     text, found = shown(job)
     assert "400/400" in text and "goes on" not in text and found["state"] == "done"
+    assert "killed before it wrote metrics.json" in text
+    (out / "metrics.json").write_text("{}")
+    assert "killed" not in shown(job)[0]
 
 
 def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:

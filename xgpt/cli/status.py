@@ -67,15 +67,18 @@ def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         click.echo(progress_line(found.progress, job.constraint.latency_s))
     elif found.progress.state == "loading":
         click.echo("loading the model")
-    if (words := _how_to_go_on(found)) is not None:
+    if (words := _how_to_go_on(found, job.output)) is not None:
         click.echo(textwrap.fill(words, WIDTH, break_on_hyphens=False))
 
 
-def _how_to_go_on(found: RunStatus) -> str | None:
+def _how_to_go_on(found: RunStatus, output: Path) -> str | None:
     state, kept = found.progress.state, f"{found.num_results} results are in results.jsonl"
     if state == "stopped":
         return f"{kept}; the same command goes on after them"
     if state == "died":
         return ("no process works on it any more (it failed, or it or the machine was killed): "
                 f"{kept}; the same command goes on after them")
+    if state == "done" and found.is_alive is False and not (output / "metrics.json").is_file():
+        return ("all results are there, but the command was killed before it wrote metrics.json "
+                "and the report: `xgpt report` with this job writes the page")
     return None
