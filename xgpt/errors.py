@@ -6,8 +6,10 @@ The user's mistakes are `XgptError`s; our own are `assert`s that print the value
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -19,6 +21,7 @@ class XgptError(Exception):
     """Base of every error meant for the user."""
 
     exit_code = EXIT_FAILED
+    details: Mapping[str, Any] = MappingProxyType({})  # what `--json` prints beside the message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,7 @@ class Mistake:
     def __str__(self) -> str:
         where = self.file if self.line is None else f"{self.file}:{self.line}"
         shown = "" if self.value is None else f" = {_shorten(self.value)}"
-        return f"{where}: {self.key}{shown}: {self.allowed}"
+        return ": ".join(part for part in (where, f"{self.key}{shown}", self.allowed) if part)
 
 
 class InputError(XgptError):

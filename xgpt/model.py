@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from xgpt.config_values import ConfigValues
+
 Family = Literal["opt", "gpt2", "llama", "t5"]
 FAMILIES: tuple[Family, ...] = ("opt", "gpt2", "llama", "t5")
 
@@ -127,108 +129,124 @@ def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
 
 
 def from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """A Hugging Face `config.json` as a ModelSpec. Raises ValueError for a family or variant
-    that xgpt cannot execute, naming the key at fault."""
-    kind = config.get("model_type")
-    reader = _READERS.get(str(kind))
+    """A Hugging Face `config.json` as a ModelSpec. Raises ConfigError (a ValueError) for a family
+    or variant that xgpt cannot execute, naming every key at fault."""
+    values = ConfigValues(config)
+    reader = _READERS.get(values.text("model_type", "", _READERS))
     if reader is None:
-        raise ValueError(f"model_type = {kind!r}: known families: {', '.join(sorted(_READERS))}")
-    try:
-        return reader(config, name)
-    except KeyError as missing:
-        raise ValueError(f"config.json of {name!r} lacks the key {missing}") from None
+        values.finish()
+    assert reader is not None
+    spec = reader(values, name)
+    values.finish()
+    return spec
 
 
-def _read_opt(config: Mapping[str, Any], name: str) -> ModelSpec:
-    _require(config, "activation_function", "relu")
-    if not config.get("do_layer_norm_before", True):
-        raise ValueError("do_layer_norm_before = false (OPT-350M's layout) is not supported")
-    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
-        raise ValueError("word_embed_proj_dim differs from hidden_size: not supported")
+def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
+    config.only("activation_function", "relu")
+    config.only("do_layer_norm_before", True, " (the other is OPT-350M's layout)")
+    hidden = config.size("hidden_size")
+    if config.size_or_none("word_embed_proj_dim") not in (None, hidden):
+        config.reject("word_embed_proj_dim", "only the hidden_size is supported")
+    config.divides("num_attention_heads", "hidden_size")
     return ModelSpec(
-        name=name, family="opt", num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],
-        vocab_size=config["vocab_size"], intermediate_size=config["ffn_dim"],
-        has_bias=config.get("enable_bias", True), max_positions=config["max_position_embeddings"],
-        has_learned_positions=True, activation=config.get("activation_function", "relu"),
-        tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
+        name=name, family="opt", num_layers=config.size("num_hidden_layers"), hidden_size=hidden,
+        num_heads=config.size("num_attention_heads"), vocab_size=config.size("vocab_size"),
+        intermediate_size=config.size("ffn_dim"), has_bias=config.flag("enable_bias", True),
+        max_positions=config.size("max_position_embeddings"), has_learned_positions=True,
+        activation="relu", tied_embeddings=config.flag("tie_word_embeddings", True),
+        source="config.json",
     )
 
 
-def _require(config: Mapping[str, Any], key: str, supported: object) -> None:
-    """A variant that would run with wrong tokens is refused instead."""
-    if (value := config.get(key, supported)) != supported:
-        raise ValueError(f"{key} = {value!r} is not supported, only {supported!r}")
-
-
-def _read_gpt2(config: Mapping[str, Any], name: str) -> ModelSpec:
-    _require(config, "activation_function", "gelu_new")
-    _require(config, "scale_attn_weights", True)
+def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
+    config.only("activation_function", "gelu_new")
+    config.only("scale_attn_weights", True)
     for variant in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
                     "add_cross_attention"):
-        _require(config, variant, False)
-    hidden = config["n_embd"]
+        config.only(variant, False)
+    config.divides("n_head", "n_embd")
+    hidden = config.size("n_embd")
     return ModelSpec(
-        name=name, family="gpt2", num_layers=config["n_layer"], hidden_size=hidden,
-        num_heads=config["n_head"], vocab_size=config["vocab_size"],
-        intermediate_size=config.get("n_inner") or 4 * hidden,
-        max_positions=config["n_positions"], has_learned_positions=True,
-        activation=config.get("activation_function", "gelu_new"),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        tied_embeddings=config.get("tie_word_embeddings", True), source="config.json",
+        name=name, family="gpt2", num_layers=config.size("n_layer"), hidden_size=hidden,
+        num_heads=config.size("n_head"), vocab_size=config.size("vocab_size"),
+        intermediate_size=config.size_or_none("n_inner") or 4 * hidden,
+        max_positions=config.size("n_positions"), has_learned_positions=True,
+        activation="gelu_new", norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        tied_embeddings=config.flag("tie_word_embeddings", True), source="config.json",
     )
 
 
-def _read_llama(config: Mapping[str, Any], name: str) -> ModelSpec:
-    # transformers 5 writes rope settings as `rope_parameters`; 4 as rope_theta + rope_scaling
-    rope = dict(config.get("rope_parameters") or {})
-    theta = float(rope.pop("rope_theta", config.get("rope_theta", 10000.0)))
-    scaling = rope or dict(config.get("rope_scaling") or {})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type = {kind!r}: supported: default, linear, llama3")
-    if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window = true is not supported")
-    pairs = tuple(sorted(scaling.items())) if kind != "default" else None
-    is_qwen = config.get("model_type") == "qwen2"
-    _require(config, "hidden_act", "silu")
-    _require(config, "mlp_bias", False)
+def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
+    is_qwen = config.text("model_type", "", _READERS) == "qwen2"
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False)
     if not is_qwen:  # Llama's attention_bias also puts one on the output projection
-        _require(config, "attention_bias", False)
+        config.only("attention_bias", False)
+    if config.flag("use_sliding_window", False):
+        config.reject("use_sliding_window", "only false is supported")
+    head_size = config.size_or_none("head_dim")
+    if head_size is None:
+        config.divides("num_attention_heads", "hidden_size")
+    config.divides("num_key_value_heads", "num_attention_heads")
+    theta, scaling = _read_rope(config)
     return ModelSpec(
-        name=name, family="llama", num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads"), head_size=config.get("head_dim"),
-        vocab_size=config["vocab_size"], intermediate_size=config["intermediate_size"],
-        is_gated_mlp=True, has_bias=bool(config.get("mlp_bias", False)),
-        has_qkv_bias=True if is_qwen else bool(config.get("attention_bias", False)),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_positions=config.get("max_position_embeddings"),
-        activation=config.get("hidden_act", "silu"), norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=pairs, source="config.json",
+        name=name, family="llama", num_layers=config.size("num_hidden_layers"),
+        hidden_size=config.size("hidden_size"), num_heads=config.size("num_attention_heads"),
+        num_kv_heads=config.size_or_none("num_key_value_heads"), head_size=head_size,
+        vocab_size=config.size("vocab_size"), intermediate_size=config.size("intermediate_size"),
+        is_gated_mlp=True, has_bias=False, has_qkv_bias=is_qwen,
+        tied_embeddings=config.flag("tie_word_embeddings", False),
+        max_positions=config.size_or_none("max_position_embeddings"),
+        activation="silu", norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_theta=theta, rope_scaling=scaling, source="config.json",
     )
 
 
-def _read_t5(config: Mapping[str, Any], name: str) -> ModelSpec:
-    projection = str(config.get("feed_forward_proj", "relu"))
-    if projection not in _T5_ACTIVATIONS:
-        raise ValueError(f"feed_forward_proj = {projection!r} is not supported, only "
-                         + ", ".join(_T5_ACTIVATIONS))
+def _read_rope(config: ConfigValues,
+               ) -> tuple[float, tuple[tuple[str, float | str], ...] | None]:
+    """Theta, and the scaling where it is not the default."""
+    # transformers 5 writes rope settings as `rope_parameters`; 4 as rope_theta + rope_scaling
+    key, found = "rope_parameters", config.section("rope_parameters")
+    theta = (found if "rope_theta" in found.items() else config).number("rope_theta", 10000.0)
+    scaling = {k: v for k, v in found.items().items() if k != "rope_theta"}
+    if not scaling:
+        config.include(found, key)
+        key, found = "rope_scaling", config.section("rope_scaling")
+        scaling = found.items()
+    name = "rope_type" if "rope_type" in scaling else "type"
+    kind = found.text(name, "default", tuple(_ROPE_NUMBERS))
+    for number in _ROPE_NUMBERS[kind]:
+        if number in scaling:
+            found.number(number, 1.0)
+        else:
+            found.reject(number, f"missing: a number above 0, which {name} {kind} needs")
+    config.include(found, key)
+    return theta, tuple(sorted(scaling.items())) if kind != "default" else None
+
+
+def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
+    projection = config.text("feed_forward_proj", "relu", _T5_ACTIVATIONS)
     # Version 1.1 is known by its untied head; transformers 5 says `scale_decoder_outputs` instead
-    is_tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
+    is_tied = config.flag("scale_decoder_outputs", config.flag("tie_word_embeddings", True))
+    layers = config.size("num_layers")
     return ModelSpec(
-        name=name, family="t5", num_layers=config.get("num_decoder_layers") or config["num_layers"],
-        num_encoder_layers=config["num_layers"], hidden_size=config["d_model"],
-        num_heads=config["num_heads"], head_size=config["d_kv"], vocab_size=config["vocab_size"],
-        intermediate_size=config["d_ff"], is_gated_mlp=projection.startswith("gated-"),
-        has_bias=False, activation=_T5_ACTIVATIONS[projection],
-        norm_eps=config.get("layer_norm_epsilon", 1e-6), tied_embeddings=is_tied,
-        relative_buckets=config.get("relative_attention_num_buckets", 32),
-        relative_max_distance=config.get("relative_attention_max_distance", 128),
+        name=name, family="t5", num_layers=config.size_or_none("num_decoder_layers") or layers,
+        num_encoder_layers=layers, hidden_size=config.size("d_model"),
+        num_heads=config.size("num_heads"), head_size=config.size("d_kv"),
+        vocab_size=config.size("vocab_size"), intermediate_size=config.size("d_ff"),
+        is_gated_mlp=projection.startswith("gated-"), has_bias=False,
+        activation=_T5_ACTIVATIONS[projection],
+        norm_eps=config.number("layer_norm_epsilon", 1e-6), tied_embeddings=is_tied,
+        relative_buckets=config.size_or_none("relative_attention_num_buckets") or 32,
+        relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128,
         source="config.json",
     )
 
 
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
+# kinds of rotary positions, and what each is made of
+_ROPE_NUMBERS = {"default": (), "linear": ("factor",),
+                 "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                            "original_max_position_embeddings")}
 _READERS = {"opt": _read_opt, "gpt2": _read_gpt2, "llama": _read_llama, "qwen2": _read_llama,
             "t5": _read_t5}

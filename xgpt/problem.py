@@ -21,7 +21,8 @@ from xgpt.job import Adjustment, Constraint, FixedSchedule, Job
 from xgpt.job_file import LOCAL_CLUSTER
 from xgpt.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.lengths import IntArray, JointLengths
-from xgpt.model import ModelSpec, from_hf_config
+from xgpt.model import ModelSpec
+from xgpt.model_file import read_shape
 from xgpt.workload import Request, read_requests
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
@@ -137,33 +138,13 @@ def known_model(job: Job) -> ModelSpec:
         return catalog.model(job.model)
     folder = Path(job.model)
     if folder.is_absolute():
-        return read_local_model(folder, job.source)
+        return read_shape(folder, folder.name)
     for name in catalog.names("model"):
         if catalog.model(name).hub_id == job.model:
             return catalog.model(name)
     raise _bad(job.source, "model", job.model,
                "the shape of this hub model is known only once its config.json is fetched; "
                "give a catalog name, or a folder with config.json")
-
-
-def read_local_model(folder: Path, source: Path) -> ModelSpec:
-    """The shape in `folder`/config.json; `source` is the file to blame for naming the folder."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as cause:
-        raise _bad(source, "model", str(folder), f"config.json cannot be read: {cause}") from None
-    if not isinstance(config, dict):
-        raise _bad(source, "model", str(folder), "config.json is not a JSON object")
-    try:
-        spec = from_hf_config(config, folder.name)
-    except (ValueError, TypeError) as cause:  # TypeError: a number that is text, or null
-        raise _bad(source, "model", str(folder), f"config.json: {cause}") from None
-    for field in _COUNTS:
-        value = getattr(spec, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _bad(source, "model", str(folder), f"config.json: {field} = {value!r}: "
-                                                     "not a whole number >= 1")
-    return spec
 
 
 def _usable_requests(job: Job, path: Path) -> list[Request]:

@@ -79,6 +79,15 @@ def saved_fingerprint(output: Path) -> str | None:
     return str(value)
 
 
+def num_usable(output: Path) -> int | None:
+    """Queries of the run that wrote into `output`, once it had read them."""
+    try:
+        total = json.loads((output / "total.json").read_text(encoding="utf-8"))["queries"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(total)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old content or the new, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

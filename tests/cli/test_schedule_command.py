@@ -130,7 +130,7 @@ def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job:
     done = CliRunner().invoke(command.schedule, [
         str(job), "--json", "--price", f"--set=constraint.latency_s={tightest_s}"])
     assert isinstance(done.exception, InfeasibleError)
-    found = json.loads(done.stdout)
+    found = done.exception.details  # what the command line prints
     assert "tightest" in found["infeasible"] and "throughput_qps" not in found
     assert [offer["what"].split(" (")[0] for offer in found["price"]] == [
         "10% more latency", "one more GPU", "10% more memory"]

@@ -176,7 +176,7 @@ def start_long_run(folder: Path, directory: Path, cache: dict[str, str],
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(400)]
     job = write_job(folder, directory, requests, ranks=2, more=more)
     measure_briefly(job, cache)
-    process = subprocess.Popen([*XGPT, "submit", str(job)], stdout=subprocess.DEVNULL,
+    process = subprocess.Popen([*XGPT, "submit", str(job), "--json"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, env=cache)
     results = folder / "out" / "results.jsonl"
     deadline = time.monotonic() + 200
@@ -213,13 +213,19 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
     pids = rank_pids(tmp_path)
     assert len(pids) == 2
     os.kill(pids[-1], signal.SIGKILL)
-    _, messages = process.communicate(timeout=60)
+    printed, messages = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in messages, messages
     assert not rank_pids(tmp_path), "ranks die together"
     text = (tmp_path / "out" / "results.jsonl").read_bytes()
     whole = text[:text.rfind(b"\n") + 1].splitlines()
     assert 12 <= len(whole) < 400
     assert [json.loads(line)["id"] for line in whole] == [f"q{i}" for i in range(len(whole))]
+    told = json.loads(printed)
+    assert "the ranks failed" in told["error"]
+    assert (told["queries"], told["queries_total"]) == (len(whole), 400)
+    state = subprocess.run([*XGPT, "status", str(tmp_path / "job.yaml"), "--json"], text=True,
+                           capture_output=True, env=cache, timeout=60, check=True).stdout
+    assert (json.loads(state)["state"], json.loads(state)["done"]) == ("died", len(whole))
 
     again = subprocess.run([*XGPT, "submit", str(tmp_path / "job.yaml")], capture_output=True,
                            text=True, env=cache, timeout=240, check=False)
@@ -239,26 +245,29 @@ def test_an_interrupt_stops_in_good_order_with_exit_code_75(
     toys.make_model("llama", directory)
     process = start_long_run(tmp_path, directory, cache)
     process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
+    printed, messages = process.communicate(timeout=60)
     assert process.returncode == 75, messages
     results = read_lines(tmp_path / "out" / "results.jsonl")
     assert 12 <= len(results) < 400
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["status"] == "stopped" and metrics["queries"] == len(results)
     assert metrics["throughput_qps"]["predicted"] is None
+    told = json.loads(printed)
+    assert told["exit_code"] == 75 and {key: told[key] for key in metrics} == metrics
+    assert told["results"] == str(tmp_path / "out" / "results.jsonl")
+    assert told["queries_total"] == 400
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_a_failing_rank_is_reported_in_words(tmp_path: Path, cache: dict[str, str],
-                                             tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_that_lacks_a_layer_is_refused_before_anything_is_measured(
+        tmp_path: Path, cache: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("broken")
     toys.make_model("llama", directory)
     config = json.loads((directory / "config.json").read_text())
     config["num_hidden_layers"] = 6  # one more than the weights have
     (directory / "config.json").write_text(json.dumps(config))
     job = write_job(tmp_path, directory, as_requests(toys.random_queries(14)), ranks=2)
-    measure_briefly(job, cache)
     done = subprocess.run([*XGPT, "submit", str(job)], capture_output=True, text=True, env=cache,
                           timeout=240, check=False)
-    assert done.returncode == 1
-    assert "model.layers.5" in done.stderr and "no tensor" in done.stderr
+    assert done.returncode == 2 and "profile" not in done.stderr
+    assert "model.layers.5" in done.stderr and "no such tensor" in done.stderr

@@ -75,7 +75,7 @@ def test_a_local_folders_config_is_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(("config", "reason"), [
     ("{", "cannot be read"), ("[]", "not a JSON object"), ('{"model_type": "bert"}', "model_type"),
     (json.dumps({**LLAMA, "hidden_size": "8"}), "hidden_size"),
-    (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_heads = 0"),
+    (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads = 0"),
     (json.dumps({**LLAMA, "rope_theta": None}), "config.json")])
 def test_a_config_that_is_no_model_is_wrong_input(folder: Path, config: str, reason: str) -> None:
     (folder / "toy" / "config.json").write_text(config, encoding="utf-8")

@@ -91,8 +91,10 @@ def progress_line(progress: Progress, bound_s: float) -> str:
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
     text = (f"{_bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
             f"{rate:.0f} tok/s")
-    if 0 < progress.done < progress.total and progress.elapsed_s > 0:
-        left_s = progress.elapsed_s / progress.done * (progress.total - progress.done)
+    done_here = progress.done - progress.done_before
+    if (progress.state == "running" and done_here > 0 and progress.done < progress.total
+            and progress.elapsed_s > 0):
+        left_s = progress.elapsed_s / done_here * (progress.total - progress.done)
         text += f" {format_seconds(left_s)} left"
     if progress.latency_p99_s is not None:
         bound = "" if math.isinf(bound_s) else f"/{bound_s:.3g}"

@@ -22,7 +22,7 @@ from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.cli.session import Session, reserve_tokens
 from xgpt.contention import Contention, in_words
-from xgpt.errors import InputError, Mistake, StoppedEarly
+from xgpt.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.job import DEEPSPEED, OWN_ENGINE
 from xgpt.launch.local import run_ranks
 from xgpt.report.output import EXPECTED_TIMELINE
@@ -34,18 +34,21 @@ from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.adjustments import ADJUST_FILE, OBSERVED_FILE
-from xrunner.checkpoint.random_model import write_random_model
+from xrunner.checkpoint.check import check_weights
+from xrunner.checkpoint.random_model import shape_to_make, write_random_model
 from xrunner.io.lock import output_lock
-from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+from xrunner.io.results import whole_results
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.plan import RunPlan, num_usable, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
 
-STOP_FILE = "stop"
+STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
 _WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
 
 
 def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
-    """Runs `schedule`; returns what metrics.json holds. Raises StoppedEarly after a polite stop,
-    XgptError if another run is writing in the folder."""
+    """Runs `schedule`; returns what metrics.json holds, and where the results are. Raises
+    StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
     # held from the first file to the last: what the ranks read must be what was written here
     with output_lock(session.job.output) as lock:
         return _execute(session, timing, schedule, lock)
@@ -91,8 +94,10 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     say(f"report: {output / 'report.html'}")
     if measured["state"] == "stopped":
         done = metrics["queries"]
-        raise StoppedEarly(f"stopped after {done} queries; the same command goes on from there")
-    return metrics
+        stop = StoppedEarly(f"stopped after {done} queries; the same command goes on from there")
+        stop.details = {**metrics, **_kept(session)}
+        raise stop
+    return {**metrics, **_kept(session)}
 
 
 def make_folder(session: Session) -> None:
@@ -105,6 +110,19 @@ def make_folder(session: Session) -> None:
         raise InputError([Mistake(file=str(session.job.source), line=None, key="output",
                                   value=str(output), allowed=f"a folder that can be written to: "
                                   f"{cause.strerror}")]) from None
+
+
+def check_model(session: Session) -> None:
+    """Raises InputError where the model's files are broken, before anything is measured for it."""
+    files = session.files
+    assert files is not None, "a run needs the model's files"
+    if session.job.run.weights == "random" or shape_to_make(files.directory) is not None:
+        return
+    check_weights(files.directory, files.spec)
+    TextTokenizer(files.directory)
+    eos_ids(files.directory)
+    if files.spec.is_encoder_decoder:
+        start_token(files.directory)
 
 
 def _plan(session: Session, schedule: Schedule) -> RunPlan:
@@ -157,7 +175,7 @@ def _make_room(output: Path, plan: RunPlan) -> None:
         return
     with results.open(encoding="utf-8", errors="replace") as file:
         done = sum(1 for line in file if line.endswith("\n"))
-    total = _num_usable(output)
+    total = num_usable(output)
     if saved_fingerprint(output) == plan.fingerprint and (total is None or done < total):
         say(f"going on after the {done} queries an earlier run answered")
         return
@@ -165,15 +183,6 @@ def _make_room(output: Path, plan: RunPlan) -> None:
     kept = output / f"results-{stamp}.jsonl"
     results.rename(kept)
     say(f"results of an earlier run kept as {kept.name}")
-
-
-def _num_usable(output: Path) -> int | None:
-    """Queries of the run that wrote here, once it had read them."""
-    try:
-        total = json.loads((output / "total.json").read_text(encoding="utf-8"))["queries"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return int(total)
 
 
 def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
@@ -192,13 +201,25 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
         run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=watch,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
                   hosts=hosts_of(session.job, session.problem))
+        if not (output / "measured.json").is_file():
+            raise StoppedEarly("ended before the run could stop in good order; results.jsonl "
+                               "holds what was done, and the same command goes on from there")
+    except XgptError as error:
+        error.details = _kept(session)
+        raise
     finally:
         bar.end()
         for name in (OBSERVED_FILE, ADJUST_FILE):
             (output / name).unlink(missing_ok=True)
-    if not (output / "measured.json").is_file():
-        raise StoppedEarly("ended before the run could stop in good order; results.jsonl holds "
-                           "what was done, and the same command goes on from there")
+
+
+def _kept(session: Session) -> dict[str, Any]:
+    """What is known of a run that did not come to its end, by the keys of metrics.json."""
+    output = session.job.output
+    results = output / RESULTS_FILE
+    return {"name": session.job.name, "engine": session.job.run.engine,
+            "queries": whole_results(results), "queries_total": num_usable(output),
+            "results": results}
 
 
 def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import click
 
-from xgpt.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, XgptError
+from xgpt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE, InputError, XgptError
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -53,31 +56,58 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the bound, 75 resumable."""
+    """Exit codes: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the bound, 75 resumable.
+    Whatever happens, `--json` prints one object on stdout."""
     try:
         cli(standalone_mode=False)
-    except InputError as error:
-        for mistake in error.mistakes:
-            click.echo(f"error: {mistake}", err=True)
-        sys.exit(error.exit_code)
     except XgptError as error:
-        click.echo(f"xgpt: {error}", err=True)
-        sys.exit(error.exit_code)
+        _tell(error)
+        _leave(str(error), error.exit_code, _details(error))
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        _leave(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("xgpt: interrupted", err=True)
-        sys.exit(EXIT_FAILED)
+        _leave("interrupted", EXIT_FAILED)
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
         click.echo("xgpt: this is a fault of xgpt, not of your job; please report the lines above",
                    err=True)
-        sys.exit(EXIT_FAILED)
+        _leave(f"a fault of xgpt: {type(error).__name__}: {error}", EXIT_FAILED)
+
+
+def _tell(error: XgptError) -> None:
+    """A line a mistake, or the message, on stderr."""
+    from xgpt.cli.options import say
+
+    if isinstance(error, InputError):
+        for mistake in error.mistakes:
+            say(f"error: {mistake}")
+    else:
+        say(f"xgpt: {error}")
+
+
+def _details(error: XgptError) -> dict[str, Any]:
+    found = dict(error.details)
+    if isinstance(error, InputError):
+        found["mistakes"] = [asdict(mistake) for mistake in error.mistakes]
+    return found
+
+
+def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = None) -> None:
+    """Ends the command, with its one object on stdout where `--json` asks for it: the message is
+    an `error`, but for a run that stopped and can go on."""
+    if "--json" in sys.argv[1:]:  # as typed: what cannot be parsed has no parameters yet
+        from xgpt.cli.options import print_json
+
+        facts = ({"status": "stopped", "message": message} if exit_code == EXIT_RESUMABLE
+                 else {"error": message, "mistakes": []})
+        print_json({**facts, "exit_code": exit_code, **(details or {})})
+    sys.exit(exit_code)
 
 
 assert click.UsageError.exit_code == EXIT_BAD_INPUT, "click's usage errors are wrong input too"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +49,16 @@ def writable_file(path: Path, option: str) -> Path:
 
 def say(message: str) -> None:
     """A progress or log line: stderr, so that stdout holds only what was asked for."""
-    click.echo(message, err=True)
+    click.echo(to_fit(message) if is_terminal() else message, err=True)
+
+
+def to_fit(message: str) -> str:
+    """`message` with its long lines broken between words, to the width of the terminal."""
+    columns = shutil.get_terminal_size((80, 24)).columns
+    return "\n".join(
+        line if len(line) <= columns else textwrap.fill(
+            line, columns, break_long_words=False, break_on_hyphens=False)
+        for line in message.split("\n"))
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -115,13 +115,13 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 def show(file: Path, plots: Path | None, as_json: bool) -> None:
     """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
     found = load_profile(file)
-    _print(found, as_json)
     if plots is not None:
         from xgpt.report.profile_plots import write_profile_plots
 
         plots.mkdir(parents=True, exist_ok=True)
         for path in write_profile_plots(found, plots):
             say(f"plot: {path}")
+    _print(found, as_json)
 
 
 @profile.command("merge")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from xgpt.cli import deepspeed_engine
-from xgpt.cli.execution import execute, make_folder
+from xgpt.cli.execution import check_model, execute, make_folder
 from xgpt.cli.options import job_arguments, print_json, say
 from xgpt.cli.session import (
     Session,
@@ -62,6 +62,7 @@ def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
     session = open_session(job_file, overrides, fetch=True)
     assert session.files is not None, "fetched above"
     say(f"model: {session.job.model}, served by {session.files.served_by}")
+    check_model(session)
     make_folder(session)
     return executable(session)
 

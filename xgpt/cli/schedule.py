@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import job_arguments, print_json, say, writable_file
+from xgpt.cli.options import job_arguments, plain, print_json, say, writable_file
 from xgpt.cli.planning import Limits, Planner
 from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
 from xgpt.cli.session import Session, open_session, timing_of, with_room
@@ -94,13 +94,13 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
             search=lambda problem: planner.without_margin(problem).estimate))
     if out is not None:
         _write(session, answer, out)
-    if as_json:
-        if answer.infeasible is None or len(answer.to_dict()) > 1:
-            print_json(answer.to_dict())
-    else:
+    if not as_json:
         _show(session, timing, answer)
     if answer.infeasible is not None:
+        answer.infeasible.details = plain(answer.to_dict())
         raise answer.infeasible
+    if as_json:
+        print_json(answer.to_dict())
 
 
 def _found(session: Session, planner: Planner) -> _Answer:

@@ -1,7 +1,9 @@
-"""`xgpt status`: how far a run is, from the files it writes."""
+"""`xgpt status`: how far a run is, from the files it writes, and whether it is alive."""
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -10,7 +12,42 @@ from xgpt.cli.bars import progress_line
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.errors import XgptError
 from xgpt.job_file import load_job
-from xrunner.io.progress import read_progress
+from xgpt.report.table import WIDTH
+from xrunner.io.lock import is_locked
+from xrunner.io.progress import Progress, read_progress
+from xrunner.io.results import whole_results
+from xrunner.plan import num_usable
+
+_UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
+                    latency_p50_s=None, latency_p99_s=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """`progress.state` as the run wrote it, or "died": nobody works on it, and it did not end in
+    good order. Of a run that ended before all was done, `progress.done` is what results.jsonl
+    holds: what was held back, to keep the input's order, is lost with the run."""
+
+    progress: Progress
+    is_alive: bool | None  # None: cannot be told
+    num_results: int  # in results.jsonl
+
+
+def run_status(output: Path) -> RunStatus | None:
+    """None where no run has started."""
+    # in this order: a run that ends in between is done, not dead
+    is_alive = is_locked(output)
+    found = read_progress(output / "progress.json")
+    num_results = whole_results(output / "results.jsonl")
+    if found is None and not is_alive and not (output / "run.json").is_file():
+        return None
+    progress = found or _UNKNOWN
+    if is_alive is False and progress.state not in ("done", "stopped"):
+        progress = replace(progress, state="died")
+    if progress.state in ("died", "stopped"):
+        progress = replace(progress, done=num_results,
+                           total=progress.total or num_usable(output) or 0)
+    return RunStatus(progress=progress, is_alive=is_alive, num_results=num_results)
 
 
 @click.command()
@@ -18,12 +55,30 @@ from xrunner.io.progress import read_progress
 def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """How far the job's run is (works from another terminal, and after it ended)."""
     job = load_job(job_file, overrides)
-    progress = read_progress(job.output / "progress.json")
-    if progress is None:
+    found = run_status(job.output)
+    if found is None:
         raise XgptError(f"{job.output}: no run has started there")
     if as_json:
-        print_json({"output": job.output, **{k: getattr(progress, k)
-                                             for k in progress.__dataclass_fields__}})
+        print_json({"output": job.output, **asdict(found.progress), "is_alive": found.is_alive,
+                    "results": job.output / "results.jsonl", "num_results": found.num_results})
         return
-    click.echo(f"{job.name}: {progress.state}, {job.output}")
-    click.echo(progress_line(progress, job.constraint.latency_s))
+    click.echo(f"{job.name}: {found.progress.state}, {job.output}")
+    if found.progress.total:
+        click.echo(progress_line(found.progress, job.constraint.latency_s))
+    elif found.progress.state == "loading":
+        click.echo("loading the model")
+    if (words := _how_to_go_on(found, job.output)) is not None:
+        click.echo(textwrap.fill(words, WIDTH, break_on_hyphens=False))
+
+
+def _how_to_go_on(found: RunStatus, output: Path) -> str | None:
+    state, kept = found.progress.state, f"{found.num_results} results are in results.jsonl"
+    if state == "stopped":
+        return f"{kept}; the same command goes on after them"
+    if state == "died":
+        return ("no process works on it any more (it failed, or it or the machine was killed): "
+                f"{kept}; the same command goes on after them")
+    if state == "done" and found.is_alive is False and not (output / "metrics.json").is_file():
+        return ("all results are there, but the command was killed before it wrote metrics.json "
+                "and the report: `xgpt report` with this job writes the page")
+    return None

@@ -24,6 +24,7 @@ from xgpt.units import format_bytes, format_seconds
 
 WIDTH = 80
 _GAP = "  "
+_LEAST_WRAPPED = 20  # columns
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
 
 
@@ -194,16 +195,28 @@ def fact(label: str, value: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    """Aligned columns; where they exceed the width, the widest column is shortened."""
+    """Aligned columns; where they exceed the width, a last column of words goes on in lines of its
+    own, or else the widest column is shortened."""
     cells = [[_ascii(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     excess = sum(widths) + len(_GAP) * (len(widths) - 1) - WIDTH
-    if excess > 0:
+    last = len(header) - 1
+    if excess > 0 and last not in right and widths[last] - excess >= _LEAST_WRAPPED:
+        widths[last] -= excess
+        cells = [line for row in cells for line in _wrapped(row, widths[last])]
+    elif excess > 0:
         widest = widths.index(max(widths))
         widths[widest] = max(widths[widest] - excess, 4)
     lines = [_line(row, widths, right) for row in cells]
     lines.insert(1, "-" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
     return "\n".join(lines)
+
+
+def _wrapped(row: Sequence[str], width: int) -> list[list[str]]:
+    """The row in as many lines as its last cell needs."""
+    parts = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
+    return [[*(row[:-1] if i == 0 else [""] * (len(row) - 1)), part]
+            for i, part in enumerate(parts)]
 
 
 def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> str:

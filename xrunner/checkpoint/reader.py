@@ -7,21 +7,22 @@ was taken.
 
 from __future__ import annotations
 
-import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xgpt.errors import XgptError
 from xgpt.model import ModelSpec
+from xgpt.model_file import load_json, wrong_file
 from xrunner.checkpoint.random_model import shape_to_make
+from xrunner.checkpoint.tensors import locate
 from xrunner.models.weights import Part, RandomWeights
 
-# Published checkpoints differ in how deep the decoder is nested; tried in this order.
-_PREFIXES = ("", "model.", "transformer.")
+_DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError)
 
 
 class CheckpointReader:
@@ -47,18 +48,14 @@ class CheckpointReader:
         self._open.clear()
 
     def _locate(self, name: str) -> tuple[Path, str] | None:
-        for prefix in _PREFIXES:
-            for candidate in (prefix + name, name.removeprefix(prefix or "\0")):
-                if candidate in self._files:
-                    return self._files[candidate], candidate
-        return None
+        found = locate(name, self._files)
+        return None if found is None else (self._files[found], found)
 
     def _map(self, path: Path, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
         """A view of the file's tensor, or of part of it: of pages that are never touched only those
         are read that the system reads ahead (up to some MiB a piece)."""
         if path not in self._open:
-            self._open[path] = (safe_open(path, framework="pt") if path.suffix == ".safetensors"
-                                else torch.load(path, mmap=True, weights_only=True))
+            self._open[path] = _opened(path)
         handle = self._open[path]
         is_torch = isinstance(handle, dict)
         held = handle[name] if is_torch else handle.get_slice(name)
@@ -102,17 +99,24 @@ def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | Made
     return CheckpointReader(directory, dtype) if spec is None else MadeWeights(spec, dtype)
 
 
+def _opened(path: Path) -> Any:
+    """A handle on a file's tensors: safetensors', or a mapping. Raises InputError."""
+    try:
+        if path.suffix == ".safetensors":
+            return safe_open(path, framework="pt")
+        return torch.load(path, mmap=True, weights_only=True)
+    except _DAMAGED as cause:
+        raise wrong_file(path, f"cannot be read: {cause}") from None
+
+
 def _index(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it. Raises XgptError for a directory without weights."""
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         listing = directory / f"{stem}{suffix}.index.json"
         if listing.is_file():
-            table = json.loads(listing.read_text(encoding="utf-8"))["weight_map"]
+            table = load_json(listing).get("weight_map", {})
             return {name: directory / file for name, file in table.items()}
         single = directory / f"{stem}{suffix}"
-        if single.is_file() and suffix == ".safetensors":
-            with safe_open(single, framework="pt") as handle:
-                return dict.fromkeys(handle.keys(), single)
         if single.is_file():
-            return dict.fromkeys(torch.load(single, mmap=True, weights_only=True), single)
+            return dict.fromkeys(_opened(single).keys(), single)
     raise XgptError(f"{directory}: no model.safetensors, pytorch_model.bin or index of either")

@@ -7,7 +7,6 @@ Only this module talks to the network, and only when nothing local has the model
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from pathlib import Path
 
 from xgpt import catalog
 from xgpt.errors import MissingExtraError, XgptError
-from xgpt.model import ModelSpec, from_hf_config
+from xgpt.model import ModelSpec
+from xgpt.model_file import load_json, shape_of
 from xrunner.checkpoint.random_model import random_shape
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -71,12 +71,10 @@ def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
 
 
 def read_spec(directory: Path, name: str) -> ModelSpec:
-    """The shape in a directory's config.json. Raises XgptError for one xgpt cannot execute."""
-    try:
-        config = json.loads((directory / "config.json").read_text("utf-8"))
-        return random_shape(config) or from_hf_config(config, name)
-    except (OSError, ValueError) as cause:
-        raise XgptError(f"model {name!r}: {directory / 'config.json'}: {cause}") from None
+    """The shape in a directory's config.json. Raises InputError for one xgpt cannot execute."""
+    path = directory / "config.json"
+    config = load_json(path)
+    return random_shape(config) or shape_of(config, path, name)
 
 
 def _described(directory: Path, name: str, served_by: str) -> ModelFiles:

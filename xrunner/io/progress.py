@@ -30,6 +30,7 @@ class Progress:
     elapsed_s: float
     latency_p50_s: float | None
     latency_p99_s: float | None
+    done_before: int = 0  # of `done`: by an earlier run, which this one goes on after
 
 
 class ProgressFile:
@@ -37,6 +38,7 @@ class ProgressFile:
 
     def __init__(self, path: Path, *, total: int, done_before: int) -> None:
         self._path, self._total, self._done = path, total, done_before
+        self._done_before = done_before
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._last_s = -_INTERVAL_S
 
@@ -54,7 +56,8 @@ class ProgressFile:
                     else (None, None))
         write_progress(self._path, Progress(
             state=state, total=self._total, done=self._done, output_tokens=output_tokens,
-            elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99))
+            elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99,
+            done_before=self._done_before))
 
 
 def write_progress(path: Path, progress: Progress) -> None:
@@ -62,8 +65,8 @@ def write_progress(path: Path, progress: Progress) -> None:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """None when the run has not written one yet."""
+    """None when the run has not written one yet, or what is there is none."""
     try:
         return Progress(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (OSError, ValueError, TypeError):
         return None

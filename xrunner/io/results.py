@@ -45,9 +45,22 @@ class ResultWriter:
 
 def count_results(path: Path) -> int:
     """Whole lines at the start of a results file; cuts off a torn last one. 0 without a file."""
-    if not path.is_file():
-        return 0
+    good_bytes, count = _whole(path)
+    if path.is_file():
+        os.truncate(path, good_bytes)
+    return count
+
+
+def whole_results(path: Path) -> int:
+    """As `count_results`, and nothing is cut off: a run may be writing there."""
+    return _whole(path)[1]
+
+
+def _whole(path: Path) -> tuple[int, int]:
+    """(bytes, lines) of the whole lines at the start of a results file; zeros without a file."""
     good_bytes = count = 0
+    if not path.is_file():
+        return 0, 0
     with path.open("rb") as file:
         for line in file:
             try:
@@ -57,8 +70,7 @@ def count_results(path: Path) -> int:
             if not is_whole:
                 break
             good_bytes, count = good_bytes + len(line), count + 1
-    os.truncate(path, good_bytes)
-    return count
+    return good_bytes, count
 
 
 def write_errors(path: Path, errors: Sequence[RequestError]) -> None:

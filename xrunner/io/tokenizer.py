@@ -12,10 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xgpt.errors import MissingExtraError, XgptError
+from xgpt.errors import InputError, MissingExtraError, Mistake, XgptError
+from xgpt.model_file import load_json, wrong_file
 
 # Any of these makes a directory one with a tokenizer; without, requests must give tokens.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
+# What a template can raise besides its own errors, by what it does with the messages.
+_IN_TEMPLATES = (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class TextTokenizer:
@@ -59,7 +63,7 @@ class TextTokenizer:
         try:
             return environment.from_string(self._template).render(
                 messages=messages, add_generation_prompt=True, **tokens)
-        except TemplateError as cause:
+        except (TemplateError, *_IN_TEMPLATES) as cause:
             raise ValueError(f"chat template: {cause}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,7 +78,11 @@ def eos_ids(directory: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
+            tokens = value if isinstance(value, list) else [value]
+            if not all(_is_token(token) for token in tokens):
+                raise _wrong(directory / name, "eos_token_id", value,
+                             "a token id, or a list of them")
+            return frozenset(tokens)
     return frozenset()
 
 
@@ -85,8 +93,19 @@ def start_token(directory: Path) -> int:
         for name in ("generation_config.json", "config.json"):
             value = _read_json(directory / name).get(key)
             if value is not None:
+                if not _is_token(value):
+                    raise _wrong(directory / name, key, value, "a token id")
                 return int(value)
-    raise XgptError(f"{directory}: config.json names no decoder_start_token_id")
+    raise _wrong(directory / "config.json", "decoder_start_token_id", None,
+                 "missing: the token that an encoder-decoder model's decoder is fed first")
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _wrong(path: Path, key: str, value: object, allowed: str) -> InputError:
+    return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)])
 
 
 def _load_backend(directory: Path) -> Any:
@@ -98,19 +117,30 @@ def _load_backend(directory: Path) -> Any:
     except ImportError:
         raise MissingExtraError("tokenizers", "run", "tokenising prompts") from None
     path = directory / "tokenizer.json"
-    if path.is_file():
-        backend = Tokenizer.from_file(str(path))
-    else:
-        from transformers import AutoTokenizer
+    try:
+        if path.is_file():
+            backend = _from_file(Tokenizer, path)
+        else:
+            from transformers import AutoTokenizer
 
-        try:
             backend = AutoTokenizer.from_pretrained(directory, use_fast=True).backend_tokenizer
-        except (ValueError, OSError, ImportError) as cause:
-            raise XgptError(f"{directory}: its tokenizer cannot be read: {cause}") from None
+    except (ValueError, OSError, ImportError, LookupError, TypeError, AttributeError) as cause:
+        raise wrong_file(path if path.is_file() else directory / "tokenizer",
+                         f"cannot be read: {cause}") from None
     # a checkpoint may carry the padding and truncation of its training
     backend.no_padding()
     backend.no_truncation()
     return backend
+
+
+def _from_file(library: Any, path: Path) -> Any:
+    """Raises ValueError for a file that is no tokenizer."""
+    text = path.read_text(encoding="utf-8")
+    json.loads(text)  # says where it breaks off
+    try:
+        return library.from_str(text)
+    except Exception as cause:  # the library raises nothing more precise
+        raise ValueError(cause) from None
 
 
 def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
@@ -119,7 +149,10 @@ def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((t["template"] for t in template if t["name"] == "default"), None)
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise _wrong(directory / "tokenizer_config.json", "chat_template", template, "text")
     return template
 
 
@@ -128,4 +161,4 @@ def _token_text(value: object) -> object:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return load_json(path) if path.is_file() else {}

@@ -1,0 +1,87 @@
+"""`--json` prints one object on stdout however a command ends, beside the words on stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from xgpt.cli import main as entry
+from xgpt.errors import InputError, Mistake, StoppedEarly, XgptError
+
+BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
+JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"
+
+
+def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command line."""
+    monkeypatch.setattr("sys.argv", ["xgpt", *map(str, arguments)])
+    with pytest.raises(SystemExit) as left:
+        entry.main()
+    shown = capsys.readouterr()
+    return int(str(left.value.code)), shown.out, shown.err
+
+
+def test_every_mistake_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "bad.yaml"
+    job.write_text(BAD_JOB)
+    code, out, err = end(monkeypatch, capsys, "schedule", job, "--json")
+    found = json.loads(out)
+    assert code == found["exit_code"] == 2
+    assert [(m["file"], m["line"], m["key"], m["value"]) for m in found["mistakes"]] == [
+        (str(job), 1, "model", "opt-13c"), (str(job), 3, "workload.requests.count", 0)]
+    assert all(m["allowed"] for m in found["mistakes"])
+    for line in err.splitlines():
+        assert line.removeprefix("error: ") in found["error"]
+    assert end(monkeypatch, capsys, "schedule", job)[1] == ""
+
+
+def test_what_click_refuses_is_an_object_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["schedule", "--json"], ["schedul", "--json"],
+                      ["schedule", "job.yaml", "--json", "--fast"]):
+        code, out, err = end(monkeypatch, capsys, *arguments)
+        found = json.loads(out)
+        assert code == found["exit_code"] == 2 and found["error"] in err.replace("Error: ", "")
+
+
+def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                    capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json", "--set",
+                       "constraint.latency_s=0.01")
+    found = json.loads(out)
+    assert code == found["exit_code"] == 3
+    assert "tightest" in found["error"] and found["error"] == found["infeasible"]
+
+
+@pytest.mark.parametrize(("error", "code", "expected"), [
+    (XgptError("the ranks failed"), 1, {"error": "the ranks failed", "mistakes": []}),
+    (KeyError("x"), 1, {"error": "a fault of xgpt: KeyError: 'x'", "mistakes": []}),
+    (click.Abort(), 1, {"error": "interrupted", "mistakes": []}),
+    (InputError([Mistake(file="f", line=None, key="k", value=[float("inf")], allowed="less")]), 2,
+     {"error": "f: k = [inf]: less", "mistakes": [
+         {"file": "f", "line": None, "key": "k", "value": ["inf"], "allowed": "less"}]}),
+    (StoppedEarly("go on"), 75, {"status": "stopped", "message": "go on"}),
+])
+def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int,
+                               expected: dict[str, Any],
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(entry, "cli", fail)
+    got, out, err = end(monkeypatch, capsys, "submit", "job.yaml", "--json")
+    assert got == code and json.loads(out) == {**expected, "exit_code": code} and err
+
+
+def test_success_prints_nothing_more() -> None:
+    done = CliRunner().invoke(entry.cli, ["models", "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)

@@ -1,0 +1,168 @@
+"""`xgpt status`: a living run is told from a dead one, and what is counted is on the disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from xgpt.cli.bars import progress_line
+from xgpt.cli.main import cli
+from xrunner.io.lock import is_locked, output_lock
+from xrunner.io.progress import Progress, ProgressFile, write_progress
+from xrunner.rules.order import run_order
+
+RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
+                   latency_p50_s=1.5, latency_p99_s=2.25)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "nightly.yaml"
+    path.write_text("model: opt-13b\ncluster: a40-4\noutput: out\n"
+                    "workload: {requests: {count: 400}, task: S}\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").touch()
+    return path
+
+
+def shown(job: Path) -> tuple[str, dict[str, Any]]:
+    """What a person and what a program is told."""
+    text, as_json = (CliRunner().invoke(cli, ["status", str(job), *more], catch_exceptions=False)
+                     for more in ([], ["--json"]))
+    assert max(map(len, text.stdout.replace(str(job.parent), "").splitlines())) <= 80
+    return " ".join(text.stdout.split()), json.loads(as_json.stdout)
+
+
+def results(out: Path, count: int, torn: str = "") -> None:
+    (out / "results.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in range(count)) + torn)
+
+
+def test_a_run_that_is_killed_is_not_running_any_more(job: Path) -> None:
+    out = job.parent / "out"
+    write_progress(out / "progress.json", RUNNING)
+    results(out, 100, '{"index": 10')
+    with output_lock(out):
+        text, found = shown(job)
+        assert "nightly: running" in text and "120/400" in text and "left" in text
+        assert found["state"] == "running" and found["is_alive"] and found["done"] == 120
+    text, found = shown(job)
+    assert "nightly: died" in text and "100/400" in text and "left" not in text
+    assert "100 results are in results.jsonl; the same command goes on" in text
+    assert (found["state"], found["is_alive"], found["done"], found["total"]) == (
+        "died", False, 100, 400)
+    assert found["results"] == str(out / "results.jsonl") and found["num_results"] == 100
+    assert '"index": 10' in (out / "results.jsonl").read_text().splitlines()[-1], "nothing is cut"
+
+
+def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job: Path) -> None:
+    out = job.parent / "out"
+    write_progress(out / "progress.json", replace(RUNNING, state="loading", total=0, done=0))
+    (out / "total.json").write_text('{"queries": 400}\n')
+    results(out, 7)
+    with output_lock(out):
+        text, found = shown(job)
+        assert "loading" in text and found["state"] == "loading"
+    text, found = shown(job)
+    assert "died" in text and "7/400" in text and found["done"] == 7
+
+
+def test_nothing_written_yet_is_a_start_while_somebody_works_there(job: Path) -> None:
+    with output_lock(job.parent / "out"):
+        assert shown(job)[1]["state"] == "starting"
+    done = CliRunner().invoke(cli, ["status", str(job)])
+    assert "no run has started" in str(done.exception)
+
+
+def test_a_stopped_run_counts_what_is_written(job: Path) -> None:
+    out = job.parent / "out"
+    # 120 were done, of which 20 waited for one before them
+    write_progress(out / "progress.json", replace(RUNNING, state="stopped"))
+    results(out, 100)
+    text, found = shown(job)
+    assert "stopped" in text and "100/400" in text and "the same command goes on" in text
+    assert found["state"] == "stopped" and found["done"] == 100
+    write_progress(out / "progress.json", replace(RUNNING, state="done", done=400))
+    text, found = shown(job)
+    assert "400/400" in text and "goes on" not in text and found["state"] == "done"
+    assert "killed before it wrote metrics.json" in text
+    (out / "metrics.json").write_text("{}")
+    assert "killed" not in shown(job)[0]
+
+
+def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    import fcntl
+    import threading
+
+    assert is_locked(tmp_path) is False
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # somebody asks
+        release = threading.Timer(0.05, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        release.start()
+        with output_lock(tmp_path):
+            assert is_locked(tmp_path) is True
+        release.join()
+    assert is_locked(tmp_path) is False
+
+
+def test_the_time_left_is_that_of_this_run(tmp_path: Path) -> None:
+    resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
+    assert "20m00s left" in progress_line(resumed, 5.0)
+    file = ProgressFile(tmp_path / "progress.json", total=400, done_before=190)
+    file.tick(1.0, 10)
+    assert json.loads((tmp_path / "progress.json").read_text())["done_before"] == 190
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from xrunner.io.lock import output_lock
+from xrunner.io.progress import ProgressFile
+from xrunner.io.results import ResultWriter, count_results
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.order import run_order
+
+out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
+with output_lock(out):
+    before = count_results(out / "results.jsonl")
+    writer = ResultWriter(out / "results.jsonl", first_index=before, model="toy")
+    progress = ProgressFile(out / "progress.json", total=400, done_before=before)
+    for count, index in enumerate(run_order(400, 64, 3, first=before)):
+        if count == kill_after:
+            progress.tick(1e9, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        writer.write(FinishedQuery(
+            query=PreparedQuery(index=index, id=f"q{index}", input_ids=(1,), max_new_tokens=1),
+            output_ids=(index,), finish_reason="length", encode_start_s=0.0, latency_s=1.0,
+            text="x" * (index % 50)))
+        progress.add(1.0)
+    writer.close()
+    progress.tick(1.0, 400, "done")
+"""
+
+
+def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job: Path) -> None:
+    pytest.importorskip("torch", reason="runs need the extra `run`")
+    out = job.parent / "out"
+
+    def run(kill_after: int) -> int:
+        return subprocess.run([sys.executable, "-c", KILLED, str(out), str(kill_after)],
+                              check=False).returncode
+
+    assert run(130) == -9
+    _, found = shown(job)
+    answered = run_order(400, 64, 3)[:130]
+    whole = next(i for i in range(400) if i not in answered)
+    assert whole < 130, "some were held back"
+    assert found["state"] == "died" and found["done"] == found["num_results"] == whole
+    assert run(1000) == 0
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [(r["index"], r["id"], r["output_ids"]) for r in rows] == [
+        (i, f"q{i}", [i]) for i in range(400)]
+    assert shown(job)[1]["state"] == "done"

@@ -1,0 +1,67 @@
+"""What a person reads fits into a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+
+from xgpt.cli import options
+from xgpt.cli.main import COMMANDS, cli
+from xgpt.errors import Mistake
+from xgpt.report.table import table
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def check_width(text: str) -> None:
+    assert text and max(map(len, text.splitlines())) <= 80, text
+
+
+def test_the_catalog_fits_and_nothing_of_it_is_cut_off() -> None:
+    shown = invoke("models").stdout
+    check_width(shown)
+    assert "..." not in shown
+    known = json.loads(invoke("models", "--json").stdout)
+    words = shown.replace(",", " ").split()
+    assert not [name for rows in known.values() for name in rows if name not in words]
+
+
+@pytest.mark.parametrize("words", [
+    *([name] for name in COMMANDS), *(["profile", part] for part in ("measure", "show", "merge",
+                                                                     "import"))])
+def test_every_help_fits(words: list[str]) -> None:
+    check_width(invoke(*words, "--help").stdout)
+
+
+def test_a_last_column_of_words_goes_on_below_and_loses_none() -> None:
+    words = "188 at a time, 219 tokens, 2 groups, TP 8 on 16, and " + "more " * 20
+    shown = table(("policy", "queries/s", "configuration"), [("SARATHI", "4.96", words),
+                                                             ("FT", "2.1", "")], right=(1,))
+    check_width(shown)
+    lines = shown.splitlines()
+    assert " ".join(line[20:] for line in lines[2:-1]).split() == words.split()
+    assert lines[2].startswith("SARATHI ") and lines[3].startswith(" " * 20)
+    assert lines[-1] == "FT             2.1"
+    check_width(table(("a", "b"), [("x" * 90, "y")], right=(0,)))
+
+
+def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    message = "no schedule satisfies the bound: " + "the tightest that can be met, " * 5 + "\n  end"
+    options.say(message)
+    assert capsys.readouterr().err == message + "\n"
+    monkeypatch.setattr(options, "is_terminal", lambda: True)
+    options.say(message)
+    shown = capsys.readouterr().err
+    assert max(map(len, shown.splitlines())) <= 60 and shown.split() == message.split()
+    assert shown.endswith("\n  end\n")
+
+
+def test_a_mistake_of_a_whole_file_has_no_empty_key() -> None:
+    assert str(Mistake(file="p.json", line=None, key="", value=None, allowed="no profile")) == (
+        "p.json: no profile")

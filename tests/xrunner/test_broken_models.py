@@ -1,0 +1,160 @@
+"""A model's folder that is broken is refused before anything is measured: by file and key."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
+
+from xgpt.errors import InputError, Mistake
+from xrunner.checkpoint.check import MAX_SHOWN, check_weights
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.tensors import wanted_tensors
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.models.encoder_decoder import load_stage
+
+
+class Asked(CheckpointReader):
+    """Notes names and shapes."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, torch.float32)
+        self.names: dict[str, tuple[int, ...]] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], *rest: Any) -> torch.Tensor:
+        self.names[name] = shape
+        return super().get(name, shape, *rest)
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *T5_FAMILIES))
+def test_what_is_checked_is_what_the_layers_ask_for(family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
+    spec, reader = spec_of(tmp_path), Asked(tmp_path)
+    (stage,) = split_stages(spec.num_layers, 1, encoder_layers=spec.num_encoder_layers)
+    load_stage(spec, reader, stage, torch.float32)
+    assert dict(wanted_tensors(spec)) == reader.names
+    check_weights(tmp_path, spec)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    make_model("llama", tmp_path).save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    check_weights(tmp_path, spec_of(tmp_path))
+    return tmp_path
+
+
+def refused(folder: Path) -> tuple[Mistake, ...]:
+    with pytest.raises(InputError) as caught:
+        check_weights(folder, spec_of(folder))
+    return caught.value.mistakes
+
+
+def test_every_shard_that_is_missing_or_cut_off_is_named(sharded: Path) -> None:
+    first, second, third, *_ = sorted(sharded.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-100])
+    third.write_bytes(third.read_bytes()[:20])
+    found = {m.value or Path(m.file).name: m.allowed for m in refused(sharded)}
+    assert "missing from the folder" in found[first.name]
+    assert "cut off" in found[second.name] and "cut off" in found[third.name]
+    for name, file in CheckpointReader(sharded, torch.float32)._files.items():
+        if file == second:
+            with pytest.raises(InputError, match=f"{file.name}: cannot be read"):
+                CheckpointReader(sharded, torch.float32).get(name, (1,))
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    (b"", "cut off"), (b"\0" * 64, "cannot be read"), (struct.pack("<Q", 9) + b"{" * 9,
+                                                            "cannot be read"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+    (b"<!DOCTYPE html><html>", "cannot be read"), (struct.pack("<Q", 2) + b"[]", "cannot be read")])
+def test_a_file_that_is_no_safetensors_file(tmp_path: Path, content: bytes, reason: str) -> None:
+    make_model("opt", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    (mistake,) = refused(tmp_path)
+    assert mistake.file == str(path) and reason in mistake.allowed
+    with pytest.raises(InputError, match="model.safetensors: cannot be read"):
+        CheckpointReader(tmp_path, torch.float32)
+
+
+def test_an_index_that_is_broken_or_says_too_much(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"]["model.layers.77.mlp"] = table["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(table))
+    assert [m.key for m in refused(sharded)] == ["model.layers.77.mlp"]
+    for text in ("{", "[]"):
+        index.write_text(text)
+        assert refused(sharded)[0].key == index.name
+    index.write_text("{}")
+    assert [(m.file, m.key) for m in refused(sharded)] == [(str(index), "weight_map")]
+
+
+def test_tensors_that_are_missing_or_of_other_shapes_are_told_at_once(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    wrong, gone = "model.layers.3.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+    tensors[wrong] = tensors[wrong][:70].contiguous()
+    del tensors[gone]
+    save_file(tensors, path)
+    found = {m.key: (m.value, m.allowed) for m in refused(tmp_path)}
+    assert set(found) == {wrong, gone}
+    assert found[wrong] == ([70, 48], "by config.json its shape is [80, 48]")
+    assert "no such tensor" in found[gone][1]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 81}))
+    many = refused(tmp_path)
+    assert len(many) == MAX_SHOWN + 1 and "more like these" in many[-1].allowed
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    make_model("opt", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (mistake,) = refused(tmp_path)
+    assert "no model.safetensors" in mistake.allowed
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\3\4 no torch file")
+    with pytest.raises(InputError, match="pytorch_model.bin: cannot be read"):
+        CheckpointReader(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(("file", "text", "key"), [
+    ("tokenizer.json", "{", "tokenizer.json"), ("tokenizer.json", "{}", "tokenizer.json"),
+    ("tokenizer.json", '{"model": 3}', "tokenizer.json"),
+    ("tokenizer_config.json", "[", "tokenizer_config.json"),
+    ("tokenizer_config.json", '{"chat_template": 4}', "chat_template"),
+    ("vocab.json", "{", "tokenizer")])
+def test_a_tokenizer_that_is_broken(tmp_path: Path, file: str, text: str, key: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / file).write_text(text)
+    with pytest.raises(InputError) as caught:
+        TextTokenizer(tmp_path)
+    assert [m.key for m in caught.value.mistakes] == [key]
+
+
+@pytest.mark.parametrize("value", ["2", [1, "2"], -1, True, 1.5])
+def test_tokens_that_are_none(tmp_path: Path, value: object) -> None:
+    for name in ("generation_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": value, "pad_token_id": value}))
+        for read, key in ((eos_ids, "eos_token_id"), (start_token, "pad_token_id")):
+            with pytest.raises(InputError) as caught:
+                read(tmp_path)
+            assert [(m.file, m.key, m.value) for m in caught.value.mistakes] == [
+                (str(tmp_path / name), key, value)]
+        (tmp_path / name).unlink()
+
+
+def test_a_template_that_fails_refuses_the_request_and_not_the_job(tmp_path: Path) -> None:
+    for template in ("{% if %}", "{{ messages + 1 }}", "{{ messages[0].nothing.at.all }}",
+                     "{{ 1 / 0 }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(ValueError, match="chat template"):
+            TextTokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
