@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from xgpt.cli.observing import hint
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.cli.planning import Limits, Planner
 from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
@@ -100,7 +101,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     else:
         _show(session, timing, answer)
     if answer.infeasible is not None:
-        raise answer.infeasible
+        raise InfeasibleError(f"{answer.infeasible}{hint(session.job, session.problem, timing)}")
 
 
 def _found(session: Session, planner: Planner) -> _Answer:

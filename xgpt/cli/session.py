@@ -141,18 +141,19 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:
-    """The best schedule within the bound and its confidence, with room for the longest request
-    where the memory allows it. Raises InfeasibleError. A policy that is not searched, a baseline,
-    has to be named by the job."""
+    """The best schedule within the bound and its confidence, or what a job that observes its
+    lengths begins with, with room for the longest request where the memory allows it. Raises
+    InfeasibleError. A policy that is not searched, a baseline, has to be named by the job."""
     if deepspeed_engine.is_chosen(session.job):
         return with_room(session, deepspeed_engine.find(session, timing))
     from xgpt.cli.baseline_planning import BASELINES, find_baseline
+    from xgpt.cli.observing import found_or_begun
     from xgpt.cli.planning import Planner
 
     if session.problem.fixed.policy in BASELINES:
         return with_room(session, find_baseline(session.problem, timing))
     planner = Planner(session.problem, timing, asked=session.job.schedule)
-    return with_room(session, planner.find())
+    return with_room(session, found_or_begun(session, timing, planner.find))
 
 
 def with_room(session: Session, schedule: Schedule) -> Schedule:
