@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +92,42 @@ def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: s
     assert "Changes while it ran" in (out / "report.html").read_text()
 
 
-def unforced(reference: Any, query: Any) -> list[int]:
-    from dataclasses import replace
+@pytest.mark.slow
+def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
+        tmp_path: Path, cache: dict[str, str]) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("llama", directory)
+    drawn = [replace(q, max_new_tokens=100, is_forced=False)
+             for q in toys.random_queries(150, seed=8, longest=6)]
+    kinds = [(q, ids) for q in drawn if len(ids := toys.generate(reference, q)) <= 35]
+    assert len(kinds) >= 10, "short answers, whose models end them"
+    queries = [replace(kinds[i % len(kinds)][0], index=i, id=f"q{i}") for i in range(6000)]
+    requests = [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": 100} for q in queries]
+    job = write_job(tmp_path, directory, requests, schedule="policy: rra, tp_degree: 1", ranks=2)
+    own = ("--set", "workload.output_tokens=observe")
+    call("profile", str(job), "--budget", "4s", *own, cache=cache)
+    refused = subprocess.run(
+        [*XGPT, "schedule", str(job), *own, "--set", "constraint.latency_s=0.0001"],
+        capture_output=True, text=True, env=cache, timeout=280, check=False)
+    assert refused.returncode == 3 and "`xgpt submit` would begin" in refused.stderr
+    found = re.search(r"tightest that can be met is ([0-9.]+) s", refused.stderr)
+    assert found is not None, refused.stderr
+    bound = ("--set", f"constraint.latency_s={0.7 * float(found[1])}")
+    done = call("submit", str(job), *own, *bound, "--json", cache=cache)
+    said, metrics = " ".join(done.stderr.split()), json.loads(done.stdout)
+    assert metrics["beginning"] in said and "every query runs to its cap of 100" in said
+    first = metrics["rescheduling"][0]
+    assert (first["cause"], first["choice"]) == ("observe", "adjust") and first["phase"] > 0
+    assert first["mean_output_tokens"]["planned"] == 100 and first["sentence"] in said
+    assert first["after_queries"] < COUNT, "a small part of them"
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries]
+    assert all(r["output_ids"] == kinds[r["index"] % len(kinds)][1] for r in results)
+    check_steps(resolve(load_job(job, (own[1], bound[1]))), out, queries, results)
+    assert metrics["beginning"] in (out / "report.html").read_text()
 
+
+def unforced(reference: Any, query: Any) -> list[int]:
     return toys.generate(reference, replace(query, is_forced=False))
 
 
