@@ -24,17 +24,20 @@ WORTH = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revised:
     """`keep`: the control variables as they are, under the new lengths; its reason says why they
-    do not do. `estimate` None: they stay. `reason`: why."""
+    do not do. `estimate` None: they stay. `reason`: why. `is_kept`: what is left running keeps the
+    bound with its confidence."""
 
     keep: Way
     estimate: Estimate | None
     reason: str
+    is_kept: bool
 
 
 def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
-           most_present: int | None = None) -> Revised:
+           most_present: int | None = None, caution: float = 1.0) -> Revised:
     """What to change for `problem`, which has the new lengths and the queries that are left, while
-    `running` is executed. `most_present`: queries that the caches hold."""
+    `running` is executed. `most_present`: queries that the caches hold. `caution`: share of the
+    bound that a change is planned for."""
     now = running.estimate
     assert now.policy == "rra", f"{now.policy = }"
     fixed = replace(problem.fixed, policy="rra", tp_degree=now.tp_degree, tp_gpus=now.tp_gpus,
@@ -52,21 +55,23 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     def within(latency_s: float) -> Schedule:
         return find(replace(problem, constraint=replace(problem.constraint, latency_s=latency_s)))
 
+    def stays(reason: str) -> Revised:
+        return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
+
+    constraint = replace(problem.constraint, latency_s=caution * problem.constraint.latency_s)
     try:
-        planned = plan_within(problem, timing, within, padded=timing.is_padded,
-                              search_problem=find)
+        planned = plan_within(replace(problem, constraint=constraint), timing, within,
+                              padded=timing.is_padded, search_problem=find)
     except InfeasibleError as cause:
-        return Revised(keep=keep, estimate=None, reason=f"no other batch sizes do: {cause}")
+        return stays(f"no other batch sizes do: {cause}")
     found = planned.schedule.estimate
     if keep.qps and found.throughput_qps <= keep.qps * (1 + WORTH):
-        return Revised(keep=keep, estimate=None, reason=(
-            f"other batch sizes bring no more than {WORTH:.0%}"))
+        return stays(f"other batch sizes bring no more than {WORTH:.0%}")
     if not keep.qps and not planned.is_safe and found.latency_s >= _latency_s(keep):
-        return Revised(keep=keep, estimate=None, reason=f"no other batch sizes do: "
-                                                        f"{planned.margin.sentence}")
+        return stays(f"no other batch sizes do: {planned.margin.sentence}")
     gain = (f"{found.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
-    return Revised(keep=keep, estimate=found, reason=gain)
+    return Revised(keep=keep, estimate=found, reason=gain, is_kept=planned.is_safe)
 
 
 def _keep(now: Estimate, problem: Problem, timing: TimingSource) -> Way:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +92,51 @@ def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: s
     assert "Changes while it ran" in (out / "report.html").read_text()
 
 
-def unforced(reference: Any, query: Any) -> list[int]:
-    from dataclasses import replace
+@pytest.mark.slow
+def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
+        tmp_path: Path, cache: dict[str, str]) -> None:
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("llama", directory)
+    drawn = [replace(q, max_new_tokens=60, is_forced=False)
+             for q in toys.random_queries(150, seed=8, longest=6)]
+    kinds = [(q, ids) for q in drawn if len(ids := toys.generate(reference, q)) <= 20]
+    assert len(kinds) >= 10, "short answers, whose models end them"
+    queries = [replace(kinds[i % len(kinds)][0], index=i, id=f"q{i}") for i in range(1500)]
+    requests = [{"id": q.id, "tokens": list(q.input_ids), "max_tokens": 60} for q in queries]
+    job = write_job(tmp_path, directory, requests, schedule="policy: rra, tp_degree: 1", ranks=2)
+    own = ("--set", "workload.output_tokens=observe")
+    call("profile", str(job), "--budget", "1s", *own, cache=cache)
+    refused = subprocess.run(
+        [*XGPT, "schedule", str(job), *own, "--set", "constraint.latency_s=0.0001"],
+        capture_output=True, text=True, env=cache, timeout=280, check=False)
+    assert refused.returncode == 3 and "`xgpt submit` would begin" in refused.stderr
+    found = re.search(r"tightest that can be met is ([0-9.]+) s", refused.stderr)
+    assert found is not None, refused.stderr
+    bound = ("--set", f"constraint.latency_s={0.7 * float(found[1])}")
+    done = call("submit", str(job), *own, *bound, "--json", cache=cache)
+    said, metrics = " ".join(done.stderr.split()), json.loads(done.stdout)
+    assert metrics["beginning"] in said and "every query runs to its cap of 60" in said
+    first = metrics["rescheduling"][0]
+    assert (first["cause"], first["choice"]) == ("observe", "adjust") and first["phase"] > 0
+    assert first["mean_output_tokens"]["planned"] == 60 and first["sentence"] in said
+    assert first["after_queries"] < len(queries) / 4, "a small part of them"
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries]
+    assert all(r["output_ids"] == kinds[r["index"] % len(kinds)][1] for r in results)
+    check_steps(resolve(load_job(job, (own[1], bound[1]))), out, queries, results,
+                are_whole=False)
+    shown = (out / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert metrics["beginning"] in shown and "Changes while it ran" in shown
 
+
+def unforced(reference: Any, query: Any) -> list[int]:
     return toys.generate(reference, replace(query, is_forced=False))
 
 
 def check_steps(problem: Problem, out: Path, queries: list[Any],
-                results: list[dict[str, Any]]) -> None:
-    """A replay that is told of the changes takes the run's steps, its phases of their lengths."""
+                results: list[dict[str, Any]], *, are_whole: bool = True) -> None:
+    """A replay that is told of the changes takes the run's steps, its phases of their lengths.
+    `are_whole`: those about the first change do not end because all queries are done."""
     estimate: Estimate = load_schedule(out / "schedule.json").estimate
     taken = json.loads((out / "measured.json").read_text())["changes"]
     rule = rra_rule(estimate, slots=load_plan(out / "run.json").slots)
@@ -117,6 +155,8 @@ def check_steps(problem: Problem, out: Path, queries: list[Any],
     for stage in estimate.stages:
         assert [(r["kind"], r["group"], r["phase"], r["iteration"], r["queries"])
                 for r in steps if r["stage"] == stage.index] == expected
+    if not are_whole:
+        return
     begin = taken[0]["phase"]
     last = {phase: max(s[3] for s in expected if s[2] == phase) for phase in (begin - 1, begin)}
     assert last == {begin - 1: estimate.decode_iterations, begin: taken[0]["decode_iterations"]}

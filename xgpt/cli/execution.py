@@ -16,6 +16,7 @@ import numpy as np
 from xgpt.cli.attribution import attribute
 from xgpt.cli.bars import RunBar
 from xgpt.cli.local_profile import hosts_of, threads_per_rank
+from xgpt.cli.observing import said_of
 from xgpt.cli.options import plain, say
 from xgpt.cli.prediction import predict
 from xgpt.cli.replays import replay_steady, steady_timeline
@@ -66,9 +67,11 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")
     write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
-    prediction = None
+    prediction, beginning = None, said_of(schedule)
     (output / EXPECTED_TIMELINE).unlink(missing_ok=True)
-    if session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
+    if beginning is not None:  # what is expected of it is what the job is not left with
+        say(textwrap.fill(f"note: {beginning}", WIDTH))
+    elif session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
         prediction = predict(session, timing, schedule)
         replayed, _ = replay_steady(session, timing, schedule.estimate)
         write_atomically(output / EXPECTED_TIMELINE,
@@ -80,6 +83,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = _metrics(session, schedule, measured, prediction)
     metrics["others_cpu_share"] = others_share
+    metrics["beginning"] = beginning
     metrics["rescheduling"] = [] if rescheduler is None else decisions_with_phases(
         rescheduler.decisions, measured["changes"])
     # a replay of what was planned says nothing of a run that changed it

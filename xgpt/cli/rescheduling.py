@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from xgpt.cli.observing import FIRST_QUERIES, can_settle, headroom
 from xgpt.cli.session import Session, reserve_tokens, with_room_for
 from xgpt.job import OWN_ENGINE
 from xgpt.lengths import IntArray
@@ -39,14 +40,17 @@ from xscheduler.observed import (
 )
 from xscheduler.pinned import POLICIES
 from xscheduler.reschedule import Reschedule, reschedule
-from xscheduler.revision import revise
+from xscheduler.revision import Revised, revise
 
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
+# Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
+# bound.
+CAUTION = 0.5
 MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
 LOOK_S = 0.5
-# Caches are sized once. Room for as many times the queries that a group is planned to hold: where
-# outputs turn out shorter; where they were planned at their caps.
-HEADROOM, HEADROOM_OBSERVE = 2.0, 8.0
+# Caches are sized once: room for as many times the queries that a group is planned to hold, should
+# outputs turn out shorter.
+HEADROOM = 2.0
 _NICENESS = 10
 
 
@@ -57,6 +61,7 @@ class Decision:
     sentence: str
     record: dict[str, Any]  # of metrics.json
     schedule: Schedule | None = None  # what runs from now on; None: what ran before
+    is_kept: bool = True  # the bound, by what runs from now on
 
 
 class Rescheduler:
@@ -72,11 +77,16 @@ class Rescheduler:
         self._running, self._threshold = schedule, threshold
         self._is_observing, self._num_queries = is_observing, num_queries
         self._longest, self.slots, self._waits = longest, slots, waits
-        self._needed = max(LEAST_QUERIES, min(MOST_QUERIES, int(num_queries * SHARE)))
+        self._first = schedule
+        self._enough = max(LEAST_QUERIES, min(MOST_QUERIES, int(num_queries * SHARE)))
+        self._needed = self._enough  # done, for the next look
+        if is_observing and schedule.estimate.policy == "rra":
+            self._needed = FIRST_QUERIES
         self._planned = problem.lengths.outputs
         self._since = 0  # first query that has not led to a decision yet
         self._looked_s = -math.inf
         self._thread: threading.Thread | None = None
+        self._work: _Work | None = None  # of the thread
         self._found: Decision | None = None
         self._is_over = False
         self._revision = 0
@@ -100,11 +110,33 @@ class Rescheduler:
         if found is None:  # the plan failed, and has said so; the run goes on
             self._is_over = True
             return False
+        assert self._work is not None, "a thread has its work"
+        # an early look that changes nothing has nothing to tell, nor has the same once more
+        is_awaited = self._needed <= self._enough <= self._work.seen.num_finished
+        is_settled = self._learn(self._work, found)
+        if found.schedule is None and not (is_settled or is_awaited):
+            return False
         if found.schedule is not None:
             self._running = found.schedule
             self._revision += 1
             self._adjustment(found.schedule.estimate).save(self._output)
         self.decisions.append(found)
+        return True
+
+    def _learn(self, work: _Work, found: Decision) -> bool:
+        """What the next look is about; whether lengths count as known from now on. A job that
+        observes looks again at more and more queries until enough are done and the bound is kept:
+        what is left to chance by then is what the confidence allows."""
+        seen = work.seen.num_finished
+        if work.is_observing and (seen < self._enough or not found.is_kept):
+            if found.schedule is not None:
+                self._planned = work.observed.outputs
+            looks = (LEAST_QUERIES, self._enough)
+            self._needed = next((count for count in looks if count > seen), 2 * seen)
+            return False
+        # the next decision is about queries that this one has not seen
+        self._since, self._is_observing = work.admitted, False
+        self._planned, self._needed = work.observed.outputs, self._enough
         return True
 
     def _adjustment(self, estimate: Estimate) -> Adjustment:
@@ -126,19 +158,20 @@ class Rescheduler:
             return
         seen = Observation(finished=finished, active=active)
         observed = observed_lengths(seen, self._planned, self._problem.default_max_tokens)
-        if observed.unknown > MOST_UNKNOWN:
+        quantile = self._problem.constraint.quantile
+        # those that nobody was watched for are planned at their caps: they must not be the bound's
+        most = min(MOST_UNKNOWN, 1 - quantile) if self._is_observing else MOST_UNKNOWN
+        if observed.unknown > most:
             return
-        drift = drift_of(self._planned, observed, threshold=self._threshold,
-                         quantile=self._problem.constraint.quantile)
+        drift = drift_of(self._planned, observed, threshold=self._threshold, quantile=quantile)
         if not drift and not self._is_observing:
             return
         done = admitted - len(state.active)
-        work = _Work(seen, observed, drift, self._is_observing, self._num_queries - done, done)
-        # the next decision is about queries that this one has not seen
-        self._since, self._is_observing, self._planned = admitted, False, observed.outputs
-        self._begin(work)
+        self._begin(_Work(seen, observed, drift, self._is_observing, self._num_queries - done, done,
+                          admitted))
 
     def _begin(self, work: _Work) -> None:
+        self._work = work
         self._thread = threading.Thread(target=self._decide, args=(work,), daemon=True)
         self._thread.start()
 
@@ -158,13 +191,14 @@ class Rescheduler:
     def _change(self, problem: Problem, work: _Work) -> Decision:
         """RRA: other batch sizes on the stages there are."""
         now, record = self._running.estimate, work.record()
+        is_early = work.is_observing and work.seen.num_finished < LEAST_QUERIES
         found = revise(self._running, problem, self._timing,
-                       most_present=now.decode_micro_batches * _mean_present(self.slots))
+                       most_present=now.decode_micro_batches * _mean_present(self.slots),
+                       caution=CAUTION if is_early else 1.0)
         record |= {"choice": "keep", "reason": found.reason, "from": _variables(now),
                    "throughput_qps": {"before": found.keep.qps or None}}
         if found.estimate is None:
-            return Decision(sentence=f"{work.sentence}; the schedule stays: {found.reason}",
-                            record=record)
+            return self._unchanged(work, record, found)
         changed = with_room_for(replace(self._running, estimate=found.estimate), problem,
                                 self._longest)
         if changed.estimate.kv_tokens // changed.estimate.decode_micro_batches < self._longest:
@@ -174,8 +208,19 @@ class Rescheduler:
         record |= {"choice": "adjust", "to": _variables(changed.estimate),
                    "revision": self._revision + 1}
         record["throughput_qps"]["after"] = changed.estimate.throughput_qps
-        return Decision(schedule=changed, record=record, sentence=(
+        return Decision(schedule=changed, record=record, is_kept=found.is_kept, sentence=(
             f"{work.sentence}; {_changed(now, changed.estimate)} ({found.reason})"))
+
+    def _unchanged(self, work: _Work, record: dict[str, Any], found: Revised) -> Decision:
+        """The schedule stays; but of a job that observes, one that few queries led to and that
+        does not keep the bound makes way for the one it began with."""
+        now, first = self._running.estimate, self._first.estimate
+        if not work.is_observing or found.is_kept or _variables(now) == _variables(first):
+            return Decision(sentence=f"{work.sentence}; the schedule stays: {found.reason}",
+                            record=record, is_kept=found.is_kept)
+        record |= {"choice": "adjust", "to": _variables(first), "revision": self._revision + 1}
+        return Decision(schedule=self._first, record=record, is_kept=False, sentence=(
+            f"{work.sentence}; back to the beginning, {_changed(now, first)}: {found.reason}"))
 
     def _ask(self, problem: Problem, work: _Work) -> Decision:
         """WAA: what a re-deployment would bring."""
@@ -197,9 +242,10 @@ class _Work:
     """What led to a decision."""
 
     def __init__(self, seen: Observation, observed: ObservedLengths, drift: Drift,
-                 is_observing: bool, left: int, done: int) -> None:
+                 is_observing: bool, left: int, done: int, admitted: int) -> None:
         self.seen, self.observed, self.drift = seen, observed, drift
         self.is_observing, self.left, self.done = is_observing, left, done
+        self.admitted = admitted
 
     def record(self) -> dict[str, Any]:
         drift = self.drift
@@ -213,7 +259,7 @@ class _Work:
     @property
     def sentence(self) -> str:
         drift = self.drift
-        figures = f"mean {drift.planned_mean:.3g} -> {drift.observed_mean:.3g}"
+        figures = f"mean {_figure(drift.planned_mean)} -> {_figure(drift.observed_mean)}"
         if drift.is_reach or not drift.is_mean:
             figures += (f", {drift.quantile * 100:g} % within {drift.planned_reach} -> "
                         f"{drift.observed_reach}")
@@ -232,21 +278,23 @@ def rescheduler_of(session: Session, timing: TimingSource,
     if job.run.reschedule is None or job.run.engine != OWN_ENGINE or (
             estimate.policy not in POLICIES or is_fixed or is_known):
         return None
-    if reserves is None or (problem.num_queries or 0) <= LEAST_QUERIES:
-        return None
     is_observing = job.workload.output_tokens.kind == "observe"
+    is_few = (problem.num_queries or 0) <= LEAST_QUERIES
+    if reserves is None or (is_few and not can_settle(job, problem)):
+        return None
     longest = _longest(reserves, estimate)
     slots = 0 if estimate.policy != "rra" else slots_for(
-        estimate, problem, longest, HEADROOM_OBSERVE if is_observing else HEADROOM)
+        estimate, problem, longest,
+        headroom(estimate, problem, timing) if is_observing else HEADROOM)
     return Rescheduler(
         problem=problem, timing=timing, schedule=schedule, output=job.output,
         threshold=job.run.reschedule, is_observing=is_observing, slots=slots,
         num_queries=problem.num_queries or 0, longest=longest)
 
 
-def slots_for(estimate: Estimate, problem: Problem, longest: int, headroom: float) -> int:
-    """Queries that a group's cache has room for: `headroom` times those planned, as far as the
-    memory of every rank and the number of queries go; never fewer than planned."""
+def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float) -> int:
+    """Queries that a group's cache has room for: `times` those planned, as far as the memory of
+    every rank and the number of queries go; never fewer than planned."""
     planned, groups = most_active(estimate), estimate.decode_micro_batches
     per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
     fits = []
@@ -256,7 +304,7 @@ def slots_for(estimate: Estimate, problem: Problem, longest: int, headroom: floa
             free = estimate.memory_capacity_bytes - estimate.memory_bytes[rank]
             free += int(estimate.kv_tokens * token_bytes)
             fits.append(free / max(groups * longest * token_bytes, 1))
-    wanted = min(math.ceil(headroom * planned), math.ceil((problem.num_queries or 0) / groups))
+    wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / groups))
     return max(planned, min(wanted, int(min(fits))))
 
 
@@ -284,6 +332,10 @@ def _mean_present(slots: int) -> int:
 def _rows(part: LengthsSoFar, since: int) -> IntArray:
     rows = [lengths for query, lengths in sorted(part.items()) if query >= since]
     return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _variables(estimate: Estimate) -> dict[str, int]:

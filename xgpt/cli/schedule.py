@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from xgpt.cli.observing import hint
 from xgpt.cli.options import job_arguments, plain, print_json, say, writable_file
 from xgpt.cli.planning import Limits, Planner
 from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
@@ -97,8 +98,9 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     if not as_json:
         _show(session, timing, answer)
     if answer.infeasible is not None:
-        answer.infeasible.details = plain(answer.to_dict())
-        raise answer.infeasible
+        hinted = InfeasibleError(f"{answer.infeasible}{hint(session.job, session.problem, timing)}")
+        hinted.details = plain(answer.to_dict())
+        raise hinted
     if as_json:
         print_json(answer.to_dict())
 

@@ -144,12 +144,14 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
 
 def find(session: Session, timing: TimingSource) -> Schedule:
     """The best schedule within the bound and its confidence (for a short job, what answers it
-    soonest), with room for the longest request where the memory allows it. Raises
-    InfeasibleError. A policy that is not searched, a baseline, has to be named by the job."""
+    soonest; what a job that observes its lengths begins with), with room for the longest request
+    where the memory allows it. Raises InfeasibleError. A policy that is not searched, a baseline,
+    has to be named by the job."""
     if deepspeed_engine.is_chosen(session.job):
         return with_room(session, deepspeed_engine.find(session, timing))
     from xgpt.cli.baseline_planning import BASELINES, baseline_space, find_baseline
     from xgpt.cli.job_choice import choose_for_the_job
+    from xgpt.cli.observing import found_or_begun
     from xgpt.cli.planning import Planner
 
     if session.problem.fixed.policy in BASELINES:
@@ -157,7 +159,8 @@ def find(session: Session, timing: TimingSource) -> Schedule:
                                    lambda: [baseline_space(session.problem, timing)])
     else:
         planner = Planner(session.problem, timing, asked=session.job.schedule)
-        found = choose_for_the_job(session, timing, planner.find())
+        found = choose_for_the_job(session, timing,
+                                   found_or_begun(session, timing, planner.find))
     return with_room(session, found)
 
 

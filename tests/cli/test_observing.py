@@ -1,0 +1,308 @@
+"""`output_tokens: observe` under a bound that the caps miss: what a job begins with, and how it
+settles. No ranks: a replay stands for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_rescheduling import follow, outputs_of, session_of, write_state
+
+import xgpt.cli.schedule as command
+from xgpt.cli.observing import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
+from xgpt.cli.rescheduling import CAUTION, Rescheduler, rescheduler_of, slots_for
+from xgpt.cli.session import Session, find, timing_of
+from xgpt.errors import InfeasibleError
+from xgpt.lengths import JointLengths, empirical
+from xgpt.report.table import schedule_table
+from xgpt.schedule import Schedule, load_schedule, save_schedule, with_estimate
+from xrunner.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.rules.rra import most_active, rra_change, rra_rule
+from xscheduler.revision import revise
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.records import ReplayResult
+
+BOUND_S, COUNT = 4.0, 600  # at the caps of 200 tokens it takes 10 s at least
+
+
+def observing(folder: Path, **given: Any) -> Session:
+    return session_of(folder, **{"outputs": "observe", "bound": "4", "count": COUNT} | given)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Schedule]:
+    session = observing(tmp_path_factory.mktemp("job"))
+    return session, find(session, timing_of(session))
+
+
+def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
+        begun: tuple[Session, Schedule], tmp_path: Path) -> None:
+    session, schedule = begun
+    estimate = schedule.estimate
+    assert schedule.status == QUICKEST and schedule.latency_bound_s == BOUND_S
+    said = said_of(schedule)
+    assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
+                    "tokens; beginning with the quickest there is, until lengths are observed")
+    assert estimate.decode_iterations == 199, "no query is interrupted"
+    with pytest.raises(InfeasibleError, match="no schedule satisfies") as refusal:
+        find(replace(session, job=replace(session.job, run=replace(
+            session.job.run, reschedule=None))), timing_of(session))
+    least_s = float(str(refusal.value).split("tightest that can be met is ")[1].split(" s")[0])
+    assert least_s < estimate.latency_s <= 1.001 * (1 + NEAR) * least_s
+    assert estimate.encode_batch > 8, "as large a batch as that allows"
+    assert estimate.kv_tokens // estimate.decode_micro_batches >= 259, "the longest request"
+    assert max(estimate.memory_bytes) <= estimate.memory_capacity_bytes
+    save_schedule(schedule, tmp_path / "s.json")
+    assert said_of(load_schedule(tmp_path / "s.json")) == said, "`xgpt run` says it too"
+    table = schedule_table(schedule)
+    assert "OVER the bound of 4.00 s" in table and QUICKEST in table
+
+
+def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
+        begun: tuple[Session, Schedule]) -> None:
+    session, problem = begun[0], begun[0].problem
+    caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
+                                                 outputs=empirical([80] * 99 + [120] * 9)))
+    kept = replace(problem, constraint=replace(problem.constraint, latency_s=10.1))
+    for other, words in ((caps, "4 s if every query runs to its cap (120 tokens at most); "),
+                         (kept, "10.1 s with a confidence of 95% if every query runs to its cap")):
+        found = beginning(other, timing_of(session))
+        assert found is not None and words in str(said_of(found))
+
+
+@pytest.mark.parametrize("given", [
+    {"schedule": "policy: rra, encode_batch: 8, decode_iterations: 40"},
+    {"schedule": "policy: waa-c"}, {"schedule": "policy: orca"}, {"run": "reschedule: off"},
+    {"count": FIRST_QUERIES}, {"outputs": "{mean: 199, std: 1, max: 200}"}], ids=str)
+def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    session = observing(tmp_path, **given)
+    with pytest.raises(InfeasibleError):
+        find(session, timing_of(session))
+    assert hint(session.job, session.problem, timing_of(session)) == ""
+
+
+def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
+    session = observing(tmp_path)
+    session = replace(session, problem=replace(session.problem, cluster=replace(
+        session.problem.cluster, device=replace(session.problem.cluster.device,
+                                                memory_bytes=2**32))))
+    with pytest.raises(InfeasibleError, match="memory binds"):
+        find(session, timing_of(session))
+    assert hint(session.job, session.problem, timing_of(session)) == ""
+
+
+@pytest.mark.parametrize(("schedule", "fixed"), [
+    ("policy: rra, decode_iterations: 50", {"decode_iterations": 50}),
+    ("policy: rra, encode_batch: 2", {"encode_batch": 2, "decode_iterations": 199})])
+def test_what_the_job_fixes_stays(tmp_path: Path, schedule: str, fixed: dict[str, int]) -> None:
+    session = observing(tmp_path, schedule=schedule)
+    found = find(session, timing_of(session))
+    assert said_of(found) is not None
+    assert {key: getattr(found.estimate, key) for key in fixed} == fixed
+
+
+def refused(folder: Path) -> str:
+    done = CliRunner().invoke(command.schedule, [str(folder / "job.yaml")])
+    assert isinstance(done.exception, InfeasibleError), done.output
+    return str(done.exception)
+
+
+def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path: Path) -> None:
+    observing(tmp_path, schedule="policy: rra, tp_degree: 1")
+    message = refused(tmp_path)
+    assert "The tightest that can be met is" in message
+    assert message.endswith("`xgpt submit` would begin with the quickest schedule there is, and "
+                            "settle once output lengths have been seen")
+
+
+def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
+        begun: tuple[Session, Schedule]) -> None:
+    session, schedule = begun
+    small = observing_slots(session, schedule, encode_batch=1)
+    assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
+    estimate = schedule.estimate
+    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.stages)
+    weights = max(estimate.memory_bytes) - estimate.kv_tokens * per_token
+    held = small * estimate.decode_micro_batches * 259 * per_token
+    assert weights + held <= 1.001 * estimate.memory_capacity_bytes
+    assert slots_for(estimate, session.problem, 259, math.inf) >= small
+
+
+def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int:
+    tiny = replace(schedule, estimate=replace(schedule.estimate, decode_batch=1.0, **changes))
+    made = rescheduler_of(session, timing_of(session), tiny)
+    assert made is not None
+    return made.slots
+
+
+# --- how it settles ---------------------------------------------------------------------------
+
+
+class Followed:
+    """A job whose phases are replayed one after the other, as the Rescheduler has them."""
+
+    def __init__(self, session: Session, schedule: Schedule, lengths: list[int]) -> None:
+        self.session, self.estimate, self.lengths = session, schedule.estimate, np.array(lengths)
+        self.own = follow(session, schedule)
+        self.changes: list[Any] = []
+        self.changed_s: list[float] = []
+        self.result = self.replayed()
+        self.without = self.result
+
+    def replayed(self) -> ReplayResult:
+        rule = rra_rule(self.estimate, slots=self.own.slots)
+        for change in self.changes:
+            rule.change(change)
+        inputs = self.session.input_lengths
+        assert inputs is not None
+        return replay_job(self.session.problem, timing_of(self.session), self.estimate,
+                          inputs=inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
+
+    def run(self) -> None:
+        phase = 1
+        while (now_s := self.begin_s(phase)) is not None:
+            self.write(now_s)
+            if self.own.update() and (found := self.own.decisions[-1].schedule) is not None:
+                self.changes.append(rra_change(found.estimate, phase=phase + 1,
+                                               slots=self.own.slots))
+                self.changed_s.append(now_s)
+                self.result = self.replayed()
+            phase += 1
+
+    def begin_s(self, phase: int) -> float | None:
+        pool = self.result.pools[0]
+        return next((float(pool.start_s[k, 0]) for k, step in enumerate(pool.steps)
+                     if step.phase == phase), None)
+
+    def write(self, now_s: float) -> None:
+        begin_s, took_s = self.result.encode_start_s, self.result.latency_s
+        finished, active = [], []
+        for query in np.flatnonzero(begin_s <= now_s).tolist():
+            share = min((now_s - begin_s[query]) / took_s[query], 1.0)
+            written = max(int(self.lengths[query] * share), 1)
+            (finished if share == 1 else active).append((query, 20 + query % 40, written))
+        (self.session.job.output / OBSERVED_FILE).write_text(json.dumps(
+            {"first": 0, "finished": finished, "active": active}))
+
+
+def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]) -> None:
+    session, schedule = begun
+    drawn = np.random.default_rng(1).lognormal(math.log(16), 0.4, COUNT)
+    job = Followed(session, schedule, np.clip(np.rint(drawn), 1, 200).astype(int).tolist())
+    job.run()
+    first = job.own.decisions[0]
+    assert first.record["cause"] == "observe" and first.schedule is not None
+    assert FIRST_QUERIES <= first.record["after_queries"] < 50
+    assert first.record["mean_output_tokens"]["planned"] == 200
+    assert "mean 200 -> " in first.sentence
+    assert job.changed_s[0] < 0.2 * job.result.makespan_s, "the beginning is not the job"
+    assert job.result.makespan_s < 0.35 * job.without.makespan_s
+    assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
+    assert not job.own._is_observing, "settled, and watching for drift"
+    told = load_adjustment(session.job.output)
+    assert told is not None and told.revision == len(job.changes) >= 1
+    assert all(change.group_max_active <= job.own.slots for change in job.changes)
+
+
+def state_of(session: Session, lengths: list[int]) -> None:
+    """These queries are done, none is at work."""
+    (session.job.output / OBSERVED_FILE).write_text(json.dumps({
+        "first": 0, "active": [],
+        "finished": [(i, 20 + i % 40, n) for i, n in enumerate(lengths)]}))
+
+
+def fresh(begun: tuple[Session, Schedule], folder: Path, **changes: Any) -> Rescheduler:
+    session, schedule = begun
+    output = folder / "out"
+    output.mkdir()
+    session = replace(session, job=replace(session.job, output=output))
+    return follow(session, schedule, **changes)
+
+
+def at(own: Rescheduler, begun: tuple[Session, Schedule], lengths: list[int]) -> bool:
+    state_of(replace(begun[0], job=replace(begun[0].job, output=own._output)), lengths)
+    return own.update()
+
+
+def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[Session, Schedule],
+                                                     tmp_path: Path) -> None:
+    own = fresh(begun, tmp_path)
+    assert at(own, begun, outputs_of(20, 4, 19)) is False, "too few"
+    assert at(own, begun, outputs_of(20, 4, 20)) is True
+    (found,) = own.decisions
+    assert found.schedule is not None
+    assert found.schedule.estimate.latency_s <= CAUTION * BOUND_S
+    assert at(own, begun, outputs_of(20, 4, 49)) is False, "looked at again from 50 on"
+    assert at(own, begun, outputs_of(20, 4, 60)) is True
+    later = own.decisions[1].schedule
+    assert later is not None and CAUTION * BOUND_S < later.estimate.latency_s <= BOUND_S
+    assert later.estimate.throughput_qps > found.schedule.estimate.throughput_qps
+    assert not own._is_observing
+
+
+def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
+        begun: tuple[Session, Schedule], tmp_path: Path) -> None:
+    start = begun[1].estimate
+    own = fresh(begun, tmp_path, _needed=50, _running=with_estimate(
+        begun[1], encode_batch=60, decode_iterations=20))  # as 24 short ones had it
+    assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
+    (back,) = own.decisions
+    assert back.schedule is not None and back.schedule.estimate == start
+    assert back.record["choice"] == "adjust" and back.record["revision"] == 1
+    assert "back to the beginning, encode_batch" in back.sentence
+    told = load_adjustment(own._output)
+    assert told is not None and told.revision == 1
+    assert (told.encode_batch, told.decode_iterations) == (start.encode_batch,
+                                                           start.decode_iterations)
+    assert own._is_observing, "it looks again"
+
+
+def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
+        begun: tuple[Session, Schedule], tmp_path: Path) -> None:
+    own = fresh(begun, tmp_path)
+    long = [150, 200] * 150
+    assert at(own, begun, long[:30]) is False, "too early to tell"
+    assert at(own, begun, long[:80]) is True
+    (found,) = own.decisions
+    assert found.schedule is None and found.record["choice"] == "keep"
+    assert "the schedule stays: no other batch sizes do: the tightest latency" in found.sentence
+    assert at(own, begun, long[:150]) is False, "until as many again are done"
+    assert at(own, begun, long[:200]) is False, "which is nothing new"
+    assert own._needed == 400 and len(own.decisions) == 1
+    assert load_adjustment(own._output) is None
+
+
+def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[Session, Schedule],
+                                                   tmp_path: Path) -> None:
+    """Taken to run to its cap it would be the bound's quantile, and no schedule would do."""
+    own = fresh(begun, tmp_path)
+    rows = [(i, 20, n) for i, n in enumerate(outputs_of(16, 3, 70))]
+    path = own._output / OBSERVED_FILE
+    path.write_text(json.dumps({"first": 0, "finished": rows, "active": [(70, 20, 40)]}))
+    assert own.update() is False
+    path.write_text(json.dumps({"first": 0, "finished": [*rows, (70, 20, 41)], "active": []}))
+    assert own.update() is True and own.decisions[0].schedule is not None
+
+
+def test_caution_is_no_reason_to_leave_what_keeps_the_bound(
+        begun: tuple[Session, Schedule]) -> None:
+    """Planned for a quarter of the bound, a change would be slower than what runs."""
+    session, schedule = begun
+    problem = replace(session.problem, lengths=JointLengths(
+        inputs=session.problem.lengths.inputs, outputs=empirical([16, 16, 20])))
+    found = revise(schedule, problem, timing_of(session), caution=0.26)
+    assert found.estimate is None and found.is_kept and found.keep.qps > 0
+
+
+def test_the_short_ones_alone_decide_nothing(begun: tuple[Session, Schedule],
+                                             tmp_path: Path) -> None:
+    own = fresh(begun, tmp_path)
+    session = replace(begun[0], job=replace(begun[0].job, output=own._output))
+    write_state(session, outputs_of(30), phases=2)
+    assert own.update() is False, "the short ones are done, the others at work"
