@@ -32,7 +32,11 @@ BOUND_S, COUNT = 4.0, 600  # at the caps of 200 tokens it takes 10 s at least
 
 
 def observing(folder: Path, **given: Any) -> Session:
-    return session_of(folder, **{"outputs": "observe", "bound": "4", "count": COUNT} | given)
+    """On stages of single devices, unless the job asks for groups: those could keep the bound."""
+    given = {"outputs": "observe", "bound": "4", "count": COUNT, "schedule": "policy: rra"} | given
+    if "tp_degree" not in given["schedule"]:
+        given["schedule"] += ", tp_degree: 1"
+    return session_of(folder, **given)
 
 
 @pytest.fixture(scope="module")
