@@ -1,15 +1,37 @@
-"""What every test may use: toy models on disk, markers that skip visibly what a machine lacks."""
+"""What every test may use: markers that skip visibly what a machine lacks, and how two processes
+share the tests."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+_STARTS_RANKS = ("tests/mpi/", "tests/gpu/")
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // _WORKERS, 1)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file at a time, so that its fixtures are made once; those that start ranks all in one
+    process: ranks fill the cores, and while they are measured one after the other is enough."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if file.startswith(_STARTS_RANKS) else file
+
+    return ByFile(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredToy:
+    """What `xgpt profile --budget 1s --tp 1,2,3` of the toy llama on two ranks left."""
+
+    job: Path
+    profile: Path
+    cache: Path  # $XDG_CACHE_HOME of its own, in which this profile alone lies
+    done: subprocess.CompletedProcess[str]
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, schedule: str,

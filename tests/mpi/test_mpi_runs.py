@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from xgpt.errors import XgptError  # noqa: E402
 from xgpt.job_file import load_job  # noqa: E402
@@ -32,6 +34,7 @@ from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi
+Profiled = Callable[..., dict[str, str]]  # by family and ranks (conftest.py)
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
@@ -42,34 +45,26 @@ def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, rank
     return job_folder.write_job(folder, model, requests, schedule=schedule, ranks=ranks)
 
 
-def measure_briefly(job: Path, cache: dict[str, str]) -> None:
-    """Fills the cache with the least profile there is: how good the plan is does not matter."""
-    done = subprocess.run([*XGPT, "profile", str(job), "--budget", "1s"], capture_output=True,
-                          text=True, env=cache, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module", params=["llama", "opt"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-          ) -> tuple[Path, Any]:
+          ) -> tuple[str, Path, Any]:
     directory = tmp_path_factory.mktemp(request.param)
-    return directory, toys.make_model(request.param, directory)
+    return request.param, directory, toys.make_model(request.param, directory)
 
 
 # test_exact_runs.py has every number of ranks; here it is the command
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2,
                                    pytest.param(3, marks=pytest.mark.slow)])
-def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks: int,
-                                                 tmp_path: Path, cache: dict[str, str]) -> None:
-    directory, reference = model
+def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], ranks: int,
+                                                 tmp_path: Path, profiled: Profiled) -> None:
+    family, directory, reference = model
     queries = toys.random_queries(14, seed=ranks)
     requests: list[dict[str, Any]] = as_requests(queries)
     requests.insert(3, {"id": "bad", "tokens": []})
     requests.insert(7, {"id": "alien", "tokens": [1, toys.VOCAB + 4]})
     job = write_job(tmp_path, directory, requests, ranks=ranks)
-    measure_briefly(job, cache)
     done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
-                          env=cache, timeout=240, check=False)
+                          env=profiled(family, ranks), timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     results = read_lines(tmp_path / "out" / "results.jsonl")
     assert [r["id"] for r in results] == [q.id for q in queries]
@@ -89,12 +84,12 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[Path, Any], ranks:
 
 
 def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
-        tmp_path: Path, cache: dict[str, str]) -> None:
+        tmp_path: Path, profiled: Profiled) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("opt", directory)
     queries = toys.random_queries(20, seed=2)
     job = write_job(tmp_path, directory, as_requests(queries), ranks=2, more="tp_degree: 2,")
-    measure_briefly(job, cache)
+    cache = profiled("opt")
 
     def run(*command: str) -> None:
         done = subprocess.run([*XGPT, *command], capture_output=True, text=True, env=cache,
@@ -175,7 +170,6 @@ def start_long_run(folder: Path, directory: Path, cache: dict[str, str],
                    more: str = "") -> subprocess.Popen[str]:
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(400)]
     job = write_job(folder, directory, requests, ranks=2, more=more)
-    measure_briefly(job, cache)
     process = subprocess.Popen([*XGPT, "submit", str(job), "--json"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, env=cache)
     results = folder / "out" / "results.jsonl"
@@ -205,11 +199,11 @@ def rank_pids(folder: Path) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
-        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> None:
-    directory = tmp_path_factory.mktemp("killed")
+        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, profiled: Profiled) -> None:
+    directory, cache = tmp_path_factory.mktemp("killed"), profiled("llama")
     reference = toys.make_model("llama", directory)
     # in random order within windows: results are a prefix of the input all the same
-    process = start_long_run(tmp_path, directory, cache, more="shuffle: 20,")
+    process = start_long_run(tmp_path, directory, profiled("llama"), more="shuffle: 20,")
     pids = rank_pids(tmp_path)
     assert len(pids) == 2
     os.kill(pids[-1], signal.SIGKILL)
@@ -240,10 +234,10 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
 
 
 def test_an_interrupt_stops_in_good_order_with_exit_code_75(
-        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> None:
+        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, profiled: Profiled) -> None:
     directory = tmp_path_factory.mktemp("interrupted")
     toys.make_model("llama", directory)
-    process = start_long_run(tmp_path, directory, cache)
+    process = start_long_run(tmp_path, directory, profiled("llama"))
     process.send_signal(signal.SIGINT)
     printed, messages = process.communicate(timeout=60)
     assert process.returncode == 75, messages
@@ -263,11 +257,11 @@ def test_a_model_that_lacks_a_layer_is_refused_before_anything_is_measured(
         tmp_path: Path, cache: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("broken")
     toys.make_model("llama", directory)
-    config = json.loads((directory / "config.json").read_text())
-    config["num_hidden_layers"] = 6  # one more than the weights have
-    (directory / "config.json").write_text(json.dumps(config))
+    weights = directory / "model.safetensors"  # less by a layer than the config says
+    save_file({name: tensor for name, tensor in load_file(weights).items()
+               if not name.startswith("model.layers.4.")}, weights)
     job = write_job(tmp_path, directory, as_requests(toys.random_queries(14)), ranks=2)
     done = subprocess.run([*XGPT, "submit", str(job)], capture_output=True, text=True, env=cache,
                           timeout=240, check=False)
     assert done.returncode == 2 and "profile" not in done.stderr
-    assert "model.layers.5" in done.stderr and "no such tensor" in done.stderr
+    assert "model.layers.4" in done.stderr and "no such tensor" in done.stderr

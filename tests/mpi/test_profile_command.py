@@ -6,15 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
-import toys  # noqa: E402
+from job_folder import XGPT, MeasuredToy  # noqa: E402
 
 from xprofiler.plan import Needs, missing  # noqa: E402
 from xprofiler.profile import Profile, TableKey  # noqa: E402
@@ -23,19 +21,11 @@ from xprofiler.profile_timing import ProfileTiming  # noqa: E402
 from xprofiler.timing import Operator  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    toys.make_model("llama", folder / "model")
-    path = folder / "job.yaml"
-    path.write_text(f"model: {folder / 'model'}\ncluster: local\n"
-                    "workload:\n  input_tokens: {mean: 30, std: 10, max: 60}\n"
-                    "  output_tokens: {mean: 15, std: 8, max: 40}\n"
-                    "run: {ranks: 2, dtype: float32, threads_per_rank: 1}\n")
-    return path
+def job(measured_llama: MeasuredToy) -> Path:
+    return measured_llama.job
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -48,17 +38,11 @@ def xgpt(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def profile(job: Path, cache: Path) -> Profile:
-    target = job.with_name("profile.json")
-    done = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2,3", "--out", str(target))
+def profile(measured_llama: MeasuredToy) -> Profile:
+    done = measured_llama.done
     assert done.returncode == 0, done.stderr
     assert "does not divide" in done.stderr, "degree 3 is refused with its reason"
-    return load_profile(target)
+    return load_profile(measured_llama.profile)
 
 
 def test_every_operator_degree_and_message_is_there(profile: Profile) -> None:
@@ -90,7 +74,8 @@ def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
 
 
 def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
-        job: Path, cache: Path, profile: Profile) -> None:
+        job: Path, measured_llama: MeasuredToy, profile: Profile) -> None:
+    cache = measured_llama.cache
     again = xgpt(cache, "profile", str(job), "--budget", "1s", "--tp", "1,2", "--json")
     assert again.returncode == 0 and "from the cache" in again.stderr, again.stderr
     spent_s = json.loads(again.stdout)["spent_s"]
@@ -106,7 +91,7 @@ def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
 
 
 def test_a_stopped_measurement_is_kept_and_gone_on_with(job: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen([*XGPT, "profile", str(job), "--budget", "120s"],
+    process = subprocess.Popen([*XGPT, "profile", str(job), "--budget", "120s", "--tp", "1"],
                                stderr=subprocess.PIPE, text=True, env=environment(tmp_path))
     profiles = tmp_path / "xgpt" / "profiles"
     deadline = time.monotonic() + 100
@@ -118,7 +103,7 @@ def test_a_stopped_measurement_is_kept_and_gone_on_with(job: Path, tmp_path: Pat
     assert "goes on" in said
     kept = load_profile(next(profiles.glob("*.json")))
     assert kept.tables and kept.spent_s > 0
-    done = xgpt(tmp_path, "profile", str(job), "--budget", "1s", "--json")
+    done = xgpt(tmp_path, "profile", str(job), "--budget", "1s", "--tp", "1", "--json")
     assert done.returncode == 0, done.stderr
     after = load_profile(next(profiles.glob("*.json")))
     assert not missing(after, 1, Needs()) and after.spent_s > kept.spent_s

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,6 @@ pytestmark = pytest.mark.mpi
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("llama")
     return directory, toys.make_model("llama", directory)
-
-
-@pytest.fixture(scope="module")
-def profiled(llama: tuple[Path, Any], cache: dict[str, str],
-             tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """`cache` with the least profile there is, which other files' runs may have left."""
-    job = write_job(tmp_path_factory.mktemp("profile"), llama[0],
-                    as_requests(toys.random_queries(40, seed=6)))
-    call("profile", str(job), "--budget", "1s", cache=cache)
-    return cache
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]]) -> Path:
@@ -91,11 +82,12 @@ def check_run(out: Path, reference: Any, queries: list[Any]) -> None:
 
 
 def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_path: Path,
-                                                   profiled: dict[str, str]) -> None:
+                                                   profiled: Callable[..., dict[str, str]],
+                                                   ) -> None:
     directory, reference = llama
     queries = toys.random_queries(40, seed=6)
     job = write_job(tmp_path, directory, as_requests(queries))
-    done = call("submit", str(job), "--json", cache=profiled)
+    done = call("submit", str(job), "--json", cache=profiled("llama"))
     metrics = json.loads(done.stdout)
     assert metrics["status"] == "done" and metrics["queries"] == 40
     assert metrics["throughput_qps"]["predicted"] > 0
@@ -105,14 +97,16 @@ def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_
 
 @pytest.mark.slow
 def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], tmp_path: Path,
-                                                      profiled: dict[str, str]) -> None:
+                                                      profiled: Callable[..., dict[str, str]],
+                                                      ) -> None:
     directory, reference = llama
+    environment = profiled("llama")
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(200)]
     job = write_job(tmp_path, directory, requests)
     given = give_schedule(tmp_path, job, WaaConfig(encode_batch=2))
     command = [*XGPT, "run", str(job), "--schedule", str(given)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                               text=True, env=profiled)
+                               text=True, env=environment)
     path = tmp_path / "out" / "results.jsonl"
     deadline = time.monotonic() + 200
     while not (path.is_file() and path.read_bytes().count(b"\n") >= 12):
@@ -125,7 +119,7 @@ def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], t
     before = len(read_lines(path))
     assert 12 <= before < 200
     assert json.loads((tmp_path / "out" / "measured.json").read_text())["state"] == "stopped"
-    done = call(*command[len(XGPT):], cache=profiled)
+    done = call(*command[len(XGPT):], cache=environment)
     assert f"going on after the {before} queries" in done.stderr
     results = read_lines(path)
     assert [r["id"] for r in results] == [f"q{i}" for i in range(200)]
