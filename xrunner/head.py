@@ -79,6 +79,7 @@ class Head:
             self._sink.progress(self._clock(), self._output_tokens)
         self._neighbours.stop()
         self._drain()
+        self._commit_drained()
         return not self._has_work()
 
     def _has_work(self) -> bool:
@@ -178,10 +179,16 @@ class Head:
             self._awaited.arrive(*result)
 
     def _drain(self) -> None:
-        """What is still under way when a run is stopped arrives, and is dropped: who sends it
-        would wait for ever."""
+        """What is still under way when a run is stopped arrives: who sends it would wait for
+        ever."""
         while self._awaited.is_missing() or self._executor.awaits_encoded():
             self._take_up()
+
+    def _commit_drained(self) -> None:
+        """The last tokens: some queries end with them."""
+        for group in self._awaited.groups():
+            for queries, tokens in self._awaited.take(group):
+                self._commit(group, queries, tokens)
 
     def _commit(self, group: int, queries: list[int], tokens: list[int]) -> None:
         assert len(queries) == len(tokens), f"{group = } {len(queries) = } {len(tokens) = }"

@@ -22,9 +22,9 @@ def write_measured(output: Path, *, state: str, wall_s: float,
                    finished: Sequence[tuple[int, float]], queries_before: int, num_errors: int,
                    reports: Sequence[RankReport], num_held: int = 0,
                    changes: Sequence[Mapping[str, Any]] = ()) -> None:
-    """`finished`: (output tokens, latency_s) of each query of this run. `num_held`: of them, those
-    that a stopped run could not write, since one before them is not done. `changes`: of the
-    control variables while it ran."""
+    """`finished`: (output tokens, latency_s) of each query of this run. `num_held`: results in
+    held.jsonl when a run is stopped, since one before them is not done. `changes`: of the control
+    variables while it ran."""
     latencies = [latency for _, latency in finished]
     tokens = sum(count for count, _ in finished)
     p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)

@@ -201,6 +201,7 @@ class DecodeHead(Head):
             self._sink.progress(self._clock(), self._output_tokens)
         self._neighbours.stop()
         self._drain()
+        self._commit_drained()
         self._reports.end(self._output_tokens)
         return True
 

@@ -34,7 +34,7 @@ from xrunner.handover import parts
 from xrunner.head import Head
 from xrunner.io.prepare import prepare
 from xrunner.io.progress import Progress, ProgressFile, write_progress
-from xrunner.io.results import ResultWriter, count_results, write_errors
+from xrunner.io.results import Answered, ResultWriter, answered, count_results, write_errors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.measured import write_measured
 from xrunner.models.encoder_decoder import load_stage
@@ -71,13 +71,13 @@ class Loaded(NamedTuple):
 class RunSink:
     """Results, progress and the wish to stop, as files of the output folder."""
 
-    def __init__(self, plan: RunPlan, *, num_queries: int, done_before: int) -> None:
-        """Of a run that goes on after the first `done_before` of its queries."""
+    def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered) -> None:
+        """Of a run that goes on after those answered `before`."""
         self.output, self._stop_path = plan.output, plan.output / STOP_FILE
-        self._writer = ResultWriter(plan.output / "results.jsonl", first_index=done_before,
+        self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
                                     model=plan.model_name)
         self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
-                                      done_before=done_before)
+                                      done_before=before.total)
         self._looked_s, self._is_to_stop = -math.inf, False
         self.steering: Steering | None = None  # where the launcher follows the output lengths
         self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
@@ -113,18 +113,25 @@ class RunSink:
 
 def main(arguments: list[str]) -> int:
     plan = load_plan(Path(arguments[0]))
+    return to_the_end(plan, lambda: connect(plan.device_kind), _run)
+
+
+def to_the_end(plan: RunPlan, join: Callable[[], World],
+               work: Callable[[RunPlan, World], None]) -> int:
+    """One rank's `work` among the others that it joins, whatever comes in between; its exit
+    code."""
     world = None
     try:
-        world = connect(plan.device_kind)
-        _run(plan, world)
+        world = join()
+        work(plan, world)
         world.close()
     except XgptError as error:
         return _end(error, world)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        return _end(XgptError(f"{plan.output}: {error.strerror}; what is in results.jsonl is kept, "
-                              "and with room made the same command goes on from there"), world)
+        return _end(XgptError(f"{plan.output}: {error.strerror}; what is done is kept, and with "
+                              "room made the same command goes on from there"), world)
     return 0
 
 
@@ -195,19 +202,19 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World) -> None:
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     """Rank 0: reads the requests, runs the (encode pool's) head, writes everything."""
-    queries, errors, done_before = read_work(plan, schedule)
+    queries, errors, before = read_work(plan, schedule)
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     loaded = _load(plan, schedule, world, clock)
-    sink = RunSink(plan, num_queries=len(queries), done_before=done_before)
+    sink = RunSink(plan, num_queries=len(queries), before=before)
     rule = rra_rule(schedule.estimate, slots=plan.slots) if (
         schedule.estimate.policy == "rra") else None
     head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
-    order = run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before)
+    order = order_of(len(queries), plan, before)
     if plan.is_watched:
-        sink.steering = Steering(plan.output, rule=rule, first_query=done_before,
+        sink.steering = Steering(plan.output, rule=rule, first_query=before.total,
                                  at_work=None if rule is None else head.lengths_so_far,
-                                 order=order if plan.shuffle_window > 1 else None)
+                                 order=order if plan.shuffle_window > 1 or before.held else None)
     for place in order:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
@@ -218,7 +225,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
         loaded.executor.close()
         return _report(loaded)
 
-    conduct(head, sink, world, clock, report=report, queries_before=done_before,
+    conduct(head, sink, world, clock, report=report, queries_before=before.total,
             num_errors=len(errors))
 
 
@@ -264,8 +271,8 @@ def _decode_head(schedule: Schedule) -> int | None:
 
 
 def read_work(plan: RunPlan, schedule: Schedule,
-              ) -> tuple[list[PreparedQuery], list[RequestError], int]:
-    """(all queries, error records, queries already answered by an earlier run)."""
+              ) -> tuple[list[PreparedQuery], list[RequestError], Answered]:
+    """(all queries, error records, those of the queries that an earlier run answered)."""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
         latency_p99_s=None))
@@ -275,7 +282,15 @@ def read_work(plan: RunPlan, schedule: Schedule,
                                 most_input_tokens=plan.most_input_tokens or None)
     # lets a later start tell a finished run from a stopped one
     write_atomically(plan.output / "total.json", json.dumps({"queries": len(queries)}) + "\n")
-    return queries, errors + unusable, count_results(plan.output / "results.jsonl")
+    results = plan.output / "results.jsonl"
+    count_results(results)
+    return queries, errors + unusable, answered(results)
+
+
+def order_of(num_queries: int, plan: RunPlan, before: Answered) -> list[int]:
+    """Places of the queries that are left, as they are taken up."""
+    return run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
+                     without=before.held)
 
 
 def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> Loaded:

@@ -40,6 +40,10 @@ def shown(job: Path) -> tuple[str, dict[str, Any]]:
     return " ".join(text.stdout.split()), json.loads(as_json.stdout)
 
 
+def held(out: Path, *indices: int) -> None:
+    (out / "held.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in indices) + '{"ind')
+
+
 def results(out: Path, count: int, torn: str = "") -> None:
     (out / "results.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in range(count)) + torn)
 
@@ -82,16 +86,19 @@ def test_nothing_written_yet_is_a_start_while_somebody_works_there(job: Path) ->
 
 def test_a_stopped_run_counts_what_is_written(job: Path) -> None:
     out = job.parent / "out"
-    # 120 were done, of which 20 waited for one before them
+    # 120 were done, of which 20 wait for one before them
     write_progress(out / "progress.json", replace(RUNNING, state="stopped"))
     results(out, 100)
+    held(out, 98, 99, *range(101, 121))
     text, found = shown(job)
-    assert "stopped" in text and "100/400" in text and "the same command goes on" in text
-    assert found["state"] == "stopped" and found["done"] == 100
+    assert "stopped" in text and "120/400" in text and "the same command goes on" in text
+    assert "100 results are in results.jsonl and 20 in held.jsonl" in text
+    assert found["state"] == "stopped" and found["done"] == 120
+    assert (found["num_results"], found["num_held"]) == (100, 20)
     write_progress(out / "progress.json", replace(RUNNING, state="done", done=400))
     text, found = shown(job)
     assert "400/400" in text and "goes on" not in text and found["state"] == "done"
-    assert "killed before it wrote metrics.json" in text
+    assert "killed before it wrote metrics.json" in text and "runs nothing again" in text
     (out / "metrics.json").write_text("{}")
     assert "killed" not in shown(job)[0]
 
@@ -124,22 +131,24 @@ import os, signal, sys
 from pathlib import Path
 from xrunner.io.lock import output_lock
 from xrunner.io.progress import ProgressFile
-from xrunner.io.results import ResultWriter, count_results
+from xrunner.io.results import ResultWriter, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import run_order
 
 out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
 with output_lock(out):
-    before = count_results(out / "results.jsonl")
-    writer = ResultWriter(out / "results.jsonl", first_index=before, model="toy")
-    progress = ProgressFile(out / "progress.json", total=400, done_before=before)
-    for count, index in enumerate(run_order(400, 64, 3, first=before)):
+    count_results(out / "results.jsonl")
+    before = answered(out / "results.jsonl")
+    writer = ResultWriter(out / "results.jsonl", first_index=before.written, model="toy")
+    progress = ProgressFile(out / "progress.json", total=400, done_before=before.total)
+    for count, index in enumerate(run_order(400, 64, 3, first=before.written,
+                                            without=before.held)):
         if count == kill_after:
             progress.tick(1e9, 0)
             os.kill(os.getpid(), signal.SIGKILL)
         writer.write(FinishedQuery(
             query=PreparedQuery(index=index, id=f"q{index}", input_ids=(1,), max_new_tokens=1),
-            output_ids=(index,), finish_reason="length", encode_start_s=0.0, latency_s=1.0,
+            output_ids=(index,), finish_reason="length", encode_start_s=0.0, latency_s=float(sys.argv[2]),
             text="x" * (index % 50)))
         progress.add(1.0)
     writer.close()
@@ -160,9 +169,12 @@ def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job: Path) -> 
     answered = run_order(400, 64, 3)[:130]
     whole = next(i for i in range(400) if i not in answered)
     assert whole < 130, "some were held back"
-    assert found["state"] == "died" and found["done"] == found["num_results"] == whole
+    assert (found["state"], found["done"], found["num_results"], found["num_held"]) == (
+        "died", 130, whole, 130 - whole)
     assert run(1000) == 0
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert [(r["index"], r["id"], r["output_ids"]) for r in rows] == [
         (i, f"q{i}", [i]) for i in range(400)]
+    assert {r["index"] for r in rows if r["latency_s"] == 130} == set(answered), "none done again"
+    assert not (out / "held.jsonl").exists()
     assert shown(job)[1]["state"] == "done"

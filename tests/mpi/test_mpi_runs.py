@@ -203,7 +203,7 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
     directory, cache = tmp_path_factory.mktemp("killed"), profiled("llama")
     reference = toys.make_model("llama", directory)
     # in random order within windows: results are a prefix of the input all the same
-    process = start_long_run(tmp_path, directory, profiled("llama"), more="shuffle: 20,")
+    process = start_long_run(tmp_path, directory, cache, more="shuffle: 20,")
     pids = rank_pids(tmp_path)
     assert len(pids) == 2
     os.kill(pids[-1], signal.SIGKILL)

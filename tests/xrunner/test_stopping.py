@@ -15,6 +15,8 @@ from toys import waa_stages as stages_of_pools
 
 from xrunner import worker
 from xrunner.comm import local_comms
+from xrunner.engines import deepspeed_worker
+from xrunner.io.results import Answered
 from xrunner.plan import RunPlan
 from xrunner.rules.paged import VllmRule
 from xrunner.rules.rra import RraRule
@@ -64,7 +66,7 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("xrunner.worker.time.monotonic", lambda: now)
-    sink = worker.RunSink(plan_of(tmp_path), num_queries=1, done_before=0)
+    sink = worker.RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
     assert not sink.should_stop()
     (tmp_path / worker.STOP_FILE).touch()
     now += 1.0
@@ -75,11 +77,12 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
     sink.close(1.0, "stopped")
 
 
+@pytest.mark.parametrize(("module", "work"), [(worker, "_run"), (deepspeed_worker, "run")])
 @pytest.mark.parametrize(("number", "is_users"), [(errno.ENOSPC, True), (errno.EDQUOT, True),
                                                   (errno.EBADF, False)])
 def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str], number: int,
-                                          is_users: bool) -> None:
+                                          is_users: bool, module: Any, work: str) -> None:
     (tmp_path / "requests.jsonl").touch()
     ended: list[int] = []
     alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
@@ -89,13 +92,13 @@ def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(plan: RunPlan, world: World) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(worker, "connect", lambda kind: alone)
-    monkeypatch.setattr(worker, "_run", fail)
+    monkeypatch.setattr(module, "connect", lambda kind="cpu": alone)
+    monkeypatch.setattr(module, work, fail)
     path = str(plan_of(tmp_path).save())
     if not is_users:
         with pytest.raises(OSError, match=os.strerror(number)):
-            worker.main([path])
+            module.main([path])
         return
-    assert worker.main([path]) == 1 and ended == [1]
+    assert module.main([path]) == 1 and ended == [1]
     said = capsys.readouterr().err
     assert os.strerror(number) in said and str(tmp_path) in said and "goes on" in said

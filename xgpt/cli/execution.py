@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import textwrap
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from xgpt.cli.prediction import predict
 from xgpt.cli.replays import replay_steady, steady_timeline
 from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.cli.session import Session, reserve_tokens
+from xgpt.cli.takeover import TAKEN_OVER, account, is_left_whole
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.job import DEEPSPEED, OWN_ENGINE
@@ -29,7 +31,7 @@ from xgpt.launch.local import run_ranks
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
 from xgpt.report.table import WIDTH, summary_table
-from xgpt.schedule import Schedule, save_schedule
+from xgpt.schedule import Schedule, load_schedule, save_schedule
 from xgpt.workload import synthetic_requests
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -37,8 +39,9 @@ from xprofiler.timing import TimingSource
 from xrunner.adjustments import ADJUST_FILE, OBSERVED_FILE
 from xrunner.checkpoint.check import check_weights
 from xrunner.checkpoint.random_model import shape_to_make, write_random_model
+from xrunner.io.held import HELD_FILE
 from xrunner.io.lock import output_lock
-from xrunner.io.results import whole_results
+from xrunner.io.results import answered
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan, num_usable, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
@@ -59,6 +62,8 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
              lock: int) -> dict[str, Any]:
     output = session.job.output
     plan = _plan(session, schedule)
+    if is_left_whole(plan):
+        return _take_over(session, timing, schedule)
     rescheduler = rescheduler_of(session, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots)
@@ -86,22 +91,52 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     metrics["beginning"] = beginning
     metrics["rescheduling"] = [] if rescheduler is None else decisions_with_phases(
         rescheduler.decisions, measured["changes"])
+    _explain(metrics, session, timing, schedule, measured, prediction)
+    _write(metrics, output)
+    if measured["state"] == "stopped":
+        raise _stopped(session, metrics, measured["queries_held"])
+    return {**metrics, **_kept(session)}
+
+
+def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
+    """As `execute`, of results that are all there."""
+    output = session.job.output
+    say(textwrap.fill(TAKEN_OVER, WIDTH))
+    measured, executed = account(output), load_schedule(output / "schedule.json")
+    is_same = executed.estimate == schedule.estimate and session.job.run.engine == OWN_ENGINE
+    # of another schedule, or by other times, it would not be what this run was expected to take
+    prediction = predict(session, timing, executed) if is_same and measured["stages"] else None
+    metrics = _metrics(session, executed, measured, prediction)
+    metrics |= {"others_cpu_share": None, "rescheduling": []}
+    _explain(metrics, session, timing, executed, measured, prediction)
+    _write(metrics, output)
+    return {**metrics, **_kept(session)}
+
+
+def _explain(metrics: dict[str, Any], session: Session, timing: TimingSource, schedule: Schedule,
+             measured: Mapping[str, Any], prediction: Any) -> None:
     # a replay of what was planned says nothing of a run that changed it
     why = None if prediction is None or measured["changes"] else attribute(
-        session, timing, schedule, output, prediction.wall_s)
+        session, timing, schedule, session.job.output, prediction.wall_s)
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+
+
+def _write(metrics: dict[str, Any], output: Path) -> None:
+    """metrics.json, the report, and a summary."""
     write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
     write_report(output)
     say(summary_table(metrics))
-    if (warning := in_words(others_share)) is not None:
+    if (warning := in_words(metrics["others_cpu_share"])) is not None:
         say(f"note: {warning}")
     say(f"report: {output / 'report.html'}")
-    if measured["state"] == "stopped":
-        done = metrics["queries"]
-        stop = StoppedEarly(f"stopped after {done} queries; the same command goes on from there")
-        stop.details = {**metrics, **_kept(session)}
-        raise stop
-    return {**metrics, **_kept(session)}
+
+
+def _stopped(session: Session, metrics: dict[str, Any], num_held: int) -> StoppedEarly:
+    held = f" ({num_held} of them wait in {HELD_FILE} for one before them)" if num_held else ""
+    stop = StoppedEarly(f"stopped after {metrics['queries']} queries{held}; the same command goes "
+                        "on from there")
+    stop.details = {**metrics, **_kept(session)}
+    return stop
 
 
 def make_folder(session: Session) -> None:
@@ -138,12 +173,11 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
     if requests is None:
         requests = _write_synthetic(session)
     query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
-    if (reserves := reserve_tokens(session)) is not None:
-        # what no request needs decides nothing: a run may go on by another schedule
-        query_tokens = min(query_tokens, int(reserves.max()))
     most_input = schedule.estimate.encode_kv_tokens
-    if session.input_lengths is not None and most_input >= session.input_lengths.max():
-        most_input = 0
+    # what no request needs decides nothing: a run may go on by another schedule
+    if (longest := _longest(session)) is not None:
+        query_tokens = min(query_tokens, longest.reserve_tokens)
+        most_input = 0 if most_input >= longest.input_tokens else most_input
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
@@ -154,6 +188,26 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
         device_kind=session.problem.cluster.device.kind)
+
+
+class _Longest(NamedTuple):
+    """Tokens of the longest request that the model can answer."""
+
+    input_tokens: int
+    reserve_tokens: int
+
+
+def _longest(session: Session) -> _Longest | None:
+    """None where lengths are not known. The other requests become error records whatever the
+    schedule is."""
+    inputs, reserves = session.input_lengths, reserve_tokens(session)
+    if inputs is None or reserves is None:
+        return None
+    model = session.problem.model
+    least = inputs + np.array([request.forced_tokens or 1 for request in session.requests])
+    fits = np.array([not r.tokens or (min(r.tokens) >= 0 and max(r.tokens) < model.vocab_size)
+                     for r in session.requests]) & (least <= (model.max_positions or np.inf))
+    return _Longest(int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1)))
 
 
 def _write_synthetic(session: Session) -> Path:
@@ -174,19 +228,26 @@ def _make_room(output: Path, plan: RunPlan) -> None:
     for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
-    results = output / "results.jsonl"
-    if not results.is_file() or results.stat().st_size == 0:
+    results = output / RESULTS_FILE
+    before, total = answered(results), num_usable(output)
+    if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
+        if before.total:
+            say(f"going on after the {before.total} queries an earlier run answered")
         return
-    with results.open(encoding="utf-8", errors="replace") as file:
-        done = sum(1 for line in file if line.endswith("\n"))
-    total = num_usable(output)
-    if saved_fingerprint(output) == plan.fingerprint and (total is None or done < total):
-        say(f"going on after the {done} queries an earlier run answered")
-        return
-    stamp = datetime.fromtimestamp(results.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-    kept = output / f"results-{stamp}.jsonl"
-    results.rename(kept)
-    say(f"results of an earlier run kept as {kept.name}")
+    (output / "total.json").unlink(missing_ok=True)
+    for path in (results, output / HELD_FILE):
+        if path.is_file() and path.stat().st_size > 0:
+            kept = _free_name(path)
+            path.rename(kept)
+            say(f"results of an earlier run kept as {kept.name}")
+
+
+def _free_name(path: Path) -> Path:
+    """Of the time of its last line, and like no other's: earlier results are never written over."""
+    stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+    names = (path.with_name(f"{path.stem}-{stamp}{number}{path.suffix}")
+             for number in ("", *(f"-{count}" for count in itertools.count(2))))
+    return next(name for name in names if not name.exists())
 
 
 def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
@@ -206,8 +267,8 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
                   hosts=hosts_of(session.job, session.problem))
         if not (output / "measured.json").is_file():
-            raise StoppedEarly("ended before the run could stop in good order; results.jsonl "
-                               "holds what was done, and the same command goes on from there")
+            raise StoppedEarly("ended before the run could stop in good order; what was done is "
+                               "kept, and the same command goes on from there")
     except XgptError as error:
         error.details = _kept(session)
         raise
@@ -222,7 +283,7 @@ def _kept(session: Session) -> dict[str, Any]:
     output = session.job.output
     results = output / RESULTS_FILE
     return {"name": session.job.name, "engine": session.job.run.engine,
-            "queries": whole_results(results), "queries_total": num_usable(output),
+            "queries": answered(results).total, "queries_total": num_usable(output),
             "results": results}
 
 
@@ -245,11 +306,12 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
     return {
         "version": 1, "name": session.job.name, "status": measured["state"],
         "engine": session.job.run.engine,
-        "queries": measured["queries_before"] + measured["queries"] - measured["queries_held"],
-        "errors": measured["errors"],
+        "queries": measured["queries_before"] + measured["queries"],
+        "queries_held": measured["queries_held"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
         "steady_state_qps": schedule.estimate.throughput_qps,
-        "load_bytes_per_s": measured["loaded_bytes"] / max(measured["load_s"], 1e-9),
+        "load_bytes_per_s": None if measured["load_s"] is None else (
+            measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
         **{key: measured[key] for key in (
             "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
         "model_source": session.files.served_by, "weights": session.job.run.weights,

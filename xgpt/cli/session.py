@@ -10,6 +10,7 @@ import numpy as np
 
 from xgpt import catalog
 from xgpt.cli import deepspeed_engine
+from xgpt.cli.few_queries import plan_with_enough
 from xgpt.cli.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.cli.options import say
 from xgpt.errors import InputError, Mistake
@@ -147,21 +148,23 @@ def find(session: Session, timing: TimingSource) -> Schedule:
     soonest; what a job that observes its lengths begins with), with room for the longest request
     where the memory allows it. Raises InfeasibleError. A policy that is not searched, a baseline,
     has to be named by the job."""
+    return with_room(session, plan_with_enough(session, lambda enough: _found(enough, timing)))
+
+
+def _found(session: Session, timing: TimingSource) -> Schedule:
     if deepspeed_engine.is_chosen(session.job):
-        return with_room(session, deepspeed_engine.find(session, timing))
+        return deepspeed_engine.find(session, timing)
     from xgpt.cli.baseline_planning import BASELINES, baseline_space, find_baseline
     from xgpt.cli.job_choice import choose_for_the_job
     from xgpt.cli.observing import found_or_begun
     from xgpt.cli.planning import Planner
 
     if session.problem.fixed.policy in BASELINES:
-        found = choose_for_the_job(session, timing, find_baseline(session.problem, timing),
-                                   lambda: [baseline_space(session.problem, timing)])
-    else:
-        planner = Planner(session.problem, timing, asked=session.job.schedule)
-        found = choose_for_the_job(session, timing,
-                                   found_or_begun(session, timing, planner.find))
-    return with_room(session, found)
+        return choose_for_the_job(session, timing, find_baseline(session.problem, timing),
+                                  lambda: [baseline_space(session.problem, timing)])
+    planner = Planner(session.problem, timing, asked=session.job.schedule)
+    return choose_for_the_job(session, timing,
+                              found_or_begun(session, timing, planner.find))
 
 
 def with_room(session: Session, schedule: Schedule) -> Schedule:

@@ -15,7 +15,7 @@ from xgpt.job_file import load_job
 from xgpt.report.table import WIDTH
 from xrunner.io.lock import is_locked
 from xrunner.io.progress import Progress, read_progress
-from xrunner.io.results import whole_results
+from xrunner.io.results import answered
 from xrunner.plan import num_usable
 
 _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
@@ -25,12 +25,13 @@ _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """`progress.state` as the run wrote it, or "died": nobody works on it, and it did not end in
-    good order. Of a run that ended before all was done, `progress.done` is what results.jsonl
-    holds: what was held back, to keep the input's order, is lost with the run."""
+    good order. Of a run that ended before all was done, `progress.done` is what is on the disk: in
+    results.jsonl and, done but with one before it that is not, in held.jsonl."""
 
     progress: Progress
     is_alive: bool | None  # None: cannot be told
     num_results: int  # in results.jsonl
+    num_held: int = 0  # in held.jsonl
 
 
 def run_status(output: Path) -> RunStatus | None:
@@ -38,16 +39,17 @@ def run_status(output: Path) -> RunStatus | None:
     # in this order: a run that ends in between is done, not dead
     is_alive = is_locked(output)
     found = read_progress(output / "progress.json")
-    num_results = whole_results(output / "results.jsonl")
+    results = answered(output / "results.jsonl")
     if found is None and not is_alive and not (output / "run.json").is_file():
         return None
     progress = found or _UNKNOWN
     if is_alive is False and progress.state not in ("done", "stopped"):
         progress = replace(progress, state="died")
     if progress.state in ("died", "stopped"):
-        progress = replace(progress, done=num_results,
+        progress = replace(progress, done=results.total,
                            total=progress.total or num_usable(output) or 0)
-    return RunStatus(progress=progress, is_alive=is_alive, num_results=num_results)
+    return RunStatus(progress=progress, is_alive=is_alive, num_results=results.written,
+                     num_held=len(results.held))
 
 
 @click.command()
@@ -60,7 +62,8 @@ def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         raise XgptError(f"{job.output}: no run has started there")
     if as_json:
         print_json({"output": job.output, **asdict(found.progress), "is_alive": found.is_alive,
-                    "results": job.output / "results.jsonl", "num_results": found.num_results})
+                    "results": job.output / "results.jsonl", "num_results": found.num_results,
+                    "num_held": found.num_held})
         return
     click.echo(f"{job.name}: {found.progress.state}, {job.output}")
     if found.progress.total:
@@ -73,12 +76,15 @@ def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 def _how_to_go_on(found: RunStatus, output: Path) -> str | None:
     state, kept = found.progress.state, f"{found.num_results} results are in results.jsonl"
+    if found.num_held:
+        kept += f" and {found.num_held} in held.jsonl, until those before them are done"
+    if found.is_alive is False and 0 < found.progress.total <= found.progress.done and (
+            not (output / "metrics.json").is_file()):
+        return ("all results are there, but the command was killed before it wrote metrics.json "
+                "and the report: the same command writes them, and runs nothing again")
     if state == "stopped":
         return f"{kept}; the same command goes on after them"
     if state == "died":
         return ("no process works on it any more (it failed, or it or the machine was killed): "
                 f"{kept}; the same command goes on after them")
-    if state == "done" and found.is_alive is False and not (output / "metrics.json").is_file():
-        return ("all results are there, but the command was killed before it wrote metrics.json "
-                "and the report: `xgpt report` with this job writes the page")
     return None

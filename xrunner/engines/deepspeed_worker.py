@@ -23,22 +23,13 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan
 from xrunner.route import routes
-from xrunner.rules.order import run_order
 from xrunner.rules.static import static_rule
-from xrunner.worker import RunSink, Stopwatch, conduct, read_work
+from xrunner.worker import RunSink, Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.world import World, connect
 
 
 def main(arguments: list[str]) -> int:
-    plan = load_plan(Path(arguments[0]))
-    world = connect()
-    try:
-        run(plan, world)
-    except XgptError as error:
-        print(f"xgpt: rank {world.comm.rank}: {error}", file=sys.stderr, flush=True)
-        world.abort(error.exit_code)
-        return error.exit_code
-    return 0
+    return to_the_end(load_plan(Path(arguments[0])), connect, run)
 
 
 def run(plan: RunPlan, world: World) -> None:
@@ -50,21 +41,21 @@ def run(plan: RunPlan, world: World) -> None:
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    queries, errors, done_before = read_work(plan, schedule)
+    queries, errors, before = read_work(plan, schedule)
     write_errors(plan.output / "errors.jsonl", errors)
     clock = Stopwatch()
     executor, load_s = _load(plan, world, clock)
-    sink = RunSink(plan, num_queries=len(queries), done_before=done_before)
+    sink = RunSink(plan, num_queries=len(queries), before=before)
     head = StaticHead(
         rule=static_rule(schedule.estimate), executor=executor, comm=world.comm,
         route=routes(schedule.estimate.stages)[0], sink=sink, eos_ids=eos_ids(plan.model_dir),
         decode_text=TextTokenizer(plan.model_dir).decode, clock=clock)
-    for place in run_order(len(queries), plan.shuffle_window, plan.seed, first=done_before):
+    for place in order_of(len(queries), plan, before):
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     head.start()
     conduct(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
-            queries_before=done_before, num_errors=len(errors))
+            queries_before=before.total, num_errors=len(errors))
 
 
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:

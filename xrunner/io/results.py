@@ -1,5 +1,6 @@
 """results.jsonl and errors.jsonl. Results are written in the input's order, line by line, so that
-whenever a run ends, what is on disk is a valid prefix."""
+whenever a run ends, what is on disk is a valid prefix; what is done and not in it is in held.jsonl
+(xrunner.io.held)."""
 
 from __future__ import annotations
 
@@ -7,31 +8,64 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from xgpt.workload import RequestError
+from xrunner.io.held import HELD_FILE, HeldFile, read_held
 from xrunner.plan import write_atomically
 from xrunner.query import FinishedQuery
 
 
+class Answered(NamedTuple):
+    """What earlier runs of a job left: the first `written` queries are in results.jsonl, the
+    results of those `held` in held.jsonl."""
+
+    written: int
+    held: frozenset[int]
+
+    @property
+    def total(self) -> int:
+        return self.written + len(self.held)
+
+
 class ResultWriter:
-    """Holds back a result until all before it are written; queries are admitted in order, or in
-    random order within a window, so few wait here. Opens for appending after `count_results`."""
+    """Holds back a result until all before it are written: queries are admitted in order, or in
+    random order within a window, and the long ones end late. What is held back lies in held.jsonl
+    beside `path` meanwhile, and what an earlier run left there is taken up. Opens for appending
+    after `count_results`."""
 
     def __init__(self, path: Path, *, first_index: int, model: str) -> None:
+        held_path = path.with_name(HELD_FILE)
         self._file: IO[str] = path.open("a", encoding="utf-8")
         self._next, self._model = first_index, model
-        self._held: dict[int, str] = {}
+        self._held = read_held(held_path, first_index)
+        self._held_file = HeldFile(held_path)
+        self._write_next()
+        self._tidy()
 
     def write(self, result: FinishedQuery) -> None:
         index = result.query.index
         assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
-        self._held[index] = json.dumps(_line(result, self._model), ensure_ascii=False)
+        line = json.dumps(_line(result, self._model), ensure_ascii=False)
+        self._held[index] = line
+        if index > self._next:
+            self._held_file.add(line)
+            return
+        self._write_next()
+        if self._held_file.is_untidy(self._held):
+            self._tidy()
+
+    def _write_next(self) -> None:
+        """Those whose turn has come."""
         while (line := self._held.pop(self._next, None)) is not None:
             # one write call a line: a killed process leaves whole lines, or one torn last line
             self._file.write(line + "\n")
             self._next += 1
         self._file.flush()
+
+    def _tidy(self) -> None:
+        os.fsync(self._file.fileno())
+        self._held_file.tidy(self._held)
 
     @property
     def num_held(self) -> int:
@@ -39,8 +73,16 @@ class ResultWriter:
 
     def close(self) -> None:
         self._file.flush()
-        os.fsync(self._file.fileno())
+        self._tidy()
+        self._held_file.close()
         self._file.close()
+
+
+def answered(path: Path) -> Answered:
+    """In the results file at `path` and what is held beside it. Nothing is changed: a run may be
+    writing there."""
+    written = whole_results(path)
+    return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
 
 
 def count_results(path: Path) -> int:

@@ -9,6 +9,7 @@ why the order is random within windows, and not over the whole job.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 WINDOW_BATCHES = 16  # encode batches in a window of the usual size
 LEAST_WINDOW = 64
@@ -21,10 +22,12 @@ def window_of(asked: bool | int, encode_batch: int) -> int:
     return max(asked, 1)
 
 
-def run_order(count: int, window: int, seed: int, *, first: int = 0) -> list[int]:
-    """Places in the input, of those from `first` on (the others are answered), in the order in
-    which they are taken up. No place leaves its window."""
-    places, source = list(range(first, count)), random.Random(seed)
+def run_order(count: int, window: int, seed: int, *, first: int = 0,
+              without: Collection[int] = frozenset()) -> list[int]:
+    """Places in the input, of those from `first` on and not `without` (the others are answered), in
+    the order in which they are taken up. No place leaves its window."""
+    places = [place for place in range(first, count) if place not in without]
+    source = random.Random(seed)
     if window <= 1:
         return places
     ordered: list[int] = []

@@ -1,0 +1,61 @@
+"""What a run left whose ranks came to their end after their launcher was killed: all results, and
+no metrics.json. The next command takes them over instead of running everything again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.plan import RunPlan, num_usable, saved_fingerprint
+
+TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
+              "wrote metrics.json: these results are taken over, and nothing is run again")
+_FIGURES = ("wall_s", "throughput_qps", "output_tokens_per_s", "load_s", "loaded_bytes",
+            "loaded_from_disk_bytes", "disk_bytes_per_s", "overhead_share")
+
+
+def is_left_whole(plan: RunPlan) -> bool:
+    """Whether the folder holds all results of this very job, and no account of it. Results that
+    are held but could be in results.jsonl are put there. For who has the folder's lock."""
+    output = plan.output
+    results, total = output / "results.jsonl", num_usable(output)
+    if not total or (output / "metrics.json").is_file() or (
+            saved_fingerprint(output) != plan.fingerprint or answered(results).total < total):
+        return False
+    written = count_results(results)
+    ResultWriter(results, first_index=written, model=plan.model_name).close()
+    return count_results(results) == total
+
+
+def account(output: Path) -> dict[str, Any]:
+    """measured.json of the run, if it wrote one; else one of what results.jsonl tells, with None
+    for what only the run knew."""
+    total = num_usable(output)
+    try:
+        measured: dict[str, Any] = json.loads((output / "measured.json").read_text("utf-8"))
+        if (measured["state"], measured["queries_before"] + measured["queries"]) == ("done", total):
+            return measured
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    latencies = _latencies_s(output / "results.jsonl")
+    p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
+    return {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
+            "errors": _num_lines(output / "errors.jsonl"), "latency_p50_s": p50,
+            "latency_p99_s": p99, "changes": [], "stages": [], **dict.fromkeys(_FIGURES)}
+
+
+def _latencies_s(results: Path) -> list[float]:
+    found = []
+    with results.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            found.append(float(row.get("xgpt", row)["latency_s"]))
+    return found
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
