@@ -29,6 +29,7 @@ from xgpt.launch.local import run_ranks  # noqa: E402
 from xgpt.problem import resolve  # noqa: E402
 from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.io.held import read_held  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
@@ -214,19 +215,24 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
     whole = text[:text.rfind(b"\n") + 1].splitlines()
     assert 12 <= len(whole) < 400
     assert [json.loads(line)["id"] for line in whole] == [f"q{i}" for i in range(len(whole))]
+    held = read_held(tmp_path / "out" / "held.jsonl", len(whole))
+    done = len(whole) + len(held)
     told = json.loads(printed)
     assert "the ranks failed" in told["error"]
-    assert (told["queries"], told["queries_total"]) == (len(whole), 400)
+    assert (told["queries"], told["queries_total"]) == (done, 400)
     state = subprocess.run([*XGPT, "status", str(tmp_path / "job.yaml"), "--json"], text=True,
                            capture_output=True, env=cache, timeout=60, check=True).stdout
-    assert (json.loads(state)["state"], json.loads(state)["done"]) == ("died", len(whole))
+    assert (json.loads(state)["state"], json.loads(state)["done"]) == ("died", done)
 
     again = subprocess.run([*XGPT, "submit", str(tmp_path / "job.yaml")], capture_output=True,
                            text=True, env=cache, timeout=240, check=False)
     assert again.returncode == 0, again.stderr
-    assert f"going on after the {len(whole)} queries" in again.stderr
+    assert f"going on after the {done} queries" in again.stderr
     results = read_lines(tmp_path / "out" / "results.jsonl")
     assert [r["id"] for r in results] == [f"q{i}" for i in range(400)]
+    assert all(results[i] == json.loads(line) for i, line in [*enumerate(whole), *held.items()])
+    measured = json.loads((tmp_path / "out" / "measured.json").read_text())
+    assert (measured["queries_before"], measured["queries"]) == (done, 400 - done)
     query = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40,
                                is_forced=True)
     expected = toys.generate(reference, query)
@@ -244,7 +250,8 @@ def test_an_interrupt_stops_in_good_order_with_exit_code_75(
     results = read_lines(tmp_path / "out" / "results.jsonl")
     assert 12 <= len(results) < 400
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert metrics["status"] == "stopped" and metrics["queries"] == len(results)
+    assert metrics["status"] == "stopped"
+    assert metrics["queries"] == len(results) + metrics["queries_held"]
     assert metrics["throughput_qps"]["predicted"] is None
     told = json.loads(printed)
     assert told["exit_code"] == 75 and {key: told[key] for key in metrics} == metrics

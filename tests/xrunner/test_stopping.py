@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
                                  sink=Collector(stop_after))
     assert sink.is_complete is is_complete
     assert (len(sink.results) == COUNT) is is_complete
+
+
+@pytest.mark.parametrize("rule", ["rra", "vllm"])
+def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama: tuple[Path, Any],
+                                                               rule: str) -> None:
+    queries = [replace(query, max_new_tokens=1) for query in random_queries(COUNT)]
+    sink, executors = run_in_process(llama[0], queries, num_stages=2, rule=RULES[rule](),
+                                     sink=Collector(1))
+    encoded = sum(step.queries for step in executors[-1].log if step.kind == "encode")
+    assert len(sink.results) == encoded < COUNT and sink.is_complete is False
 
 
 def plan_of(output: Path) -> RunPlan:

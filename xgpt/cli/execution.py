@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import platform
 import textwrap
@@ -245,9 +244,11 @@ def _make_room(output: Path, plan: RunPlan) -> None:
 def _free_name(path: Path) -> Path:
     """Of the time of its last line, and like no other's: earlier results are never written over."""
     stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-    names = (path.with_name(f"{path.stem}-{stamp}{number}{path.suffix}")
-             for number in ("", *(f"-{count}" for count in itertools.count(2))))
-    return next(name for name in names if not name.exists())
+    free, count = path.with_name(f"{path.stem}-{stamp}{path.suffix}"), 1
+    while free.exists():
+        count += 1
+        free = path.with_name(f"{path.stem}-{stamp}-{count}{path.suffix}")
+    return free
 
 
 def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from xgpt.cli.options import say
 from xgpt.errors import InfeasibleError
 from xgpt.job_file import CONTROLS
+from xgpt.report.words import counted
 from xgpt.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def plan_with_enough(session: Session, plan: Callable[[Session], Schedule]) -> S
         found = _without_the_number(session, plan)
         if found is None:
             raise
-    say(f"note: the job has {session.problem.num_queries} queries, fewer than its fixed schedule "
-        "keeps at work at a time: batches will not fill")
+    say(f"note: the job has {counted(session.problem.num_queries or 0, 'query')}, fewer than its "
+        "fixed schedule keeps at work at a time: batches will not fill")
     return found
 
 

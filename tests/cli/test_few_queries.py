@@ -1,0 +1,62 @@
+"""A job of a few queries by a schedule that is fixed for many is planned, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xgpt.cli import few_queries
+from xgpt.cli.session import Session, executable, find, open_session, timing_of
+from xgpt.errors import InfeasibleError
+
+NOTE = "batches will not fill"
+
+
+def opened(folder: Path, schedule: str, count: int, more: str = "") -> Session:
+    (folder / "job.yaml").write_text(
+        f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, task: S}}\n"
+        f"schedule: {{{schedule}}}\n{more}")
+    return executable(open_session(folder / "job.yaml", (), fetch=False))
+
+
+@pytest.mark.parametrize(("schedule", "count"), [
+    ("policy: rra, encode_batch: 8, decode_iterations: 4", 1),
+    ("policy: rra, encode_batch: 8, decode_iterations: 4", 6),
+    ("policy: waa-c, encode_batch: 4", 2), ("policy: orca, max_active: 7", 5),
+    ("policy: ft, encode_batch: 16", 3),
+    ("policy: sarathi, max_active: 9, token_budget: 64", 4)])
+def test_what_only_the_number_of_queries_forbids_is_planned(
+        tmp_path: Path, schedule: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    session = opened(tmp_path, schedule, count)
+    few = find(session, timing_of(session)).estimate
+    assert f"the job has {count} quer" in (said := capsys.readouterr().err) and NOTE in said
+    session = opened(tmp_path, schedule, 5000)
+    many = find(session, timing_of(session)).estimate
+    assert NOTE not in capsys.readouterr().err
+    for name in ("policy", "encode_batch", "decode_iterations", "max_active", "token_budget"):
+        if f"{name}: " in schedule:
+            assert getattr(few, name) == getattr(many, name), name
+
+
+def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    session = opened(tmp_path, "policy: rra", 3)
+    found = find(session, timing_of(session)).estimate
+    assert found.encode_batch <= 3 and NOTE not in capsys.readouterr().err
+
+    def refuse(session: Session) -> None:
+        assert session.problem.num_queries == 3, "planned again"
+        raise InfeasibleError("no")
+
+    with pytest.raises(InfeasibleError):
+        few_queries.plan_with_enough(session, refuse)  # type: ignore[arg-type]
+
+
+def test_what_more_queries_would_not_help_is_refused_as_before(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session = opened(tmp_path, "policy: rra, encode_batch: 8, decode_iterations: 4", 6,
+                     "constraint: {latency_s: 0.001}\n")
+    with pytest.raises(InfeasibleError):
+        find(session, timing_of(session))
+    assert NOTE not in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""A run goes on with all that is done: what was held back, and what a killed command left. The
+ranks work in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+
+from xgpt.cli import execution  # noqa: E402
+from xgpt.cli.session import Session, executable, find, open_session  # noqa: E402
+from xgpt.cli.takeover import TAKEN_OVER  # noqa: E402
+from xgpt.errors import StoppedEarly  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner import worker  # noqa: E402
+from xrunner.comm import local_comms  # noqa: E402
+from xrunner.io.held import HELD_FILE  # noqa: E402
+from xrunner.world import World  # noqa: E402
+
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+          "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128,
+          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+          "hidden_act": "silu"}
+COUNT = 24
+POLICIES = {"rra": "encode_batch: 3, decode_iterations: 4, shuffle: 12",
+            "waa-c": "encode_batch: 3", "orca": "max_active: 5", "ft": "encode_batch: 6",
+            "vllm": "max_active: 5, token_budget: 32"}
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    lines = [{"id": f"q{i}", "tokens": [7, 8, 9 + i], "forced_tokens": 30 if i % 5 == 2 else 3}
+             for i in range(COUNT)]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def opened(folder: Path, policy: str = "rra", ranks: int = 1) -> Session:
+    (folder / "job.yaml").write_text(f"""
+model: {folder / "model"}
+cluster: local
+workload: {{requests: requests.jsonl, output_tokens: {{mean: 9, std: 8, max: 40}}, max_tokens: 40}}
+schedule: {{policy: {policy}, {POLICIES[policy]}}}
+run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1, weights: random}}
+output: out
+""")
+    (folder / "out").mkdir(exist_ok=True)
+    return executable(open_session(folder / "job.yaml", (), fetch=True))
+
+
+def roofline(session: Session) -> Roofline:
+    problem = session.problem
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Executes the job, until `stop_after` results are there. `ranks_work`: or none may start."""
+    alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
+                  abort=lambda code: pytest.fail(f"aborted: {code}"),
+                  split=lambda *_: pytest.fail("in no group"), duplicate=lambda: local_comms(1)[0])
+    monkeypatch.setattr(worker, "connect", lambda kind: alone)
+
+    def once(stop_after: int = COUNT + 1, ranks_work: bool = True) -> dict[str, Any]:
+        def run_ranks(module: str, argument: Path, ranks: int, **_: Any) -> None:
+            assert ranks_work and (module, ranks) == ("xrunner.worker", 1)
+            assert worker.main([str(argument)]) == 0
+
+        monkeypatch.setattr(execution, "run_ranks", run_ranks)
+        monkeypatch.setattr(worker.RunSink, "should_stop",
+                            lambda sink: len(sink.finished_queries) >= stop_after)
+        session = opened(folder)
+        return execution.execute(session, roofline(session), find(session, roofline(session)))
+
+    return once
+
+
+def lines(path: Path) -> dict[int, str]:
+    """Query -> its line."""
+    found = path.read_text().splitlines() if path.is_file() else []
+    return {json.loads(line)["index"]: line for line in found}
+
+
+def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run) -> None:
+    out, done = folder / "out", dict[int, str]()
+    for stop_after in (6, 5, 3):
+        with pytest.raises(StoppedEarly, match="wait in held.jsonl") as stop:
+            run(stop_after)
+        written, held = lines(out / "results.jsonl"), lines(out / HELD_FILE)
+        assert held and not written.keys() & held.keys()
+        now = written | held
+        assert now.items() >= done.items() and len(now) >= len(done) + stop_after
+        told = stop.value.details
+        assert told["queries"] == len(now) and told["queries_before"] == len(done)
+        assert told["queries_held"] == len(held) and told["queries_total"] == COUNT
+        done = now
+    metrics = run()
+    final = lines(out / "results.jsonl")
+    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
+    assert (metrics["queries"], metrics["queries_before"]) == (COUNT, len(done))
+    assert metrics["queries_held"] == 0 and not (out / HELD_FILE).exists()
+    progress = json.loads((out / "progress.json").read_text())
+    assert (progress["done"], progress["done_before"]) == (COUNT, len(done))
+
+
+def test_another_schedule_goes_on_with_what_is_held(folder: Path, run: Run,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoppedEarly):
+        run(6)
+    out = folder / "out"
+    done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
+    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9")
+    run()
+    final = lines(out / "results.jsonl")
+    assert list(final) == list(range(COUNT)) and final.items() >= done.items()
+
+
+def test_what_a_killed_command_left_is_taken_over(folder: Path, run: Run,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    out, first = folder / "out", run()
+    results = (out / "results.jsonl").read_bytes()
+    (out / "metrics.json").unlink()
+    (out / "report.html").unlink()
+    capsys.readouterr()
+    metrics = run(ranks_work=False)
+    assert TAKEN_OVER in " ".join(capsys.readouterr().err.split())
+    assert (out / "results.jsonl").read_bytes() == results and (out / "report.html").is_file()
+    assert not list(out.glob("results-*"))
+    differ = {key for key in metrics if metrics[key] != first[key]}
+    assert differ <= {"date", "others_cpu_share"}, "figures, predictions and their explanation"
+    # killed before the ranks wrote their account, and as the last results were put in order
+    for name in ("metrics.json", "measured.json", "steps.jsonl"):
+        (out / name).unlink()
+    head, tail = results.splitlines(keepends=True)[:-4], results.splitlines(keepends=True)[-4:]
+    (out / "results.jsonl").write_bytes(b"".join(head) + tail[0][:20])
+    (out / HELD_FILE).write_bytes(b"".join(tail))
+    metrics = run(ranks_work=False)
+    assert (out / "results.jsonl").read_bytes() == results and not (out / HELD_FILE).exists()
+    assert (metrics["status"], metrics["queries"], metrics["errors"]) == ("done", COUNT, 0)
+    assert metrics["wall_s"] == {"measured": None, "predicted": None}
+    assert metrics["latency_p50_s"]["measured"] == pytest.approx(
+        first["latency_p50_s"]["measured"], rel=1e-3)
+    assert json.loads((out / "metrics.json").read_text())["load_bytes_per_s"] is None
+    assert "<html" in (out / "report.html").read_text()
+
+
+def test_a_job_that_is_done_runs_anew_and_no_results_are_written_over(folder: Path,
+                                                                      run: Run) -> None:
+    out = folder / "out"
+    for count in range(3):
+        run()
+        os.utime(out / "results.jsonl", (1e9, 1e9))
+        assert len(list(out.glob("results-*.jsonl"))) == count
+    (out / HELD_FILE).write_text('{"index": 3}\n')  # of another job: its fingerprint differs
+    (folder / "requests.jsonl").write_text('{"id": "a", "tokens": [7], "forced_tokens": 2}\n')
+    assert run()["queries"] == 1
+    kept = sorted(path for path in out.glob("results-*.jsonl"))
+    assert [len(lines(path)) for path in kept] == [COUNT] * 3
+    assert len(list(out.glob("held-*.jsonl"))) == 1
+
+
+def test_a_job_of_fewer_queries_than_its_schedule_is_for_runs(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 40, decode_iterations: 4")
+    metrics = run()
+    assert metrics["queries"] == COUNT and metrics["throughput_qps"]["predicted"] > 0
+
+
+def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder: Path) -> None:
+    with (folder / "requests.jsonl").open("a") as file:
+        for line in ({"tokens": [7] * 201}, {"tokens": [7], "forced_tokens": 500},
+                     {"tokens": [7] * 80, "forced_tokens": 49}, {"tokens": [1, 97] * 40}):
+            file.write(json.dumps(line) + "\n")
+    prints = {}
+    for policy in POLICIES:
+        session = opened(folder, policy, ranks=2)
+        schedule = find(session, roofline(session))
+        plan = execution._plan(session, schedule)
+        prints[policy] = plan.fingerprint
+        assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
+    assert len(set(prints.values())) == 1, prints
