@@ -120,14 +120,6 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
     assert done.returncode == 2 and "local" in done.stderr
 
 
-def test_a_run_takes_round_robin_without_tensor_parallelism_where_the_job_leaves_it_open(
-        job: Path) -> None:
-    from xgpt.cli.session import executable, open_session
-
-    kept = executable(open_session(job, (), fetch=False)).problem.fixed
-    assert (kept.policy, kept.tp_degree, kept.tp_gpus) == ("rra", 1, 0)
-
-
 def test_sweep_rises_with_the_bound(job: Path) -> None:
     done = xgpt("sweep", job, "--json", "--bounds", "0.01,5,20,inf")
     rows = json.loads(done.stdout)["bounds"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from xgpt.cli import few_queries
+from xgpt.cli.schedule import schedule
 from xgpt.cli.session import Session, executable, find, open_session, timing_of
 from xgpt.errors import InfeasibleError
 
@@ -60,3 +62,10 @@ def test_what_more_queries_would_not_help_is_refused_as_before(
     with pytest.raises(InfeasibleError):
         find(session, timing_of(session))
     assert NOTE not in capsys.readouterr().err
+
+
+def test_the_schedule_command_says_the_same(tmp_path: Path) -> None:
+    fixed = "policy: rra, encode_batch: 8, decode_iterations: 4, tp_degree: 1"
+    opened(tmp_path, fixed, 6)
+    shown = CliRunner().invoke(schedule, [str(tmp_path / "job.yaml"), "--json"])
+    assert shown.exit_code == 0 and NOTE in shown.output

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from xgpt.cli.few_queries import plan_with_enough
 from xgpt.cli.observing import hint
 from xgpt.cli.options import job_arguments, plain, print_json, say, writable_file
 from xgpt.cli.planning import Limits, Planner
@@ -107,7 +108,10 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
 
 def _found(session: Session, planner: Planner) -> _Answer:
     try:
-        return _Answer(schedule=with_room(session, planner.find()), infeasible=None)
+        found = plan_with_enough(session, lambda enough: (
+            planner if enough is session else
+            Planner(enough.problem, planner.timing, planner.limits)).find())
+        return _Answer(schedule=with_room(session, found), infeasible=None)
     except InfeasibleError as why:
         return _Answer(schedule=None, infeasible=why)
 
