@@ -26,11 +26,12 @@ from xgpt.cli.takeover import TAKEN_OVER, account, is_left_whole
 from xgpt.contention import Contention, in_words
 from xgpt.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.job import DEEPSPEED, OWN_ENGINE
+from xgpt.job_file import CONTROLS
 from xgpt.launch.local import run_ranks
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
 from xgpt.report.table import WIDTH, summary_table
-from xgpt.schedule import Schedule, load_schedule, save_schedule
+from xgpt.schedule import Estimate, Schedule, load_schedule, save_schedule
 from xgpt.workload import synthetic_requests
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -102,7 +103,8 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     output = session.job.output
     say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = account(output), load_schedule(output / "schedule.json")
-    is_same = executed.estimate == schedule.estimate and session.job.run.engine == OWN_ENGINE
+    is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
+               and session.job.run.engine == OWN_ENGINE)
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = predict(session, timing, executed) if is_same and measured["stages"] else None
     metrics = _metrics(session, executed, measured, prediction)
@@ -110,6 +112,12 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     _explain(metrics, session, timing, executed, measured, prediction)
     _write(metrics, output)
     return {**metrics, **_kept(session)}
+
+
+def _controls(estimate: Estimate) -> tuple[object, ...]:
+    """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
+    names = {name for own in CONTROLS.values() for name in own}
+    return estimate.policy, estimate.stages, *(getattr(estimate, name) for name in sorted(names))
 
 
 def _explain(metrics: dict[str, Any], session: Session, timing: TimingSource, schedule: Schedule,
