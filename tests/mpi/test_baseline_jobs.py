@@ -39,7 +39,8 @@ def test_submit_runs_a_baseline(tmp_path: Path, profiled: Callable[..., dict[str
     queries = toys.random_queries(24, seed=9)
     job = job_folder.write_job(tmp_path, directory, as_requests(queries), ranks=2,
                                schedule="policy: rra")
-    wanted = f"schedule={{policy: {policy}{', ' if more else ''}{more}}}"
+    more += "" if "tp_degree" in more else f"{', ' if more else ''}tp_degree: 1"
+    wanted = f"schedule={{policy: {policy}, {more}}}"
     done = submit(job, wanted, profiled(family))
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"

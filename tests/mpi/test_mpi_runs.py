@@ -40,7 +40,9 @@ Profiled = Callable[..., dict[str, str]]  # by family and ranks (conftest.py)
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, ranks: int,
               encode_batch: int = 3, decode_iterations: int = 4, more: str = "") -> Path:
-    """`more`: of the schedule's keys."""
+    """`more`: of the schedule's keys. Stages of single ranks, unless it says otherwise."""
+    if "tp_degree" not in more:
+        more += "tp_degree: 1, "
     schedule = (f"policy: rra, encode_batch: {encode_batch}, {more} "
                 f"decode_iterations: {decode_iterations}")
     return job_folder.write_job(folder, model, requests, schedule=schedule, ranks=ranks)

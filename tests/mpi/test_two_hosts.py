@@ -48,7 +48,7 @@ run_ranks("xrunner.worker", Path(sys.argv[2]), 2, watch=lambda: None, hosts=host
 """
 CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4),
            "waa-c": WaaConfig(encode_batch=1)}
-SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4",
+SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1",
              "waa-c": "policy: waa-c, encode_batch: 1"}
 
 
