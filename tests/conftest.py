@@ -23,7 +23,7 @@ if _WORKERS > 1:  # before numpy and torch load: each worker has its share of th
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file at a time, so that its fixtures are made once; those that start ranks all in one
-    process: ranks fill the cores, and while they are measured one after the other is enough."""
+    process, for ranks fill the cores."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -27,9 +27,9 @@ from xscheduler.uncertainty import Margin
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra import RraConfig
 
-SHORT = 10  # times what is in the system: a longer job's ramp and drain are a few per cent
+SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken
-NEARLY = 0.9  # of what its steady state would take: no replay was seen to be quicker
+NEARLY = 0.9  # of what its steady state would take: no more is hoped for from a replay
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
 FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
 _RATIO = 1.25  # between sizes
@@ -96,10 +96,10 @@ class _Counted:
     """Counts the estimates asked about."""
 
     def __init__(self, wall_s: Callable[[Estimate, int], float]) -> None:
-        self._wall_s, self._asked = wall_s, set[int]()
+        self._wall_s, self._asked = wall_s, set[Estimate]()
 
     def __call__(self, estimate: Estimate, replays: int) -> float:
-        self._asked.add(hash(estimate))
+        self._asked.add(estimate)
         return self._wall_s(estimate, replays)
 
     @property

@@ -23,7 +23,7 @@ def choose_for_the_job(session: Session, timing: TimingSource, steady: Schedule,
     problem = session.problem
     if not problem.num_queries or session.job.workload.output_tokens.kind == "observe":
         return steady  # what every query at its cap would take says nothing
-    most = _num_runnable(session, steady)
+    most = _num_runnable(session, with_room(session, steady))
 
     def wall_s(estimate: Estimate, replays: int) -> float:
         schedule = with_room(session, replace(steady, estimate=estimate))
@@ -42,5 +42,5 @@ def choose_for_the_job(session: Session, timing: TimingSource, steady: Schedule,
 
 def _num_runnable(session: Session, schedule: Schedule) -> int:
     """Requests that the schedule has room for; 0 where their lengths are not known."""
-    known = job_lengths(session, with_room(session, schedule))
+    known = job_lengths(session, schedule)
     return 0 if known is None else len(known.inputs)
