@@ -23,11 +23,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.errors import InputError
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core import catalog
+from xgpt.core.errors import InputError
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xsimulator.policies import POLICIES, make_config, policy_class
 from xsimulator.replay.job import replay_job

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.problem import Problem
 from xprofiler.profile import (
     ALL_REDUCE,
     STEP_OVERHEAD,
@@ -37,13 +37,13 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import ENCODER_DECODER_ONLY, Operator, TimingSource
-from xscheduler.space import TensorPlan, tensor_plans
+from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import POLICIES, make_policy
-from xsimulator.policies.iteration import IterationConfig
-from xsimulator.policies.rra import RraConfigs
-from xsimulator.policies.static import StaticConfig
-from xsimulator.policies.waa import WaaConfig
-from xsimulator.waa_plans import pool_ranks
+from xsimulator.policies.continuous.closed_form import IterationConfig
+from xsimulator.policies.rra.closed_form import RraConfigs
+from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.plans import pool_ranks
 
 QUERIES = tuple(2**k for k in range(10))
 TOKENS = tuple(2**k for k in range(15))

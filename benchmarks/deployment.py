@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from xgpt import catalog
-from xgpt.cluster import Cluster
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xscheduler.deployment import Loading, deployment
+from xscheduler.live.deployment import Loading, deployment
 from xsimulator.plans import Plans
 
 PER_NODE = 8

@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xgpt.report.canvas import WIDTH, Drawing, line, number, text_at
-from xgpt.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.search import Scheduler
 from xsimulator.policies import make_policy
-from xsimulator.policies.static import StaticConfig
+from xsimulator.policies.static.closed_form import StaticConfig
 
 SHARES = (0.30, 0.70)  # of FT's batch sizes have a lower latency
 STEP, MOST_BATCH = 4, 2000

@@ -33,16 +33,16 @@ import numpy as np
 from closed_form_speed import cpu
 from paper_scenarios import Scenario, bounds_of, largest_batches
 
-from xgpt.lengths import FloatArray, IntArray
-from xgpt.problem import Problem
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.monotonicity import Count, Reading, count, worst
-from xsimulator.baselines import tensor_plans
+from xscheduler.spaces.grid_search import tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.grids import geometric
-from xsimulator.policies.rra import RraConfig, RraConfigs
-from xsimulator.policies.waa import WaaConfig
-from xsimulator.waa_plans import pool_ranks
+from xsimulator.policies.rra.closed_form import RraConfig, RraConfigs
+from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.plans import pool_ranks
 
 CASES = (("t5-11b", "a40-8"), ("gpt3-39b", "a40-16"), ("gpt3-101b", "a100-16"))
 TASKS = ("S", "T", "G", "C1", "C2")

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.cluster import Cluster
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import FloatArray, IntArray
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline, link_kind
 from xprofiler.timing import TimingSource
-from xsimulator.policies.static import Ft, StaticConfig
+from xsimulator.policies.static.closed_form import Ft, StaticConfig
 
 SMALL = (("t5-11b", "a40-8"), ("opt-13b", "a40-4"), ("gpt3-39b", "a40-16"),
          ("gpt3-101b", "a100-16"))

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from xgpt.cli.local_profile import local_profile, wanted_profile
-from xgpt.cli.session import open_session
+from xgpt.app.local_profile import local_profile, wanted_profile
+from xgpt.app.session import open_session
+from xgpt.core.local import detect
+from xgpt.core.model import refuse_tp_degree
+from xgpt.core.schedule import StageAssignment
+from xgpt.core.units import parse_seconds
 from xgpt.launch.local import run_ranks
-from xgpt.local import detect
-from xgpt.model import refuse_tp_degree
-from xgpt.schedule import StageAssignment
-from xgpt.units import parse_seconds
 from xprofiler.measure.bench import LayerBench
 from xprofiler.measure.probe import Parts
 from xprofiler.measure.ranks import Ranks, connect, own_device

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from xgpt import catalog
-from xgpt.contention import Contention
-from xgpt.local import detect
+from xgpt.core import catalog
+from xgpt.core.local import detect
+from xgpt.launch.contention import Contention
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "quickstart.yaml"
 KEYS = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "wall_s")

@@ -20,9 +20,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from xgpt.job_file import load_job
-from xgpt.problem import Problem, resolve
-from xgpt.schedule import Estimate
+from xgpt.core.job_file import load_job
+from xgpt.core.problem import Problem, resolve
+from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import StepKind

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt import catalog
-from xgpt.cluster import Link
-from xgpt.model import ModelSpec
+from xgpt.core import catalog
+from xgpt.core.cluster import Link
+from xgpt.core.model import ModelSpec
 from xprofiler.calibrate import CalibrationPoint, Gemm, calibrate
 from xprofiler.importers import kernel_tables, vidur
 from xprofiler.roofline import Roofline

@@ -28,14 +28,14 @@ import numpy as np
 from closed_form_speed import cpu
 from paper_scenarios import Scenario, bounds_of, ft_plan, largest_batches, scenarios
 
-from xgpt.errors import InfeasibleError
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.search import Scheduler
-from xsimulator import baselines
+from xscheduler.spaces import grid_search as baselines
 from xsimulator.policies import make_config, make_policy
-from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
 
 POLICIES = ("rra", "waa-c", "waa-m")
 SAMPLES = 24  # values of decode_iterations at which the grid's size is looked at

@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import FloatArray
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind
 from xscheduler.infeasible import InfeasibleError

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
 # A layer may import itself and the layers listed. First match of the longest prefix decides.
-WORDS = "words"
+WORDS = "words"  # xgpt.core
 ALLOWED: dict[str, set[str]] = {
     WORDS: {WORDS},
     "rules": {WORDS, "rules"},
@@ -23,11 +23,14 @@ ALLOWED: dict[str, set[str]] = {
     "measure": {WORDS, "rules", "profile", "runner", "measure"},
     "launch": {WORDS, "launch"},
     "report": {WORDS, "profile", "report"},
+    "app": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
+            "app"},
     "cli": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
-            "cli"},
+            "app", "cli"},
 }
 LAYER_OF = {
-    "xgpt": WORDS, "xgpt.cli": "cli", "xgpt.launch": "launch", "xgpt.report": "report",
+    "xgpt": WORDS, "xgpt.app": "app", "xgpt.cli": "cli", "xgpt.launch": "launch",
+    "xgpt.report": "report",
     "xprofiler": "profile", "xprofiler.measure": "measure", "xsimulator": "simulator",
     "xscheduler": "scheduler", "xrunner": "runner", "xrunner.rules": "rules",
 }

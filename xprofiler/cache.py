@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xprofiler.profile import ProfileMetadata
 
-_TIMED_CODE = ("xrunner/models", "xrunner/stage.py", "xrunner/kv.py", "xrunner/sampling.py",
-               "xrunner/comm.py", "xrunner/collective.py", "xrunner/torch_group.py",
-               "xrunner/devices.py", "xrunner/handover.py", "xrunner/head.py", "xprofiler/measure",
-               "xgpt/launch/local.py")
+_TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py",
+               "xrunner/engine/kv.py", "xrunner/engine/head.py", "xrunner/transport",
+               "xrunner/devices.py", "xprofiler/measure", "xgpt/launch/local.py")
 
 
 def model_shape(spec: ModelSpec) -> str:

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from xgpt.cluster import Link
-from xgpt.errors import InputError, Mistake
+from xgpt.core.cluster import Link
+from xgpt.core.errors import InputError, Mistake
 from xprofiler.constants import LinkConstants, RooflineConstants
 from xprofiler.roofline import Roofline, link_kind
 from xprofiler.timing import Operator

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xprofiler.interpolation import interpolation_errors
 from xprofiler.profile import Profile, Sample
 from xprofiler.timing import Operator

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
 from xprofiler.timing import Operator
 
 # Fields of the metadata that say when and from what a profile came, not what it is a profile of.

@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from xgpt.errors import InputError, Mistake
-from xgpt.model import ModelSpec
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.model import ModelSpec
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge

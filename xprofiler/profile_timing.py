@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.cluster import Link
-from xgpt.errors import XgptError
+from xgpt.core.cluster import Link
+from xgpt.core.errors import XgptError
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.profile import (
     ALL_REDUCE,

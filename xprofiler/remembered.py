@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.cluster import Link
+from xgpt.core.cluster import Link
 from xprofiler.timing import Operator, Reach, TimingSource
 
 FloatArray = NDArray[np.float64]

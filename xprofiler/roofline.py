@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.cluster import Device, Link
-from xgpt.model import ModelSpec
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.cluster import Device, Link
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES
 from xprofiler import constants as figures
 from xprofiler.constants import LinkConstants, PerDegree, RooflineConstants
 from xprofiler.timing import Operator, Reach

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.cluster import Link
+from xgpt.core.cluster import Link
 
 
 class Operator(Enum):

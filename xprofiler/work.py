@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xprofiler.profile import Peaks
 from xprofiler.timing import Operator
 

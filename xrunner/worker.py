@@ -18,37 +18,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
-from xgpt.schedule import Schedule, StageAssignment, load_schedule
-from xgpt.workload import RequestError, read_requests
-from xrunner.adjustments import Steering
-from xrunner.baseline_heads import head_for
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import Schedule, StageAssignment, load_schedule
+from xgpt.core.workload import RequestError, read_requests
 from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
-from xrunner.comm import Comm
-from xrunner.courier import EntryReceiver, EntrySender
 from xrunner.devices import peak_memory_bytes
-from xrunner.handover import parts
-from xrunner.head import Head
+from xrunner.engine.baseline_heads import head_for
+from xrunner.engine.head import Head
+from xrunner.engine.measured import write_measured
+from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.query import FinishedQuery, PreparedQuery
+from xrunner.engine.stage import StageExecutor
+from xrunner.engine.waa_heads import DecodeHead, EncodeHead
+from xrunner.io.adjustments import Steering
 from xrunner.io.prepare import prepare
 from xrunner.io.progress import Progress, ProgressFile, write_progress
 from xrunner.io.results import Answered, ResultWriter, answered, count_results, write_errors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
-from xrunner.measured import write_measured
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan, write_atomically
-from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.route import Route, pools, routes
 from xrunner.rules.order import run_order
 from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.waa import waa_rules
-from xrunner.stage import StageExecutor
-from xrunner.waa_heads import DecodeHead, EncodeHead
+from xrunner.transport.comm import Comm
+from xrunner.transport.courier import EntryReceiver, EntrySender
+from xrunner.transport.handover import parts
+from xrunner.transport.route import Route, pools, routes
 from xrunner.world import World, connect
 
 STOP_FILE = "stop"  # its presence in the output folder asks the run to end early

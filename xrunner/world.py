@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xgpt.errors import XgptError
-from xrunner.collective import Group, MpiGroup
-from xrunner.comm import Comm, MpiComm, local_comms, wait_politely
-from xrunner.courier import LOOK_S
+from xgpt.core.errors import XgptError
 from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, own_device
-from xrunner.pipeline import RankReport
-from xrunner.torch_group import TorchGroup
+from xrunner.engine.pipeline import RankReport
+from xrunner.transport.collective import Group, MpiGroup
+from xrunner.transport.comm import Comm, MpiComm, local_comms, wait_politely
+from xrunner.transport.courier import LOOK_S
+from xrunner.transport.torch_group import TorchGroup
 
 
 class World(NamedTuple):

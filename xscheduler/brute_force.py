@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.problem import Problem
+from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xscheduler.space import tensor_plans, timed_plans
-from xscheduler.waa_search import group_range
+from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
+from xscheduler.spaces.waa import group_range
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra import RraConfig
-from xsimulator.policies.waa import WaaConfig
-from xsimulator.waa_plans import WaaPlans
+from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.plans import WaaPlans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

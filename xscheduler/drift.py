@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 
-from xgpt.errors import InfeasibleError
-from xgpt.lengths import JointLengths, Lengths, with_output_moments
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import JointLengths, Lengths, with_output_moments
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.steady import steady_figures
@@ -87,8 +87,9 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     """Rows for FACTORS of mean and std and SKEWNESS_CHANGES, in this order.
 
     search: the best estimate for a problem with other lengths; raises InfeasibleError. padded: see
-    xsimulator.policies.rra.Rra; None: as the timing source's kernels are. Of a length that the
-    changed distribution has, the bound's quantile is its own to the search, not the planned one.
+    xsimulator.policies.rra.closed_form.Rra; None: as the timing source's kernels are. Of a length
+    that the changed distribution has, the bound's quantile is its own to the search, not the
+    planned one.
     """
     replays = _Replays(problem, timing, search, padded, least_queries)
     usual = replays.figures(problem.lengths, estimate)

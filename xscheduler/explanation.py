@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate, Rejected, Schedule
-from xgpt.units import format_seconds
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Rejected, Schedule
+from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.policies import make_config, make_policy

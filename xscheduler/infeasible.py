@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xgpt.errors import InfeasibleError
-from xgpt.schedule import Estimate
-from xgpt.units import format_bytes, format_seconds
-from xscheduler.policy_search import PolicySearch, Tight
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schedule import Estimate
+from xgpt.core.units import format_bytes, format_seconds
+from xscheduler.spaces.policy_search import PolicySearch, Tight
 
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.problem import Problem
-from xgpt.schedule import JOB_STATUS, Estimate, Rejected, Schedule
-from xgpt.units import format_seconds
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import JOB_STATUS, Estimate, Rejected, Schedule
+from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search import POLICIES
-from xscheduler.space import TensorPlan, tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
 from xscheduler.uncertainty import Margin
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra import RraConfig
+from xsimulator.policies.rra.closed_form import RraConfig
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken

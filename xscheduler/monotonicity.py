@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from xgpt.lengths import FloatArray
+from xgpt.core.lengths import FloatArray
 
 Reading = Literal["extreme", "neighbour"]
 

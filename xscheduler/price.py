@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate, Schedule
-from xgpt.units import format_bytes, format_seconds
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search import find_schedule
 

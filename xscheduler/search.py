@@ -1,6 +1,6 @@
 """The best schedule of a problem over policies, and what is proved about it (paper section 5).
 
-Each policy's space is searched by branch and bound (xscheduler.rra_search, xscheduler.waa_search),
+Each policy's space is searched by branch and bound (xscheduler.spaces.rra, xscheduler.spaces.waa),
 one after the other. Bounds hold for step times as they are, monotone or not, within the tolerances
 that xsimulator.policies.{rra,waa}_bounds state; the reported gap is what is left between the best
 schedule found and the highest bound of any box that was given up.
@@ -12,20 +12,20 @@ import math
 import time
 from typing import NamedTuple
 
-from xgpt.errors import InputError, Mistake
-from xgpt.problem import Problem
-from xgpt.schedule import Rejected, Schedule
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Rejected, Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.branch_and_bound import Candidate, Status
 from xscheduler.infeasible import explain
-from xscheduler.policy_search import (
+from xscheduler.spaces.policy_search import (
     Found,
     PolicySearch,
     RraPolicySearch,
     WaaPolicySearch,
     best_of_roots,
 )
-from xscheduler.space import tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
 
 POLICIES = ("rra", "waa-c", "waa-m")  # that are searched
 GAP = 0.005
@@ -40,9 +40,9 @@ def find_schedule(problem: Problem, timing: TimingSource, *, gap: float = GAP,
 
     gap: stop once no admissible schedule can be better by more than this share. max_nodes,
     max_seconds: limits of each policy's search; the result's status says when one was hit. padded:
-    see xsimulator.policies.rra.Rra; by default as the timing source's kernels are. Raises
-    InfeasibleError naming the tightest latency that can be met, InputError for fixed values that
-    the model or cluster cannot hold.
+    see xsimulator.policies.rra.closed_form.Rra; by default as the timing source's kernels are.
+    Raises InfeasibleError naming the tightest latency that can be met, InputError for fixed values
+    that the model or cluster cannot hold.
     """
     return Scheduler(problem, timing, gap=gap, max_nodes=max_nodes, max_seconds=max_seconds,
                      padded=padded).find()

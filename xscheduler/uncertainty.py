@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, special
 
-from xgpt.cluster import Link
-from xgpt.errors import InfeasibleError
-from xgpt.lengths import FloatArray, JointLengths, bootstrap, with_output_moments
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate, Schedule
-from xgpt.units import format_seconds
+from xgpt.core.cluster import Link
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import FloatArray, JointLengths, bootstrap, with_output_moments
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.units import format_seconds
 from xprofiler.profile import (
     ALL_REDUCE,
     HANDOVER,
@@ -49,7 +49,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_timing import TableError
 from xprofiler.timing import Operator, Reach, TimingSource
-from xscheduler.pinned import pinned_policy
+from xscheduler.live.pinned import pinned_policy
 from xsimulator.policies import make_config
 from xsimulator.replay.predict import replay_latency_s
 

@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xgpt.cluster import Cluster
-from xgpt.model import ModelSpec, refuse_tp_degree
-from xgpt.schedule import Role, StageAssignment
+from xgpt.core.cluster import Cluster
+from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.schedule import Role, StageAssignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xgpt.cluster import Link
-from xgpt.lengths import FloatArray
-from xgpt.problem import Problem
-from xgpt.schedule import StageAssignment
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.cluster import Link
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import StageAssignment
+from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 

@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.cluster import Device
-from xgpt.lengths import FloatArray, Lengths
-from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.cluster import Device
+from xgpt.core.lengths import FloatArray, Lengths
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
+from xgpt.core.units import DTYPE_BYTES
 
 # Share of a device's memory that may be planned: the rest is the runtime's context, kernels,
 # communication buffers and the allocator's fragmentation (vLLM plans 0.9 too).

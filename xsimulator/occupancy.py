@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from scipy import special
 
-from xgpt.lengths import FloatArray, IntArray, JointLengths
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 
 MAX_CONTEXT_BINS = 512  # resolution of the context histograms behind `maximum_context`
 MAX_DOUBLINGS = 12  # maxima are tabulated over 1, 2, 4, ... 4096 queries

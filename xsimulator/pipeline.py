@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 
 WARM_UP_PHASES = 2  # until the timeline repeats
 # Shorter phases may then swing between two lengths: their period is a mean over two. (With more

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.errors import InputError, Mistake
-from xgpt.lengths import FloatArray
-from xgpt.problem import Problem
-from xgpt.schedule import Role, StageAssignment
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Role, StageAssignment
+from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.allocation import (

@@ -17,12 +17,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.cluster import Cluster, Link
-from xgpt.errors import XgptError
-from xgpt.lengths import FloatArray, Lengths
-from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.cluster import Cluster, Link
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import FloatArray, Lengths
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
+from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import Operator, TimingSource
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first

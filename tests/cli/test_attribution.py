@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.cli.attribution import Attribution
+from xgpt.app.attribution import Attribution
 
 
 def test_each_cause_is_told_by_itself() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from xgpt.cli import deepspeed_engine
+from xgpt.app import deepspeed_engine
+from xgpt.app.session import Session, executable, find, open_session
 from xgpt.cli.run import refuse_what_cannot_run
-from xgpt.cli.session import Session, executable, find, open_session
-from xgpt.errors import InfeasibleError, InputError, MissingExtraError, XgptError
-from xgpt.job_file import load_job
-from xgpt.schedule import Schedule, with_estimate
+from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
+from xgpt.core.job_file import load_job
+from xgpt.core.schedule import Schedule, with_estimate
 from xprofiler.roofline import Roofline
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from xgpt import catalog
-from xgpt.cli.baseline_planning import find_baseline
-from xgpt.cli.local_profile import wanted_profile
-from xgpt.cli.session import Session, executable, find, open_session, timing_of
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.schedule import with_estimate
+from xgpt.app.local_profile import wanted_profile
+from xgpt.app.session import Session, executable, find, open_session, timing_of
+from xgpt.core import catalog
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schedule import with_estimate
+from xscheduler.spaces.baselines import find_baseline
 
 
 def session_of(folder: Path, schedule: str, cluster: str = "local") -> Session:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from xgpt.cli import few_queries
+from xgpt.app import few_queries
+from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.cli.schedule import schedule
-from xgpt.cli.session import Session, executable, find, open_session, timing_of
-from xgpt.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError
 
 NOTE = "batches will not fill"
 

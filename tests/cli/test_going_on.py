@@ -13,14 +13,14 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
-from xgpt.cli import execution  # noqa: E402
-from xgpt.cli.session import Session, executable, find, open_session  # noqa: E402
-from xgpt.cli.takeover import TAKEN_OVER  # noqa: E402
-from xgpt.errors import StoppedEarly  # noqa: E402
+from xgpt.app.resume import TAKEN_OVER  # noqa: E402
+from xgpt.app.session import Session, executable, find, open_session  # noqa: E402
+from xgpt.app import run as execution  # noqa: E402
+from xgpt.core.errors import StoppedEarly  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402
-from xrunner.comm import local_comms  # noqa: E402
 from xrunner.io.held import HELD_FILE  # noqa: E402
+from xrunner.transport.comm import local_comms  # noqa: E402
 from xrunner.world import World  # noqa: E402
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from xgpt import local
-from xgpt.cli import run, session
-from xgpt.cli.session import open_session, timing_of
-from xgpt.errors import InputError
-from xgpt.job import Job
-from xgpt.job_file import load_job
+from xgpt.app import session
+from xgpt.app.session import open_session, timing_of
+from xgpt.cli import run
+from xgpt.core import local
+from xgpt.core.errors import InputError
+from xgpt.core.job import Job
+from xgpt.core.job_file import load_job
 from xprofiler.roofline import Roofline
 
 TWO_A40 = "0, GPU-a, NVIDIA A40, 46068\n1, GPU-b, NVIDIA A40, 46068\n"

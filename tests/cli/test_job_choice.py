@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.cli.job_choice import choose_for_the_job
-from xgpt.cli.planning import Planner
-from xgpt.cli.prediction import predict
-from xgpt.cli.session import Session, executable, find, open_session, timing_of, with_room
+from xgpt.app.job_choice import choose_for_the_job
+from xgpt.app.prediction import predict
+from xgpt.app.session import Session, executable, find, open_session, timing_of, with_room
+from xgpt.core.schedule import JOB_STATUS, Schedule, load_schedule, save_schedule
 from xgpt.report.table import schedule_table
-from xgpt.schedule import JOB_STATUS, Schedule, load_schedule, save_schedule
 from xscheduler.job_time import SHORT, WORTH, searched_spaces
+from xscheduler.planner import Planner
 from xscheduler.uncertainty import margin
 
 
@@ -57,7 +57,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 
 
 def steady_or_baseline(session: Session) -> Schedule:
-    from xgpt.cli.baseline_planning import find_baseline
+    from xscheduler.spaces.baselines import find_baseline
 
     if session.problem.fixed.policy == "ft":
         return with_room(session, find_baseline(session.problem, timing_of(session)))

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.cli import main as entry
-from xgpt.errors import InputError, Mistake, StoppedEarly, XgptError
+from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 
 BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
 JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"

@@ -15,16 +15,16 @@ from click.testing import CliRunner
 from test_rescheduling import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
-from xgpt.cli.observing import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
-from xgpt.cli.rescheduling import CAUTION, Rescheduler, rescheduler_of, slots_for
-from xgpt.cli.session import Session, find, timing_of
-from xgpt.errors import InfeasibleError
-from xgpt.lengths import JointLengths, empirical
+from xgpt.app.observing import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
+from xgpt.app.session import Session, find, timing_of
+from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.schedule import Schedule, load_schedule, save_schedule, with_estimate
 from xgpt.report.table import schedule_table
-from xgpt.schedule import Schedule, load_schedule, save_schedule, with_estimate
-from xrunner.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
 from xrunner.rules.rra import most_active, rra_change, rra_rule
-from xscheduler.revision import revise
+from xscheduler.live.revision import revise
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
 

@@ -10,15 +10,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.cli.prediction import predict
-from xgpt.cli.session import Session
-from xgpt.job import Adjustment, Constraint, FixedSchedule
-from xgpt.problem import Problem
-from xgpt.workload import Request
+from xgpt.app.prediction import predict
+from xgpt.app.session import Session
+from xgpt.core import catalog
+from xgpt.core.job import Adjustment, Constraint, FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.workload import Request
 from xprofiler.roofline import Roofline
 from xrunner.rules.order import run_order
-from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
 from xsimulator.replay import predict as predictions
 
 

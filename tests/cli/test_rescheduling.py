@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xgpt.cli.execution import _plan
-from xgpt.cli.rescheduling import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
-from xgpt.cli.session import Session, executable, find, open_session, timing_of
-from xgpt.job_file import load_job
-from xgpt.schedule import Estimate, Schedule, with_estimate
-from xrunner.adjustments import OBSERVED_FILE, load_adjustment
+from xgpt.app.run import _plan
+from xgpt.app.session import Session, executable, find, open_session, timing_of
+from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
+from xgpt.core.job_file import load_job
+from xgpt.core.schedule import Estimate, Schedule, with_estimate
 from xrunner.checkpoint.source import ModelFiles
+from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
 from xrunner.rules.rra import most_active
 
 PLANNED_MEAN = 30.0
@@ -193,7 +193,7 @@ def test_a_failing_plan_leaves_the_run_alone(planned: tuple[Session, Schedule],
     def fail(*_: object) -> None:
         raise RuntimeError("the plan")
 
-    monkeypatch.setattr("xgpt.cli.rescheduling.revise", fail)
+    monkeypatch.setattr("xgpt.app.watch.revise", fail)
     write_state(session, outputs_of(45))
     assert own.update() is False and own.update() is False
     assert not own.decisions and own._is_over
@@ -242,7 +242,7 @@ def test_the_key(tmp_path: Path, text: str, expected: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["never", "0", "-1", "{}"])
 def test_the_key_refuses(tmp_path: Path, text: str) -> None:
-    from xgpt.errors import InputError
+    from xgpt.core.errors import InputError
 
     session_of(tmp_path)
     with pytest.raises(InputError, match="run.reschedule"):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from xgpt.app.session import open_session, timing_of
 from xgpt.cli import schedule as command
-from xgpt.cli.planning import Limits, Planner, in_the_same_lengths
-from xgpt.cli.session import open_session, timing_of
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.schedule import Schedule, load_schedule, with_estimate
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schedule import Schedule, load_schedule, with_estimate
 from xscheduler import drift
+from xscheduler.planner import Limits, Planner, in_the_same_lengths
 from xscheduler.price import Offer, price
 
 OPT_13B = """

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.cli.simulate import simulate
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 
 OPT_13B = """
 model: opt-13b

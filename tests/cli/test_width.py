@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from xgpt.cli import options
 from xgpt.cli.main import COMMANDS, cli
-from xgpt.errors import Mistake
+from xgpt.core.errors import Mistake
 from xgpt.report.table import table
 
 

@@ -25,14 +25,14 @@ import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.errors import XgptError  # noqa: E402
+from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
-from xrunner.kv import KvCache  # noqa: E402
-from xrunner.messages import Joined, StartMessage, StepMessage  # noqa: E402
+from xrunner.engine.kv import KvCache  # noqa: E402
+from xrunner.ops.sampling import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
-from xrunner.sampling import Sampling  # noqa: E402
+from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]

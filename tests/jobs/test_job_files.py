@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xgpt import catalog
-from xgpt.job_file import load_job
-from xgpt.workload import read_requests
+from xgpt.core import catalog
+from xgpt.core.job_file import load_job
+from xgpt.core.workload import read_requests
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 JOB_FILES = sorted(JOBS.glob("*.yaml"))

@@ -7,9 +7,9 @@ import sys
 import torch
 from mpi4py import MPI
 
-from xrunner.collective import MpiGroup
 from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
-from xrunner.torch_group import TorchGroup
+from xrunner.transport.collective import MpiGroup
+from xrunner.transport.torch_group import TorchGroup
 
 
 def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],

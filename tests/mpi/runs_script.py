@@ -14,17 +14,17 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys
 
-from xgpt.schedule import StageAssignment
-from xrunner.collective import Group
-from xrunner.comm import MpiComm, wait_politely
-from xrunner.courier import LOOK_S
+from xgpt.core.schedule import StageAssignment
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
-from xrunner.handover import parts
+from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.route import Route, routes
 from xrunner.rules.rra import RraRule
-from xrunner.stage import StageExecutor
-from xrunner.torch_group import TorchGroup
+from xrunner.transport.collective import Group
+from xrunner.transport.comm import MpiComm, wait_politely
+from xrunner.transport.courier import LOOK_S
+from xrunner.transport.handover import parts
+from xrunner.transport.route import Route, routes
+from xrunner.transport.torch_group import TorchGroup
 from xrunner.world import group_of
 
 

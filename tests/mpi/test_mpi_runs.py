@@ -23,15 +23,15 @@ import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from xgpt.errors import XgptError  # noqa: E402
-from xgpt.job_file import load_job  # noqa: E402
+from xgpt.core.errors import XgptError  # noqa: E402
+from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xgpt.launch.local import run_ranks  # noqa: E402
-from xgpt.problem import resolve  # noqa: E402
-from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.held import read_held  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi

@@ -13,14 +13,14 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 from job_folder import XGPT, read_lines  # noqa: E402
 
-from xgpt.job_file import load_job  # noqa: E402
+from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
 from xgpt.launch.local import run_ranks  # noqa: E402
-from xgpt.problem import resolve  # noqa: E402
-from xgpt.schedule import Schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.random_model import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
 
 JOB = """
 model: {model}

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
-from xgpt.job_file import load_job  # noqa: E402
-from xgpt.problem import Problem, resolve  # noqa: E402
-from xgpt.schedule import Estimate, Schedule, load_schedule, save_schedule  # noqa: E402
+from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.core.problem import Problem, resolve  # noqa: E402
+from xgpt.core.schedule import Estimate, Schedule, load_schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
 from xrunner.rules.rra import RraChange, rra_rule  # noqa: E402
-from xsimulator.policies.rra import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi

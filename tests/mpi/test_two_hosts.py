@@ -21,15 +21,15 @@ import namespaces  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.job_file import load_job  # noqa: E402
+from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
 from xgpt.launch.local import run_ranks  # noqa: E402
-from xgpt.problem import resolve  # noqa: E402
-from xgpt.schedule import Schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.rra import RraConfig  # noqa: E402
-from xsimulator.policies.waa import WaaConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import RraConfig  # noqa: E402
+from xsimulator.policies.waa.closed_form import WaaConfig  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 
@@ -37,10 +37,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 LAUNCH = """
 import sys
 from pathlib import Path
-from xgpt.cli.local_profile import hosts_of
-from xgpt.job_file import load_job
+from xgpt.app.local_profile import hosts_of
+from xgpt.core.job_file import load_job
 from xgpt.launch.local import run_ranks
-from xgpt.problem import resolve
+from xgpt.core.problem import resolve
 job = load_job(Path(sys.argv[1]), sys.argv[3:])
 hosts = hosts_of(job, resolve(job))
 assert hosts is not None and hosts.ranks_each == 1

@@ -20,12 +20,12 @@ import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.job_file import load_job  # noqa: E402
-from xgpt.problem import resolve  # noqa: E402
-from xgpt.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
+from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.waa import WaaConfig  # noqa: E402
+from xsimulator.policies.waa.closed_form import WaaConfig  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from xgpt.schedule import Estimate, Rejected, Schedule, StageAssignment, save_schedule
+from xgpt.core.schedule import Estimate, Rejected, Schedule, StageAssignment, save_schedule
 
 HOSTILE_TEXTS = (
     "</script><script>document.title = 'OWNED'</script>",

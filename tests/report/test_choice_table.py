@@ -8,10 +8,10 @@ import math
 import pytest
 from fake_run import fake_schedule
 
+from xgpt.core.schedule import Rejected
 from xgpt.report.choice_table import choice_table
 from xgpt.report.table import WIDTH, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
-from xgpt.schedule import Rejected
 
 
 def joined(text: str) -> str:

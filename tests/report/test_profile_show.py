@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from fake_run import write_fake_run
 
-from xgpt import catalog
-from xgpt.errors import MissingExtraError
+from xgpt.core import catalog
+from xgpt.core.errors import MissingExtraError
 from xgpt.report import plots, profile_plots
 from xgpt.report.page import write_report
 from xgpt.report.profile_plots import write_profile_plots

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from xgpt.core.schedule import StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord
 from xgpt.report.timeline import draw, memory_plot, stage_names, steady_window
-from xgpt.schedule import StageAssignment
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 

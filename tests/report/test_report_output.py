@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fake_run import write_fake_run
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
+from xgpt.core.schedule import SCHEDULE_VERSION
 from xgpt.report.output import number, read_output
-from xgpt.schedule import SCHEDULE_VERSION
 
 
 @pytest.fixture

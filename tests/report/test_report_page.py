@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fake_run import HOSTILE_TEXTS, write_fake_run
 
-from xgpt.errors import MissingExtraError
+from xgpt.core.errors import MissingExtraError
 from xgpt.report import plots
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import expected_output_lengths, write_report

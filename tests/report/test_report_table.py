@@ -10,8 +10,8 @@ import sys
 import pytest
 from fake_run import fake_schedule
 
+from xgpt.core.schedule import Schedule, StageAssignment, with_estimate
 from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table
-from xgpt.schedule import Schedule, StageAssignment, with_estimate
 
 METRICS = {"queries": 72, "errors": 1, "status": "done",
            "throughput_qps": {"measured": 1.8, "predicted": 2.0},

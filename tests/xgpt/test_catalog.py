@@ -7,14 +7,14 @@ import string
 
 import pytest
 
-from xgpt import catalog
-from xgpt.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S
-from xgpt.errors import EXIT_BAD_INPUT, Mistake, UnknownNameError
-from xgpt.inline_cluster import build_cluster, read_inline_cluster
-from xgpt.model import FAMILIES
-from xgpt.sections import Section
-from xgpt.units import DTYPE_BYTES
-from xgpt.yaml_tree import Field
+from xgpt.core import catalog
+from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S
+from xgpt.core.errors import EXIT_BAD_INPUT, Mistake, UnknownNameError
+from xgpt.core.inline_cluster import build_cluster, read_inline_cluster
+from xgpt.core.model import FAMILIES
+from xgpt.core.sections import Section
+from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.yaml_tree import Field
 
 MODELS = catalog.names("model")
 # Parameters by the shape, in billions. The papers round: GPT-3 "175B" has 174.6, "OPT-13B" 12.85.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xgpt import catalog
+from xgpt.core import catalog
 
 
 def test_ranks_fill_a_node_before_the_next() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xgpt import contention
-from xgpt.contention import NOTICEABLE_SHARE, Contention, in_words
+from xgpt.launch import contention
+from xgpt.launch.contention import NOTICEABLE_SHARE, Contention, in_words
 
 
 def write_stat(path: Path, busy_ticks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xgpt.errors import (
+from xgpt.core.errors import (
     InfeasibleError,
     InputError,
     MissingExtraError,

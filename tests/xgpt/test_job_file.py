@@ -11,9 +11,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xgpt.errors import EXIT_BAD_INPUT, InputError
-from xgpt.job import Adjustment, Constraint, FixedSchedule, Job, LengthSpec, RunSpec
-from xgpt.job_file import POLICIES, load_job
+from xgpt.core.errors import EXIT_BAD_INPUT, InputError
+from xgpt.core.job import Adjustment, Constraint, FixedSchedule, Job, LengthSpec, RunSpec
+from xgpt.core.job_file import POLICIES, load_job
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 FULL = """\

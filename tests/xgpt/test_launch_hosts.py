@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.cluster import Cluster
-from xgpt.errors import InputError
-from xgpt.job_file import load_job
+from xgpt.core.cluster import Cluster
+from xgpt.core.errors import InputError
+from xgpt.core.job_file import load_job
+from xgpt.core.problem import resolve_cluster
 from xgpt.launch import local
 from xgpt.launch.hosts import Hosts, check_hosts
-from xgpt.problem import resolve_cluster
 
 JOB = """
 model: opt-125m

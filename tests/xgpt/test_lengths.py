@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.lengths import (
+from xgpt.core.lengths import (
     JointLengths,
     bootstrap,
     empirical,

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from xgpt import catalog, local
-from xgpt.errors import InputError
-from xgpt.units import GIB, MIB
+from xgpt.core import catalog, local
+from xgpt.core.errors import InputError
+from xgpt.core.units import GIB, MIB
 
 SMI = """\
 0, GPU-aaaa-1, NVIDIA A40, 46068

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from xgpt import catalog
-from xgpt.model import ModelSpec, from_hf_config
+from xgpt.core import catalog
+from xgpt.core.model import ModelSpec, from_hf_config
 
 OPT_125M = {
     "model_type": "opt", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12,

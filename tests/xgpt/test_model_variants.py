@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xgpt.model import from_hf_config
+from xgpt.core.model import from_hf_config
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "vocab_size": 11, "intermediate_size": 16}

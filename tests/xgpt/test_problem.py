@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xgpt import catalog, local
-from xgpt.errors import InputError
-from xgpt.job import Job
-from xgpt.job_file import load_job
-from xgpt.job_lengths import DEFAULT_MAX_TOKENS
-from xgpt.problem import Problem, resolve, resolve_dtype
-from xgpt.workload import read_requests
+from xgpt.core import catalog, local
+from xgpt.core.errors import InputError
+from xgpt.core.job import Job
+from xgpt.core.job_file import load_job
+from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
+from xgpt.core.problem import Problem, resolve, resolve_dtype
+from xgpt.core.workload import read_requests
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xgpt.errors import InputError
-from xgpt.schedule import (
+from xgpt.core.errors import InputError
+from xgpt.core.schedule import (
     Estimate,
     Rejected,
     Schedule,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from xgpt.units import GIB, format_bytes, format_seconds, parse_bytes, parse_seconds
+from xgpt.core.units import GIB, format_bytes, format_seconds, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [

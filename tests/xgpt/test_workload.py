@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xgpt.errors import InputError
-from xgpt.lengths import JointLengths, joint_empirical, truncated_normal
-from xgpt.workload import Request, RequestError, read_requests, synthetic_requests
+from xgpt.core.errors import InputError
+from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
+from xgpt.core.workload import Request, RequestError, read_requests, synthetic_requests
 
 
 def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.errors import InputError, Mistake
-from xgpt.yaml_tree import MAX_FILE_BYTES, Field, apply_override, parse_tree, read_tree
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.yaml_tree import MAX_FILE_BYTES, Field, apply_override, parse_tree, read_tree
 
 
 def _plain(field: Field) -> Any:

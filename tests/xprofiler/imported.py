@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from xgpt import catalog
-from xgpt.errors import InputError
-from xgpt.model import ModelSpec
+from xgpt.core import catalog
+from xgpt.core.errors import InputError
+from xgpt.core.model import ModelSpec
 from xprofiler.profile import Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.errors import InputError
+from xgpt.core import catalog
+from xgpt.core.errors import InputError
 from xprofiler import constants
 from xprofiler.calibrate import Calibration, CalibrationPoint, Gemm, calibrate
 from xprofiler.roofline import Roofline

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")
 
-from xgpt.model import ModelSpec  # noqa: E402
+from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
 from xprofiler.measure.clock import CudaClock, clock_of  # noqa: E402
 from xprofiler.measure.peaks import measure_peaks  # noqa: E402

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from imported import A100, DATA, TINY, again, faults, needs_data, seconds, write
 
-from xgpt import catalog
-from xgpt.errors import InputError, UnknownNameError
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, UnknownNameError
 from xprofiler.importers import aiconfigurator, import_folder, kernel_tables
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from imported import A100, DATA, TINY, again, faults, needs_data, seconds, write
 
-from xgpt import catalog
-from xgpt.errors import InputError
+from xgpt.core import catalog
+from xgpt.core.errors import InputError
 from xprofiler.importers import distserve, import_folder, vidur
 from xprofiler.importers.parts import grouped_messages, samples_at, undisturbed
 from xprofiler.importers.table import Column, read_table

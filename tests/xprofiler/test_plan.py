@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xgpt import catalog
+from xgpt.core import catalog
 from xprofiler.interpolation import Grid
 from xprofiler.plan import (
     DECODE_ROWS_UP_TO,

@@ -11,18 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
-from xgpt.model import ModelSpec  # noqa: E402
-from xgpt.schedule import StageAssignment  # noqa: E402
+from xgpt.core.model import ModelSpec  # noqa: E402
+from xgpt.core.schedule import StageAssignment  # noqa: E402
 from xprofiler.measure.bench import LayerBench, ordinary_inputs, ragged  # noqa: E402
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
 from xprofiler.measure.probe import Parts, Probe, Whole  # noqa: E402
-from xrunner.messages import Joined, StartMessage, StepMessage  # noqa: E402
+from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
+from xrunner.ops.sampling import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
-from xrunner.sampling import Sampling  # noqa: E402
-from xrunner.stage import StageExecutor  # noqa: E402
+from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 
 SPECS = {
     "llama": ModelSpec(name="llama", family="llama", num_layers=3, hidden_size=48, num_heads=6,

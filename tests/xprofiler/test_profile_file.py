@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from xgpt import catalog
-from xgpt.errors import InputError, XgptError
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, XgptError
 from xprofiler.cache import cached_profile_path, model_shape
 from xprofiler.profile import (
     Peaks,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.cluster import Link
-from xgpt.errors import XgptError
+from xgpt.core import catalog
+from xgpt.core.cluster import Link
+from xgpt.core.errors import XgptError
 from xprofiler.profile import (
     ALL_REDUCE,
     HANDOVER,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.cluster import Device
-from xgpt.model import ModelSpec
+from xgpt.core import catalog
+from xgpt.core.cluster import Device
+from xgpt.core.model import ModelSpec
 from xprofiler.roofline import Roofline, cross_kv_params, link_kind, rest_params
 from xprofiler.timing import Operator
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.model import ModelSpec
+from xgpt.core import catalog
+from xgpt.core.model import ModelSpec
 from xprofiler.profile import Peaks
 from xprofiler.roofline import cross_kv_params, rest_params
 from xprofiler.timing import Operator

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from toys import FAMILIES, T5_FAMILIES, Collector, random_queries, run_in_process
 
-from xrunner.query import PreparedQuery
+from xrunner.engine.query import PreparedQuery
+from xrunner.engine.stage import StageExecutor
+from xrunner.ops.sampling import Sampling
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import SarathiRule, VllmRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, Step
-from xrunner.sampling import Sampling
-from xrunner.stage import StageExecutor
 
 Made = Callable[[str], tuple[Path, Any]]
 Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
 
-from xgpt.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.check import MAX_SHOWN, check_weights
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.tensors import wanted_tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toys import make_model, random_queries, run_in_process, spec_of
 
-from xgpt.errors import XgptError
+from xgpt.core.errors import XgptError
 from xrunner.checkpoint import source
 from xrunner.checkpoint.reader import CheckpointReader
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import toys
 
-from xgpt.errors import XgptError
-from xgpt.schedule import Estimate, Schedule, StageAssignment, save_schedule
-from xrunner.comm import local_comms
+from xgpt.core.errors import XgptError
+from xgpt.core.schedule import Estimate, Schedule, StageAssignment, save_schedule
 from xrunner.engines import deepspeed_worker
 from xrunner.plan import RunPlan
+from xrunner.transport.comm import local_comms
 from xrunner.world import World
 
 Made = Callable[[str], tuple[Path, Any]]

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
 from xrunner import devices
-from xrunner.comm import LocalComm, local_comms
-from xrunner.courier import EntryReceiver, EntrySender
-from xrunner.handover import parts
-from xrunner.messages import Joined, Message, StartMessage, StepMessage
+from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import Part
+from xrunner.ops.sampling import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.sampling import Sampling
-from xrunner.stage import StageExecutor
+from xrunner.transport.comm import LocalComm, local_comms
+from xrunner.transport.courier import EntryReceiver, EntrySender
+from xrunner.transport.handover import parts
+from xrunner.transport.messages import Joined, Message, StartMessage, StepMessage
 
 DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
 START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
-from xrunner.kv import KvCache
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xrunner.engine.kv import KvCache
 from xrunner.rules.compaction import apply_moves, compaction_moves
 
 SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,

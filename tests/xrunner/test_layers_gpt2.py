@@ -12,7 +12,7 @@ import pytest
 import torch
 from toys import make_model, spec_of, split_stages
 
-from xgpt.model import from_hf_config
+from xgpt.core.model import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
 from xrunner.models.shard import Shard

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from toys import VOCAB, Lockstep, make_t5, spec_of
 
-from xgpt.model import ModelSpec, from_hf_config
+from xgpt.core.model import ModelSpec, from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.models.attention import (
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
+from xrunner.models.t5 import SCALE
+from xrunner.models.weights import WeightSource
+from xrunner.ops.attention import (
     attend_bidirectional,
     attend_cross,
     attend_decode,
@@ -21,10 +25,6 @@ from xrunner.models.attention import (
     decode_context,
     store_packed,
 )
-from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
-from xrunner.models.t5 import SCALE
-from xrunner.models.weights import WeightSource
 
 LENGTHS, STEPS = [17, 3, 1, 9], 9
 F32 = torch.float32

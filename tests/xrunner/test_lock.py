@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.errors import XgptError
+from xgpt.core.errors import XgptError
 from xrunner.io.lock import output_lock
 
 

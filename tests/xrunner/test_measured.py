@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.measured import write_measured
-from xrunner.pipeline import RankReport
-from xrunner.stage import StepRecord
+from xrunner.engine.measured import write_measured
+from xrunner.engine.pipeline import RankReport
+from xrunner.engine.stage import StepRecord
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import joint_empirical
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import joint_empirical
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xrunner.baseline_heads import StaticHead
-from xrunner.comm import local_comms
+from xrunner.engine.baseline_heads import StaticHead
+from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
+from xrunner.engine.query import PreparedQuery
 from xrunner.engines.padded_model import PaddedModel, padded_left
-from xrunner.pipeline import Neighbours, await_start, serve_stage
-from xrunner.query import PreparedQuery
-from xrunner.route import Route
+from xrunner.ops.sampling import Sampling
 from xrunner.rules.static import StaticRule, static_rule
-from xrunner.sampling import Sampling
+from xrunner.transport.comm import local_comms
+from xrunner.transport.route import Route
 from xsimulator.policies import make_policy
-from xsimulator.policies.static import StaticConfig
+from xsimulator.policies.static.closed_form import StaticConfig
 from xsimulator.replay.job import replay_job
 
 Made = Callable[[str], tuple[Path, Any]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from toys import spec_of
 
-from xgpt.workload import Request
+from xgpt.core.workload import Request
 from xrunner.io.prepare import prepare
 from xrunner.io.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from toys import random_queries, run_in_process, spec_of, split_stages
 
-from xgpt import catalog
-from xgpt.model import ModelSpec
+from xgpt.core import catalog
+from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weights
 from xrunner.checkpoint.source import read_spec

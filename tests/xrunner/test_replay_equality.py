@@ -17,22 +17,22 @@ import numpy as np
 import pytest
 from toys import generate, random_queries, run_in_process, run_waa_in_process, spec_of
 
-from xgpt import catalog
-from xgpt.cluster import Cluster
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import joint_empirical
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import joint_empirical
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.query import PreparedQuery
+from xrunner.engine.query import PreparedQuery
+from xrunner.engine.stage import StageExecutor
 from xrunner.rules.registry import DECODER_ONLY, rules_for
 from xrunner.rules.steps import StepKind
-from xrunner.stage import StageExecutor
 from xsimulator.policies import make_policy
-from xsimulator.policies.iteration import IterationConfig
-from xsimulator.policies.rra import Rra, RraConfig
-from xsimulator.policies.static import StaticConfig
-from xsimulator.policies.waa import WaaConfig
+from xsimulator.policies.continuous.closed_form import IterationConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords
 

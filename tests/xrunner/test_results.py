@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from xgpt.workload import RequestError
+from xgpt.core.workload import RequestError
+from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.io.results import ResultWriter, count_results, write_errors
-from xrunner.query import FinishedQuery, PreparedQuery
 
 
 def finished(index: int, *, text: str = "täxt\n", openai: bool = False) -> FinishedQuery:

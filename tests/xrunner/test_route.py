@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from toys import split_stages
 
-from xrunner.route import ALONE, Route, routes
+from xrunner.transport.route import ALONE, Route, routes
 
 
 def routes_of(degrees: tuple[int, ...]) -> dict[int, Route]:

@@ -19,10 +19,10 @@ from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 
 from xprofiler.roofline import Roofline
-from xrunner.adjustments import Adjustment, Steering, read_observed
-from xrunner.query import FinishedQuery
+from xrunner.engine.query import FinishedQuery
+from xrunner.io.adjustments import Adjustment, Steering, read_observed
 from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
-from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
 from xsimulator.replay.job import replay_job
 
 
@@ -176,7 +176,7 @@ def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path:
 
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.adjustments._LEAST_KEPT", 50)
+    monkeypatch.setattr("xrunner.io.adjustments._LEAST_KEPT", 50)
     steering = Steering(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
     for index in range(298):
         if index != 3:

@@ -7,7 +7,7 @@ import torch
 from toys import Lockstep
 
 from xrunner.models.shard import Shard
-from xrunner.sampling import Sampling, sample, sample_shards, uniform
+from xrunner.ops.sampling import Sampling, sample, sample_shards, uniform
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
 

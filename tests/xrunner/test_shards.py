@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from toys import Lockstep, spec_of, split_stages
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec, refuse_tp_degree
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.kv import KvCache, cache_bytes
+from xrunner.engine.kv import KvCache, cache_bytes
 from xrunner.models import weights as weights_module
-from xrunner.models.attention import DecodeContext, decode_context
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import Part, RandomWeights
+from xrunner.ops.attention import DecodeContext, decode_context
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
 SHAPE = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=48, num_heads=12,

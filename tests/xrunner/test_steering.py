@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xgpt import catalog
-from xgpt.job import Adjustment, Constraint, FixedSchedule
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Adjustment, Constraint, FixedSchedule
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import WaaEncodeRule, waa_rules
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra import Rra, RraConfig
-from xsimulator.policies.waa import WaaConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
 
 MEAN = 20.0
 SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)

@@ -15,7 +15,6 @@ from toys import Collector, random_queries, run_in_process, run_waa_in_process, 
 from toys import waa_stages as stages_of_pools
 
 from xrunner import worker
-from xrunner.comm import local_comms
 from xrunner.engines import deepspeed_worker
 from xrunner.io.results import Answered
 from xrunner.plan import RunPlan
@@ -23,6 +22,7 @@ from xrunner.rules.paged import VllmRule
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule
+from xrunner.transport.comm import local_comms
 from xrunner.world import World
 
 COUNT = 7

@@ -10,17 +10,17 @@ from itertools import product
 import pytest
 import torch
 
-from xgpt import catalog
-from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
-from xrunner.comm import local_comms
-from xrunner.courier import EntryReceiver, EntrySender
-from xrunner.handover import pack, parts
-from xrunner.kv import KvCache
-from xrunner.messages import BlockMessage, Joined, StepMessage, StopMessage
-from xrunner.route import pools, routes
+from xgpt.core import catalog
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
+from xrunner.engine.kv import KvCache
+from xrunner.ops.sampling import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.sampling import Sampling
+from xrunner.transport.comm import local_comms
+from xrunner.transport.courier import EntryReceiver, EntrySender
+from xrunner.transport.handover import pack, parts
+from xrunner.transport.messages import BlockMessage, Joined, StepMessage, StopMessage
+from xrunner.transport.route import pools, routes
 
 LAYERS = 6
 

@@ -22,10 +22,10 @@ from toys import (
     waa_stages,
 )
 
-from xrunner.query import PreparedQuery
+from xrunner.engine.query import PreparedQuery
+from xrunner.ops.sampling import Sampling
 from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-from xrunner.sampling import Sampling
 
 Made = Callable[[str], tuple[Path, Any]]
 Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]

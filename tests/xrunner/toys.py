@@ -13,26 +13,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
-from xrunner.baseline_heads import head_for
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
-from xrunner.comm import Comm, local_comms
-from xrunner.courier import EntryReceiver, EntrySender
-from xrunner.handover import Part, parts
+from xrunner.engine.baseline_heads import head_for
+from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
+from xrunner.engine.query import FinishedQuery, PreparedQuery
+from xrunner.engine.stage import StageExecutor
+from xrunner.engine.waa_heads import DecodeHead, EncodeHead
 from xrunner.io.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.pipeline import Neighbours, await_start, serve_stage
-from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.route import Route, routes
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-from xrunner.stage import StageExecutor
-from xrunner.waa_heads import DecodeHead, EncodeHead
+from xrunner.transport.comm import Comm, local_comms
+from xrunner.transport.courier import EntryReceiver, EntrySender
+from xrunner.transport.handover import Part, parts
+from xrunner.transport.route import Route, routes
 
 torch.set_num_threads(1)  # ranks are threads or processes already; more than cores is a disaster
 

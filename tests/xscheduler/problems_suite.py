@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.cluster import Cluster, Device, Link
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, joint_empirical, truncated_normal
-from xgpt.model import ModelSpec
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster, Device, Link
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import Problem
 from xprofiler.profile import STEP_OVERHEAD, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
-from xscheduler.space import TensorPlan, tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
 from xsimulator.policies import policy_class
 from xsimulator.policies.envelope import SINGLES
-from xsimulator.policies.waa import WaaConfig
-from xsimulator.waa_plans import WaaPlans
+from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.plans import WaaPlans
 
 PAPER = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",
          "gpt3-175b": "a40-32", "gpt3-341b": "a40-48"}

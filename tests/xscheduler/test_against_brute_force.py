@@ -9,7 +9,7 @@ import math
 import pytest
 from problems_suite import Case, bounds_of, paper_cases, toy_case
 
-from xgpt.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import GAP, Scheduler
 

@@ -1,5 +1,5 @@
 """No point of a box is better than the box's bounds: random boxes of random problems, over the
-paper's models and tasks and toys with planted dips and jumps (xsimulator.policies.rra_bounds,
+paper's models and tasks and toys with planted dips and jumps (xsimulator.policies.rra.bounds,
 waa_bounds)."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from problems_suite import PAPER, TASKS, Case, noisy_profile, paper_case, toy_case, toy_problem
 
-from xgpt.job import FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xprofiler.interpolation import REFUSED_BEYOND
-from xscheduler.space import tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra import Rra, RraConfigs
-from xsimulator.policies.rra_bounds import SIDES, RraBounds
-from xsimulator.policies.waa import WaaConfig
-from xsimulator.policies.waa_bounds import WaaBounds, WaaBoxes
+from xsimulator.policies.rra.bounds import SIDES, RraBounds
+from xsimulator.policies.rra.closed_form import Rra, RraConfigs
+from xsimulator.policies.waa.bounds import WaaBounds, WaaBoxes
+from xsimulator.policies.waa.closed_form import WaaConfig
 
 BOXES, POINTS = 24, 30  # of a problem; of a box
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from xgpt import catalog
-from xgpt.cluster import Cluster
-from xgpt.schedule import StageAssignment
-from xscheduler.deployment import deployment, holdings, redeployment
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
+from xgpt.core.schedule import StageAssignment
+from xscheduler.live.deployment import deployment, holdings, redeployment
 from xsimulator import memory
 
 OPT = catalog.model("opt-13b")  # 40 layers

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
-from xgpt.errors import InfeasibleError
-from xgpt.lengths import JointLengths
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import JointLengths
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xscheduler import drift
 from xscheduler.drift import DriftRow, changed_lengths, drift_rows
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.job import FixedSchedule
-from xgpt.schedule import Rejected
+from xgpt.core.job import FixedSchedule
+from xgpt.core.schedule import Rejected
 from xscheduler.explanation import binding_limits, explain_choice, next_batch_breaks
 from xsimulator import memory
 

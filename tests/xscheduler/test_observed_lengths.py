@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt.lengths import JointLengths, empirical, truncated_normal
-from xscheduler.observed import Observation, drift_of, joint_of, observed_lengths
+from xgpt.core.lengths import JointLengths, empirical, truncated_normal
+from xscheduler.live.observed import Observation, drift_of, joint_of, observed_lengths
 
 PLANNED = truncated_normal(50, 25, 120)
 

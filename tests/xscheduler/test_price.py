@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from toy_jobs import MEMORY, roofline_of, schedule_of, toy_problem
 
-from xgpt.errors import InfeasibleError
-from xgpt.job import FixedSchedule
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import FixedSchedule
 from xscheduler.price import NOTHING, price
 from xscheduler.search import find_schedule
 

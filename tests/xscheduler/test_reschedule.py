@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.job import FixedSchedule
-from xscheduler.deployment import redeployment
-from xscheduler.pinned import PinnedSearch, pinned_policy
-from xscheduler.reschedule import break_even, reschedule
-from xsimulator.policies.rra import RraConfig
-from xsimulator.policies.waa import WaaConfig
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.job import FixedSchedule
+from xscheduler.live.deployment import redeployment
+from xscheduler.live.pinned import PinnedSearch, pinned_policy
+from xscheduler.live.reschedule import break_even, reschedule
+from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
 BATCHES, GROUPS = range(1, 41), range(1, 9)

@@ -18,16 +18,16 @@ from problems_suite import (
     toy_problem,
 )
 
-from xgpt import catalog
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.problem import Problem
-from xgpt.schedule import schedule_from_dict
+from xgpt.core import catalog
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import schedule_from_dict
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import Scheduler, find_schedule
-from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
 
 QUERIES = 40  # of every job here that is compared with brute force
 

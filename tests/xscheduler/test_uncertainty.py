@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.errors import InfeasibleError
-from xgpt.lengths import JointLengths, Lengths, empirical, joint_empirical, truncated_normal
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate, Schedule
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.lengths import JointLengths, Lengths, empirical, joint_empirical, truncated_normal
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.timing import Operator
 from xscheduler import uncertainty
-from xscheduler.pinned import pinned_policy
+from xscheduler.live.pinned import pinned_policy
 from xscheduler.uncertainty import Doubts, Margin, margin, plan_within, upper_limit
-from xsimulator.policies.rra import Rra, RraConfig, RraConfigs
+from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
 
 CONFIG = {"encode_batch": 12, "decode_iterations": 6}
 BOUND_S = 0.05

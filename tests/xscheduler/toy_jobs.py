@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from xgpt.cluster import Cluster, Device, Link
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, truncated_normal
-from xgpt.model import ModelSpec
-from xgpt.problem import Problem
-from xgpt.schedule import Schedule
+from xgpt.core.cluster import Cluster, Device, Link
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, truncated_normal
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra import RraConfig
-from xsimulator.policies.waa import WaaConfig
+from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,

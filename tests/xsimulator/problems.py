@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 
 # The paper's models on its clusters (its Table 2).

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xsimulator import baselines
-from xsimulator.policies.iteration import IterationConfig, Orca, Sarathi, Vllm
-from xsimulator.policies.rra import EstimateArrays
-from xsimulator.policies.static import Dsi, Ft, StaticConfig
+from xscheduler.spaces import grid_search as baselines
+from xsimulator.policies.continuous.closed_form import IterationConfig, Orca, Sarathi, Vllm
+from xsimulator.policies.rra.closed_form import EstimateArrays
+from xsimulator.policies.static.closed_form import Dsi, Ft, StaticConfig
 
 PLANS = [(1, 0), (4, 4)]
 

@@ -7,16 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, empirical
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.occupancy import QueryFlow
 from xsimulator.pipeline import phase_timeline
-from xsimulator.policies.phase_blocks import BlockTable, block_ends
-from xsimulator.policies.rra import Rra, RraConfig, RraConfigs
+from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
+from xsimulator.policies.rra.phase_blocks import BlockTable, block_ends
 from xsimulator.policies.step_tables import SizeTable, StepTables
 
 EVERY_ITERATION = 10**6

@@ -8,18 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, empirical
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
-from xsimulator.policies import continuous
-from xsimulator.policies.in_flight import intervals, least_intervals
-from xsimulator.policies.iteration import IterationConfig, Orca, Sarathi, Vllm, geometric
-from xsimulator.policies.paged_walk import WalkTable, equally_likely, walk
+from xsimulator.policies.continuous.closed_form import (
+    IterationConfig,
+    Orca,
+    Sarathi,
+    Vllm,
+    geometric,
+)
+from xsimulator.policies.continuous.forms import forms as continuous
+from xsimulator.policies.continuous.in_flight import intervals, least_intervals
+from xsimulator.policies.continuous.paged_walk import WalkTable, equally_likely, walk
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.steady import steady_figures
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt.lengths import JointLengths, empirical, joint_empirical, truncated_normal
+from xgpt.core.lengths import JointLengths, empirical, joint_empirical, truncated_normal
 from xsimulator.occupancy import QueryFlow, expected_maximum
 
 TASKS = {"S": ((256, 252, 512), (32, 13, 80)), "T": ((128, 81, 256), (128, 68, 320)),

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xgpt.cluster import Cluster, Device, Link
-from xgpt.errors import InfeasibleError
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, truncated_normal
-from xgpt.model import ModelSpec
-from xgpt.problem import Problem
+from xgpt.core.cluster import Cluster, Device, Link
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, truncated_normal
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile import (
     STEP_OVERHEAD,
@@ -28,7 +28,7 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
-from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
-from xgpt.errors import InputError
-from xgpt.job import Constraint
-from xgpt.lengths import empirical, joint_empirical
+from xgpt.core.errors import InputError
+from xgpt.core.job import Constraint
+from xgpt.core.lengths import empirical, joint_empirical
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.replay.job import replay_job

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
-from xgpt.errors import InputError
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.errors import InputError
+from xgpt.core.units import DTYPE_BYTES
+from xscheduler.spaces.grid_search import tensor_plans
 from xsimulator import memory
-from xsimulator.baselines import tensor_plans
 from xsimulator.plans import Plans
 from xsimulator.policies import POLICIES, make_config, make_policy
-from xsimulator.policies.rra import Rra, RraConfig
-from xsimulator.policies.waa_divisions import WaaC, WaaConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.waa.divisions import WaaC, WaaConfig
 from xsimulator.replay.job import Replayer
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from problems import TASKS
 
-from xgpt import catalog
+from xgpt.core import catalog
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xsimulator.occupancy import QueryFlow

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
-from xgpt.errors import XgptError
-from xgpt.schedule import Estimate
+from xgpt.core.errors import XgptError
+from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra import RraConfig
-from xsimulator.policies.waa import WaaConfig
+from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.recorded import load_recording
 from xsimulator.replay.records import ReplayResult

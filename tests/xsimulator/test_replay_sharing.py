@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from problems import problem_of
 
-from xgpt.schedule import StageAssignment
+from xgpt.core.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra import RraConfig
-from xsimulator.policies.waa import WaaConfig
+from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.sharing import slow_downs

@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.errors import InputError, UnknownNameError
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, empirical
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, UnknownNameError
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra, RraConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.predict import predict_job
 from xsimulator.replay.steady import steady_figures

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xgpt import catalog
-from xgpt.job import Constraint, FixedSchedule
-from xgpt.lengths import JointLengths, empirical, truncated_normal
-from xgpt.problem import Problem
+from xgpt.core import catalog
+from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.lengths import JointLengths, empirical, truncated_normal
+from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.static import StaticRule, static_rule
-from xsimulator.policies.static import Dsi, Ft, StaticConfig
+from xsimulator.policies.static.closed_form import Dsi, Ft, StaticConfig
 from xsimulator.replay.engine import Engine, Pool
 from xsimulator.replay.job import replay_job
 

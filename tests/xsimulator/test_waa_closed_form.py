@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
-from xgpt import catalog
-from xgpt.errors import InputError
-from xgpt.lengths import JointLengths, empirical
+from xgpt.core import catalog
+from xgpt.core.errors import InputError
+from xgpt.core.lengths import JointLengths, empirical
 from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator.handover import HandoverCost
 from xsimulator.plans import Plans
-from xsimulator.policies.waa import Waa, WaaConfig
-from xsimulator.policies.waa_divisions import WaaC, WaaM
+from xsimulator.policies.waa.closed_form import Waa, WaaConfig
+from xsimulator.policies.waa.divisions import WaaC, WaaM
+from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.steady import steady_figures
-from xsimulator.waa_plans import WaaPlans, pool_ranks
 
 
 class FixedDivision(Waa):

@@ -11,7 +11,7 @@ from types import TracebackType
 import click
 
 from xgpt.cli.options import is_terminal, say
-from xgpt.units import format_seconds
+from xgpt.core.units import format_seconds
 from xrunner.io.progress import Progress, read_progress
 
 _PLAIN_EVERY_S = 5.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from xgpt.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE, InputError, XgptError
+from xgpt.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE, InputError, XgptError
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {

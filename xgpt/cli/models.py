@@ -6,10 +6,10 @@ import textwrap
 
 import click
 
-from xgpt import catalog
 from xgpt.cli.options import plain, print_json
+from xgpt.core import catalog
+from xgpt.core.units import format_bytes
 from xgpt.report.table import WIDTH, table
-from xgpt.units import format_bytes
 
 
 @click.command()

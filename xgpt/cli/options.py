@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
-from xgpt.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake
 
 F = TypeVar("F", bound=Callable[..., Any])
 

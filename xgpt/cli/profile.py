@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from xgpt import catalog
-from xgpt.cli.local_profile import local_profile, wanted_profile
+from xgpt.app.local_profile import local_profile, wanted_profile
+from xgpt.app.session import open_session
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
-from xgpt.cli.session import open_session
-from xgpt.errors import InputError, Mistake, XgptError
-from xgpt.job_file import DTYPES
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, Mistake, XgptError
+from xgpt.core.job_file import DTYPES
+from xgpt.core.units import parse_seconds
 from xgpt.report.profile_table import profile_tables
-from xgpt.units import parse_seconds
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge
 from xprofiler.profile_file import load_profile, save_profile

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.errors import XgptError
-from xgpt.job_file import load_job
+from xgpt.core.errors import XgptError
+from xgpt.core.job_file import load_job
 
 
 @click.command()

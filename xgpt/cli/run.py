@@ -6,22 +6,22 @@ from pathlib import Path
 
 import click
 
-from xgpt.cli import deepspeed_engine
-from xgpt.cli.execution import check_model, execute, make_folder
-from xgpt.cli.options import job_arguments, print_json, say
-from xgpt.cli.session import (
+from xgpt.app import deepspeed_engine
+from xgpt.app.run import check_model, execute, make_folder
+from xgpt.app.session import (
     Session,
     executable,
     find,
     open_session,
     timing_of,
 )
-from xgpt.errors import InputError, Mistake
-from xgpt.job import Job
-from xgpt.job_file import LOCAL_CLUSTER, load_job
-from xgpt.local import detect, usable_cores, why_no_torch
+from xgpt.cli.options import job_arguments, print_json, say
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import Job
+from xgpt.core.job_file import LOCAL_CLUSTER, load_job
+from xgpt.core.local import detect, usable_cores, why_no_torch
+from xgpt.core.schedule import Schedule, load_schedule
 from xgpt.report.table import schedule_table
-from xgpt.schedule import Schedule, load_schedule
 from xprofiler.timing import TimingSource
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries

@@ -9,21 +9,21 @@ from typing import Any
 
 import click
 
-from xgpt.cli.few_queries import plan_with_enough
-from xgpt.cli.observing import hint
+from xgpt.app.few_queries import plan_with_enough
+from xgpt.app.observing import hint
+from xgpt.app.session import Session, open_session, timing_of, with_room
 from xgpt.cli.options import job_arguments, plain, print_json, say, writable_file
-from xgpt.cli.planning import Limits, Planner
-from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
-from xgpt.cli.session import Session, open_session, timing_of, with_room
-from xgpt.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schedule import Schedule, load_schedule, save_schedule
+from xgpt.core.units import parse_share
 from xgpt.report.choice_table import choice_table
+from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
 from xgpt.report.table import schedule_table, stage_table
-from xgpt.schedule import Schedule, load_schedule, save_schedule
-from xgpt.units import parse_share
 from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
+from xscheduler.live.reschedule import Reschedule, reschedule
+from xscheduler.planner import Limits, Planner
 from xscheduler.price import Offer, price
-from xscheduler.reschedule import Reschedule, reschedule
 from xscheduler.search import GAP
 
 

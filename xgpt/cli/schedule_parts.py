@@ -6,14 +6,14 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from xgpt.job import Constraint
+from xgpt.core.job import Constraint
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
 from xgpt.report.table import WIDTH, fact, table
-from xgpt.units import format_bytes, format_seconds
 from xscheduler.drift import DriftRow
-from xscheduler.pinned import Way
+from xscheduler.live.pinned import Way
+from xscheduler.live.reschedule import Reschedule, variables
 from xscheduler.price import Offer
-from xscheduler.reschedule import Reschedule, variables
 
 _INDENT = "  "
 

@@ -11,14 +11,14 @@ from typing import Any
 import click
 import numpy as np
 
+from xgpt.app.replays import names_of, replay_steady, steady_timeline
+from xgpt.app.session import Session, find, open_session, timing_of
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
-from xgpt.cli.replays import names_of, replay_steady, steady_timeline
-from xgpt.cli.session import Session, find, open_session, timing_of
-from xgpt.errors import InfeasibleError, InputError, Mistake
-from xgpt.job import FixedSchedule
+from xgpt.core.errors import InfeasibleError, InputError, Mistake
+from xgpt.core.job import FixedSchedule
+from xgpt.core.schedule import Estimate, load_schedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
-from xgpt.schedule import Estimate, load_schedule
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.search import POLICIES, find_schedule
@@ -138,7 +138,7 @@ def _best(session: Session, timing: TimingSource, name: str) -> Estimate | None:
                                  timing).estimate
         except InfeasibleError:
             return None
-    from xsimulator.baselines import best
+    from xscheduler.spaces.grid_search import best
 
     policy: Any = make_policy(name, problem, timing)
     found: Estimate | None = best(policy, problem.constraint.latency_s)

@@ -10,8 +10,8 @@ import click
 
 from xgpt.cli.bars import progress_line
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.errors import XgptError
-from xgpt.job_file import load_job
+from xgpt.core.errors import XgptError
+from xgpt.core.job_file import load_job
 from xgpt.report.table import WIDTH
 from xrunner.io.lock import is_locked
 from xrunner.io.progress import Progress, read_progress

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
+from xgpt.app.session import Session, open_session, timing_of, with_room
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.cli.planning import Planner
-from xgpt.cli.session import Session, open_session, timing_of, with_room
-from xgpt.errors import InfeasibleError, InputError, Mistake
+from xgpt.core.errors import InfeasibleError, InputError, Mistake
+from xgpt.core.schedule import Schedule
+from xgpt.core.units import format_seconds, parse_seconds
 from xgpt.report.table import fact, table
-from xgpt.schedule import Schedule
-from xgpt.units import format_seconds, parse_seconds
+from xscheduler.planner import Planner
 
 _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake
 
 _SSH = "ssh"
 # without a terminal nobody can answer a question of ssh's

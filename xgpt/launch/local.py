@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from xgpt.errors import MissingExtraError, StoppedEarly, XgptError
+from xgpt.core.errors import MissingExtraError, StoppedEarly, XgptError
 from xgpt.launch.hosts import Hosts, check_hosts
 
 _POLL_S = 0.1

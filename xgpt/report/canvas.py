@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.lengths import FloatArray
+from xgpt.core.lengths import FloatArray
 
 WIDTH, LEGEND_HEIGHT, AXIS_HEIGHT, FONT = 1060.0, 30.0, 40.0, 12.0
 # Pages define these variables (style.html.j2); a file of its own gets the light mode's colours.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from xgpt.core.schedule import Rejected, Schedule
+from xgpt.core.units import format_seconds
 from xgpt.report.figures import lost_to, percent, plain
 from xgpt.report.table import fact
-from xgpt.schedule import Rejected, Schedule
-from xgpt.units import format_seconds
 
 _POLICY, _DEGREE, _FREE, _BARE = ("policy ", "tp_degree ", "without a latency bound",
                                   "without a margin")

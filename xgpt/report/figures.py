@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from xgpt.core.schedule import JOB_STATUS, Rejected, Schedule
+from xgpt.core.units import format_seconds
 from xgpt.report.output import Output, QueryFigures, StepRecord, number
-from xgpt.schedule import JOB_STATUS, Rejected, Schedule
-from xgpt.units import format_seconds
 
 Verdict = Literal["good", "fair", "bad", "none"]
 # A prediction within 15 % is what the project promises of itself.

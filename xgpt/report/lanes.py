@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.units import format_seconds
 from xgpt.report.canvas import (
     AXIS_HEIGHT,
     FONT,
@@ -26,7 +27,6 @@ from xgpt.report.canvas import (
     number,
     text_at,
 )
-from xgpt.units import format_seconds
 
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"
 KINDS = (ENCODE, DECODE, MIXED)

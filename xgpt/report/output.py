@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xgpt.errors import InputError, Mistake
-from xgpt.schedule import Schedule, load_schedule
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.schedule import Schedule, load_schedule
 
 EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do
 
@@ -271,7 +271,7 @@ def _read_prompts(job: Mapping[str, Any], wanted: set[str], remarks: list[str]) 
     # remarks on the requests themselves belong to errors.jsonl, hence the list thrown away
     for line_number, row in _read_numbered_lines(path, []):
         given = row.get("custom_id", row.get("id"))
-        row_id = str(line_number if given is None else given)  # as xgpt.workload names them
+        row_id = str(line_number if given is None else given)  # as xgpt.core.workload names them
         if row_id in wanted and (prompt := _prompt_of(row)) is not None:
             prompts[row_id] = prompt
         if len(prompts) == len(wanted):

@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xgpt import catalog
-from xgpt.errors import MissingExtraError
-from xgpt.job import OWN_ENGINE
-from xgpt.lengths import Lengths, truncated_normal
+from xgpt.core import catalog
+from xgpt.core.errors import MissingExtraError
+from xgpt.core.job import OWN_ENGINE
+from xgpt.core.lengths import Lengths, truncated_normal
+from xgpt.core.schedule import Rejected, Schedule
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import plots, words
 from xgpt.report.changes import change_rows
 from xgpt.report.figures import (
@@ -34,8 +36,6 @@ from xgpt.report.figures import (
     quantity,
 )
 from xgpt.report.output import Answer, Output, number, read_output, text_at
-from xgpt.schedule import Rejected, Schedule
-from xgpt.units import format_bytes, format_seconds
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.lengths import Lengths
+from xgpt.core.lengths import Lengths
+from xgpt.core.units import format_seconds
 from xgpt.report.lanes import KINDS, Lane, draw_lanes
 from xgpt.report.output import QueryFigures, StepRecord
 from xgpt.report.svg import (
@@ -23,7 +24,6 @@ from xgpt.report.svg import (
     drawing,
     to_inline_svg,
 )
-from xgpt.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

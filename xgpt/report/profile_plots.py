@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xgpt.errors import MissingExtraError
+from xgpt.core.errors import MissingExtraError
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.plots import can_plot
 from xgpt.report.profile_table import (
@@ -30,7 +31,6 @@ from xgpt.report.profile_table import (
     title_of,
 )
 from xgpt.report.svg import BAD, DECODE, ENCODE, GOOD, INK, MUTED, SURFACE, drawing, to_inline_svg
-from xgpt.units import format_bytes, format_seconds
 from xprofiler.profile import STEP_OVERHEAD, Profile, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.verdict import SPREAD_LIMIT, judge

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
 from xgpt.report.table import _ascii, table
 from xgpt.report.words import clean, counted
-from xgpt.units import DTYPE_BYTES, format_bytes, format_seconds
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.timing import Operator

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xgpt.job import Constraint
+from xgpt.core.job import Constraint
+from xgpt.core.schedule import Estimate
+from xgpt.core.units import format_seconds
 from xgpt.report.figures import percent, plain
 from xgpt.report.table import fact, table
 from xgpt.report.words import counted
-from xgpt.schedule import Estimate
-from xgpt.units import format_seconds
 
 _STAGES_LISTED = 8
 

@@ -7,7 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xgpt.job import Constraint
+from xgpt.core.job import Constraint
+from xgpt.core.schedule import JOB_STATUS, Estimate, Schedule
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.words import (
@@ -19,8 +21,6 @@ from xgpt.report.words import (
     pruned_words,
     ranks_of,
 )
-from xgpt.schedule import JOB_STATUS, Estimate, Schedule
-from xgpt.units import format_bytes, format_seconds
 
 WIDTH = 80
 _GAP = "  "

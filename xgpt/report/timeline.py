@@ -11,7 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.schedule import StageAssignment
+from xgpt.core.units import format_seconds
 from xgpt.report.canvas import (
     AXIS_HEIGHT,
     WIDTH,
@@ -24,8 +26,6 @@ from xgpt.report.canvas import (
     text_at,
 )
 from xgpt.report.lanes import DECODE, ENCODE, Lane, draw_lanes
-from xgpt.schedule import StageAssignment
-from xgpt.units import format_seconds
 
 
 class StepLike(Protocol):

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from xgpt.core.schedule import JOB_STATUS, Estimate, Schedule, StageAssignment
+from xgpt.core.units import format_seconds
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
-from xgpt.schedule import JOB_STATUS, Estimate, Schedule, StageAssignment
-from xgpt.units import format_seconds
 
 _POLICY_NAMES = {
     "rra": "round-robin allocation (RRA): all stages encode, then decode",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from xgpt.cluster import Device
-from xgpt.errors import UnknownNameError
-from xgpt.model import ModelSpec
+from xgpt.core.cluster import Device
+from xgpt.core.errors import UnknownNameError
+from xgpt.core.model import ModelSpec
 from xprofiler.profile import Profile
 
 # name -> module with `import_folder(folder, model, device, dtype)`

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.cluster import Device
-from xgpt.model import ModelSpec, refuse_tp_degree
+from xgpt.core.cluster import Device
+from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xprofiler.importers.kernel_tables import (
     ELEMENT_BYTES,
     AllReduceTable,

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt import catalog
-from xgpt.cluster import Device
-from xgpt.model import ModelSpec, refuse_tp_degree
+from xgpt.core import catalog
+from xgpt.core.cluster import Device
+from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xprofiler.importers.parts import (
     MAX_QUERIES,
     MAX_TOKENS,

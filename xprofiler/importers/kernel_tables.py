@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.interpolate import RegularGridInterpolator
 
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.units import DTYPE_BYTES
 from xprofiler.importers.table import (
     BoolArray,
     Column,

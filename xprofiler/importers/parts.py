@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.cluster import Device
-from xgpt.errors import InputError, Mistake
-from xgpt.model import ModelSpec
-from xgpt.units import DTYPE_BYTES
+from xgpt.core.cluster import Device
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES
 from xprofiler.cache import model_shape
 from xprofiler.importers.table import FloatArray
 from xprofiler.profile import STEP_OVERHEAD, Peaks, Profile, ProfileMetadata, Sample, TableKey

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -14,19 +14,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from xgpt.model import ModelSpec
-from xgpt.schedule import StageAssignment
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
 from xprofiler.measure.clock import Clock, clock_of
 from xprofiler.measure.probe import Parts, Probe, Whole
 from xprofiler.plan import MEAN_INPUT
-from xrunner.kv import KvCache
-from xrunner.messages import Joined, StartMessage, StepMessage
+from xrunner.engine.kv import KvCache
+from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
+from xrunner.ops.sampling import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.sampling import Sampling
-from xrunner.stage import StageExecutor
+from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 _ENTRY = 0.5  # of every cache: attention takes as long whatever it reads, unless it is no number
 MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the cache's behaviour

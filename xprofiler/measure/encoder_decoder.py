@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction
 from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import Parts
-from xrunner.kv import KvCache
-from xrunner.models.attention import (
+from xrunner.engine.kv import KvCache
+from xrunner.models.shard import Shard
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
+from xrunner.models.t5 import SCALE
+from xrunner.models.weights import OnDevice, RandomWeights
+from xrunner.ops.attention import (
     attend_bidirectional,
     attend_cross,
     attend_decode,
@@ -26,11 +30,7 @@ from xrunner.models.attention import (
     decode_context,
     store_packed,
 )
-from xrunner.models.shard import Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
-from xrunner.models.t5 import SCALE
-from xrunner.models.weights import OnDevice, RandomWeights
-from xrunner.sampling import Sampling, sample
+from xrunner.ops.sampling import Sampling, sample
 
 
 class EncoderDecoderBench:

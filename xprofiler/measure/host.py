@@ -7,12 +7,12 @@ import time
 import torch
 from torch import Tensor
 
-from xrunner.comm import local_comms
-from xrunner.head import Head
-from xrunner.messages import StartMessage, StepMessage
-from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.engine.head import Head
+from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
+from xrunner.transport.comm import local_comms
+from xrunner.transport.messages import StartMessage, StepMessage
 
 _QUERIES, _TOKENS, _GROUPS, _ROUNDS = 32, 12, 2, 5
 

@@ -14,7 +14,7 @@ import torch
 from xprofiler.measure.probe import Parts
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
-from xrunner.comm import wait_politely
+from xrunner.transport.comm import wait_politely
 
 _ATTEMPTS = 3
 _POINT_S = 0.15  # a point is measured for about so long, and never fewer times than

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from xgpt.errors import InputError, Mistake
-from xgpt.model import ModelSpec
-from xgpt.model_file import load_json
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.model import ModelSpec
+from xgpt.core.model_file import load_json
 from xrunner.checkpoint.tensors import HEAD, Shape, locate, wanted_tensors
 
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer

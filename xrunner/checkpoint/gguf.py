@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xgpt.errors import MissingExtraError
+from xgpt.core.errors import MissingExtraError
 
 
 def convert_gguf(gguf: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xrunner.plan import write_atomically
 
 _KIND = "xgpt-random"  # in the place of a Hugging Face model_type

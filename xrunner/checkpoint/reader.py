@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
-from xgpt.model_file import load_json, wrong_file
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xgpt.core.model_file import load_json, wrong_file
 from xrunner.checkpoint.random_model import shape_to_make
 from xrunner.checkpoint.tensors import locate
 from xrunner.models.weights import Part, RandomWeights

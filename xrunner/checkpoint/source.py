@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt import catalog
-from xgpt.errors import MissingExtraError, XgptError
-from xgpt.model import ModelSpec
-from xgpt.model_file import load_json, shape_of
+from xgpt.core import catalog
+from xgpt.core.errors import MissingExtraError, XgptError
+from xgpt.core.model import ModelSpec
+from xgpt.core.model_file import load_json, shape_of
 from xrunner.checkpoint.random_model import random_shape
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 
 Shape = tuple[int, ...]
 HEAD = "lm_head.weight"  # where it is absent, the embedding serves

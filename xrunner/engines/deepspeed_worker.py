@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
-from xgpt.errors import XgptError
-from xgpt.schedule import Schedule, load_schedule
-from xrunner.baseline_heads import StaticHead
+from xgpt.core.errors import XgptError
+from xgpt.core.schedule import Schedule, load_schedule
 from xrunner.checkpoint.source import read_spec
+from xrunner.engine.baseline_heads import StaticHead
+from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
 from xrunner.io.results import write_errors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
-from xrunner.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.plan import RunPlan, load_plan
-from xrunner.route import routes
 from xrunner.rules.static import static_rule
+from xrunner.transport.route import routes
 from xrunner.worker import RunSink, Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.world import World, connect
 

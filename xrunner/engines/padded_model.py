@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xrunner.messages import StartMessage, StepMessage
+from xrunner.engine.stage import StepRecord
+from xrunner.ops.sampling import Sampling, sample
 from xrunner.rules.steps import StepKind
-from xrunner.sampling import Sampling, sample
-from xrunner.stage import StepRecord
+from xrunner.transport.messages import StartMessage, StepMessage
 
 LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
 
@@ -36,7 +36,7 @@ class _Rows:
 
 
 class PaddedModel:
-    """An Executor (xrunner.pipeline) of a decoder-only model that every rank calls alike."""
+    """An Executor (xrunner.engine.pipeline) of a decoder-only model that every rank calls alike."""
 
     def __init__(self, model: Any, *, max_positions: int | None, gives_answers: bool = True,
                  clock: Callable[[], float] = time.perf_counter) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from xgpt.errors import XgptError
+from xgpt.core.errors import XgptError
 
 _FILE = ".lock"
 _TRIES, _PAUSE_S = 5, 0.05  # `is_locked` holds the lock for an instant; a run holds it for good

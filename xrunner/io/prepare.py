@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec
-from xgpt.workload import Request, RequestError
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xgpt.core.workload import Request, RequestError
+from xrunner.engine.query import PreparedQuery
 from xrunner.io.tokenizer import TextTokenizer
+from xrunner.ops.sampling import Sampling
 from xrunner.plan import RunPlan
-from xrunner.query import PreparedQuery
-from xrunner.sampling import Sampling
 
 
 def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan,

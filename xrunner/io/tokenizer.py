@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xgpt.errors import InputError, MissingExtraError, Mistake, XgptError
-from xgpt.model_file import load_json, wrong_file
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
+from xgpt.core.model_file import load_json, wrong_file
 
 # Any of these makes a directory one with a tokenizer; without, requests must give tokens.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec, refuse_tp_degree
-from xgpt.schedule import StageAssignment
-from xrunner.models.attention import (
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.schedule import StageAssignment
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel
+from xrunner.models.t5 import SCALE
+from xrunner.models.weights import OnDevice, WeightSource
+from xrunner.ops.attention import (
     CrossContext,
     DecodeContext,
     attend_bidirectional,
@@ -23,10 +27,6 @@ from xrunner.models.attention import (
     attend_decode,
     store_packed,
 )
-from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel
-from xrunner.models.t5 import SCALE
-from xrunner.models.weights import OnDevice, WeightSource
 
 
 class EncoderDecoderStage:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xrunner.models.pre_norm import PreNormEnds, PreNormLayer, read_norm
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import Part, WeightSource

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from xgpt.model import ModelSpec
+from xgpt.core.model import ModelSpec
 from xrunner.models.weights import Part, WeightSource
 
 

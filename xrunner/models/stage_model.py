@@ -8,22 +8,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xgpt.errors import XgptError
-from xgpt.model import ModelSpec, refuse_tp_degree
-from xgpt.schedule import StageAssignment
-from xrunner.models.attention import (
-    DecodeContext,
-    Span,
-    attend_decode,
-    attend_encode,
-    attend_parts,
-)
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.schedule import StageAssignment
 from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
 from xrunner.models.llama import LlamaEnds, LlamaLayer
 from xrunner.models.opt import OptEnds, OptLayer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource
+from xrunner.ops.attention import (
+    DecodeContext,
+    Span,
+    attend_decode,
+    attend_encode,
+    attend_parts,
+)
 
 
 class Layer(Protocol):

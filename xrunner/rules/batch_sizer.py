@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xgpt.job import Adjustment
+from xgpt.core.job import Adjustment
 
 # Small enough that uneven batches no longer hold up a pipeline, large enough that most batches of
 # ordinary size are left as they are.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from xgpt.schedule import Estimate
+from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import Step, StepKind
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from xgpt.schedule import Estimate
+from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import Turns, slot_shares
 from xrunner.rules.steps import Chunk, Step, StepKind
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from xgpt.errors import UnknownNameError
-from xgpt.schedule import Estimate
+from xgpt.core.errors import UnknownNameError
+from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
 from xrunner.rules.rra import rra_rule

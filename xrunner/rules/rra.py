@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from xgpt.schedule import Estimate
+from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import Step, StepKind
 

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from xgpt.schedule import Estimate
+from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import Step, StepKind
 
 

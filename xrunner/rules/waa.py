@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from xgpt.schedule import Estimate
+from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import Step, StepKind
 

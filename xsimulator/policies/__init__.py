@@ -11,21 +11,21 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any, Protocol
 
-from xgpt.errors import UnknownNameError
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core.errors import UnknownNameError
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 
 # name -> (module, class, class of its configurations, which the module has or imports)
 POLICIES = {
-    "rra": ("rra", "Rra", "RraConfig"),
-    "waa-c": ("waa_divisions", "WaaC", "WaaConfig"),
-    "waa-m": ("waa_divisions", "WaaM", "WaaConfig"),
-    "ft": ("static", "Ft", "StaticConfig"),
-    "dsi": ("static", "Dsi", "StaticConfig"),
-    "orca": ("iteration", "Orca", "IterationConfig"),
-    "vllm": ("iteration", "Vllm", "IterationConfig"),
-    "sarathi": ("iteration", "Sarathi", "IterationConfig"),
+    "rra": ("rra.closed_form", "Rra", "RraConfig"),
+    "waa-c": ("waa.divisions", "WaaC", "WaaConfig"),
+    "waa-m": ("waa.divisions", "WaaM", "WaaConfig"),
+    "ft": ("static.closed_form", "Ft", "StaticConfig"),
+    "dsi": ("static.closed_form", "Dsi", "StaticConfig"),
+    "orca": ("continuous.closed_form", "Orca", "IterationConfig"),
+    "vllm": ("continuous.closed_form", "Vllm", "IterationConfig"),
+    "sarathi": ("continuous.closed_form", "Sarathi", "IterationConfig"),
 }
 BASELINES = ("ft", "dsi", "orca", "vllm", "sarathi")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from xgpt.lengths import FloatArray
+from xgpt.core.lengths import FloatArray
 
 NODES_AN_OCTAVE = 8  # of the length, at which a function of two is looked at
 # The count is looked at wherever it is whole up to SINGLES, where a measured table's points lie,

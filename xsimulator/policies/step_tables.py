@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.lengths import FloatArray
+from xgpt.core.lengths import FloatArray
 from xprofiler.timing import TimingSource
 from xsimulator.policies.envelope import rising_minorant
 from xsimulator.stage_times import PerDegree, StageTimes

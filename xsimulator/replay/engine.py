@@ -19,8 +19,8 @@ from functools import partial
 
 import numpy as np
 
-from xgpt.errors import XgptError
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.rows import GroupRows

@@ -8,9 +8,9 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.lengths import IntArray
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import BatchingRule
@@ -28,7 +28,8 @@ class Replayer:
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  padded: bool | None = None) -> None:
-        """padded: see xsimulator.policies.rra.Rra; None: as the timing source's kernels are."""
+        """padded: see xsimulator.policies.rra.closed_form.Rra; None: as the timing
+        source's kernels are."""
         self._problem, self._estimate = problem, estimate
         self._padded = timing.is_padded if padded is None else padded
         self._pools = [(role, tuple(stages)) for role, stages in groupby(

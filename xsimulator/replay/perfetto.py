@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 Event = dict[str, Any]

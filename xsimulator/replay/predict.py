@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.lengths import IntArray, JointLengths
-from xgpt.problem import Problem
-from xgpt.schedule import Estimate
+from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer, planned_outputs, replay_job
 from xsimulator.replay.steady import steady_figures

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.errors import XgptError
-from xgpt.lengths import IntArray
-from xgpt.schedule import StageAssignment
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import IntArray
+from xgpt.core.schedule import StageAssignment
 from xsimulator.replay.step_clock import StepSizes
 
 _UNTIMED = frozenset({"cross_kv"})  # taken up as it comes: part of no step

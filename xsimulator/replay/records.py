@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.steps import Step, StepKind
 
 BoolArray = NDArray[np.bool_]

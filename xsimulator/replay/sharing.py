@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xgpt.lengths import FloatArray
-from xgpt.schedule import StageAssignment
+from xgpt.core.lengths import FloatArray
+from xgpt.core.schedule import StageAssignment
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.step_clock import Clock, StepSizes
 

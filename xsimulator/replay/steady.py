@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.job import Constraint
-from xgpt.lengths import FloatArray, IntArray, Lengths
+from xgpt.core.job import Constraint
+from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 LEAST_NEAR = 30  # queries of about the bound's output length that a mean is taken of

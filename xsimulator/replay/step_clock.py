@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.lengths import FloatArray
+from xgpt.core.lengths import FloatArray
 from xsimulator.stage_times import StageTimes
 
 DENSE_ROWS = 4096

@@ -1,0 +1,269 @@
+"""This machine's profile of a job's model: found in the cache, gone on with, or measured."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+from xgpt.cli.bars import StepBar
+from xgpt.cli.options import say
+from xgpt.core.cluster import Device
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly
+from xgpt.core.job import Job
+from xgpt.core.local import core_clock, usable_cores
+from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.problem import Problem
+from xgpt.core.units import DTYPE_BYTES
+from xgpt.launch.contention import Contention, in_words
+from xgpt.launch.hosts import Hosts
+from xgpt.launch.local import run_ranks
+from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
+from xprofiler.plan import Needs, missing
+from xprofiler.profile import Profile, ProfileMetadata
+from xprofiler.profile_file import load_profile
+from xprofiler.verdict import judge
+from xrunner.checkpoint.source import cache_dir
+
+DEFAULT_BUDGET_S = 45.0
+_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
+_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
+_LEAST_QUERIES = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a profile must be of, and cover."""
+
+    metadata: ProfileMetadata
+    model: ModelSpec
+    needs: Needs
+    degrees: tuple[int, ...]
+    refused: dict[int, str]
+    links: tuple[str, str]  # inside a node, between nodes
+    hosts: Hosts | None = None  # that measure; None: this machine
+
+
+def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None) -> Wanted:
+    """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
+    also more than there are devices (a shard needs but one); None: what the job can use."""
+    cluster = problem.cluster
+    refused = {}
+    fixed = problem.fixed.tp_degree
+    if degrees is None:
+        # ranks outside the groups are stages of degree 1
+        has_single = problem.fixed.tp_gpus != cluster.num_devices
+        degrees = [d for d in range(1, cluster.devices_per_node + 1)
+                   if fixed in (None, d) or (d == 1 and has_single)]
+    possible = []
+    for degree in degrees:
+        reason = refuse_tp_degree(problem.model, degree)
+        if reason is None:
+            possible.append(degree)
+        else:
+            refused[degree] = reason
+    if not possible or fixed in refused:
+        raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
+                                  value=d, allowed=why) for d, why in refused.items()])
+    return Wanted(metadata=profile_metadata(job, problem), model=problem.model,
+                  needs=_needs(problem), degrees=tuple(possible), refused=refused,
+                  links=(cluster.intra_link.name, cluster.inter_link.name),
+                  hosts=hosts_of(job, problem))
+
+
+def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool = False
+                  ) -> Profile:
+    """The cached profile; measured, or gone on with, where points are missing, or where `budget_s`
+    leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
+    is kept, and the same command goes on."""
+    path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
+    if not again and (found := _sufficient(path, wanted, budget_s)) is not None:
+        return found
+    with _alone(path.parent):
+        # another process may have measured it while this one waited
+        if not again and (found := _sufficient(path, wanted, budget_s)) is not None:
+            return found
+        target = path.with_suffix(".again.json") if again else path
+        is_new = _cached(target) is None
+        if is_new:
+            target.unlink(missing_ok=True)
+        contention = Contention()
+        _measure(wanted, target, DEFAULT_BUDGET_S if budget_s is None else budget_s,
+                 is_new=is_new)
+        os.replace(target, path)  # `again`: what was there counts until its successor is whole
+        found = load_profile(path)
+    say(f"profile: {judge(found).sentence}")
+    if (warning := in_words(contention.others_share())) is not None:
+        say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
+    return found
+
+
+def _sufficient(path: Path, wanted: Wanted, budget_s: float | None) -> Profile | None:
+    """The cached profile, if nothing is to be added to it."""
+    found = _cached(path)
+    if found is None or not _is_complete(found, wanted) or found.spent_s < (budget_s or 0.0):
+        return None
+    say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
+    return found
+
+
+def _cached(path: Path) -> Profile | None:
+    """None where there is none, or none that can be read: a cache is no input of the user's."""
+    try:
+        return load_profile(path) if path.is_file() else None
+    except InputError as error:
+        say(f"profile: the cached one is left aside, {error.mistakes[0]}")
+        return None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time measures: two would disturb each other. Raises InputError where the
+    cache cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as cause:
+        raise InputError([Mistake(
+            file="cache", line=None, key="XDG_CACHE_HOME", value=str(folder),
+            allowed=f"a folder that can be written to: {cause.strerror}")]) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            say("profile: another xgpt is measuring here; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def threads_per_rank(job: Job, problem: Problem) -> int:
+    given = job.run.threads_per_rank
+    return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
+
+
+def hosts_of(job: Job, problem: Problem) -> Hosts | None:
+    """Where the job's ranks run; None for this machine."""
+    if not job.run.hosts:
+        return None
+    cluster = problem.cluster
+    return Hosts(names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
+                 threads_per_rank=threads_per_rank(job, problem), launcher=job.run.launcher,
+                 source=job.source)
+
+
+def _sharing(job: Job, problem: Problem) -> float:
+    """Threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise."""
+    cluster = problem.cluster
+    if cluster.device.kind != "cpu":
+        return 1.0
+    return max(cluster.devices_per_node * threads_per_rank(job, problem) / usable_cores(), 1.0)
+
+
+def _is_complete(profile: Profile, wanted: Wanted) -> bool:
+    return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
+
+
+def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
+    """What a profile must be of to speak of this job's run on this machine."""
+    device = problem.cluster.device
+    return ProfileMetadata(
+        model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
+        dtype=problem.dtype, ranks=problem.cluster.num_devices,
+        threads_per_rank=threads_per_rank(job, problem), kernels=kernels_fingerprint(),
+        sharing=_sharing(job, problem), libraries=_libraries(device),
+        sampling="drawn" if job.run.temperature > 0 else "greedy",
+        clock=core_clock(), date=date.today().isoformat(), commit=_commit())
+
+
+def _needs(problem: Problem) -> Needs:
+    """The job's own sizes where they are larger than usual ones."""
+    usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
+    inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
+    context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
+    per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+                 * min(context, problem.model.max_positions or context))
+    room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
+    return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
+                 queries=max(min(usual.queries, room), _LEAST_QUERIES),
+                 tokens=max(usual.tokens, inputs)).within(problem.model)
+
+
+def _measure(wanted: Wanted, target: Path, budget_s: float, *, is_new: bool) -> None:
+    for package in ("torch", "mpi4py"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "run", "measuring a profile")
+    of = wanted.metadata
+    degrees = ", ".join(str(d) for d in wanted.degrees)
+    say(f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on {of.ranks} "
+        f"ranks x {of.threads_per_rank} threads ({of.dtype}, tensor-parallel degree {degrees}), "
+        f"about {budget_s:.0f} s, once")
+    for reason in wanted.refused.values():
+        say(f"profile: left out, {reason}")
+    # every rank reads the request: hosts have the cache in common, but not /tmp
+    scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-",
+                                    dir=target.parent if wanted.hosts is not None else None))
+    try:
+        request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
+        near, far = wanted.links
+        request.write_text(json.dumps({
+            "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
+            "refused": wanted.refused, "needs": asdict(wanted.needs), "budget_s": budget_s,
+            "near": near, "far": far, "target": str(target), "progress": str(progress),
+            "stop": str(stop)}), encoding="utf-8")
+        with StepBar("profiling") as bar:
+            run_ranks("xprofiler.measure.worker", request, of.ranks,
+                      watch=lambda: bar.read(progress), ask_to_stop=stop.touch,
+                      hosts=wanted.hosts)
+        if stop.exists():
+            raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _libraries(device: Device) -> str:
+    """Versions of what decides the kernels and the messages."""
+    names = ["torch", "mpi4py", "mpich"]
+    found = [f"{name} {metadata.version(name)}" for name in names
+             if importlib.util.find_spec(name) is not None or _is_installed(name)]
+    if device.kind == "gpu":
+        found.append(_driver())
+    return ", ".join(found)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return "driver " + (_first_line(command) or "unknown")
+
+
+def _commit() -> str:
+    """Of the source this runs from, or the installed version."""
+    root = Path(__file__).resolve().parents[2]
+    found = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
+             if (root / ".git").exists() else "")
+    return found or f"version {metadata.version('xgpt')}"
+
+
+def _first_line(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else ""

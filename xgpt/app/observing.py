@@ -1,0 +1,135 @@
+"""`workload.output_tokens: observe` under a latency bound.
+
+A job is planned as if every query ran to its cap. Where no schedule keeps the bound that way it
+begins all the same, with the quickest there is, and settles once lengths have been seen
+(xgpt.app.watch). Each batch is decoded to its end before the next is encoded: nothing is
+quicker than a query that no encoding interrupts, and what a phase takes ends with the outputs that
+there really are. So of such schedules the largest batch within NEAR of the least latency is taken:
+a query that does run to its cap is late in any case, the others are far from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import OWN_ENGINE, Job
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.units import format_seconds
+from xprofiler.timing import TimingSource
+from xrunner.rules.rra import most_active
+from xscheduler.live.pinned import PinnedSearch
+from xscheduler.search import Scheduler
+from xscheduler.spaces.policy_search import RraPolicySearch
+from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
+
+if TYPE_CHECKING:
+    from xgpt.app.session import Session
+
+QUICKEST = "quickest at the caps"  # a Schedule's status: it does not keep its bound
+NEAR = 0.1  # share of the least latency that a larger batch may cost
+FIRST_QUERIES = 20  # done before lengths are looked at for the first time
+# Caches are sized once: for the best schedule, should outputs be the caps' SHORTth part, and for
+# HEADROOM times the queries that a group is planned to hold at least.
+SHORT, HEADROOM = 16, 8.0
+
+
+def found_or_begun(session: Session, timing: TimingSource,
+                   search: Callable[[], Schedule]) -> Schedule:
+    """What `search` finds, or what the job begins with where it finds nothing. Raises
+    InfeasibleError."""
+    try:
+        return search()
+    except InfeasibleError:
+        begun = beginning(session.problem, timing) if can_settle(session.job,
+                                                                 session.problem) else None
+        if begun is None:
+            raise
+        return begun
+
+
+def hint(job: Job, problem: Problem, timing: TimingSource) -> str:
+    """What is to be added to the word that there is no schedule; "" where a run would say no
+    more."""
+    if not can_settle(job, problem) or beginning(problem, timing) is None:
+        return ""
+    return (". With `output_tokens: observe`, `xgpt submit` would begin with the quickest schedule "
+            "there is, and settle once output lengths have been seen")
+
+
+def can_settle(job: Job, problem: Problem) -> bool:
+    """Whether a run of the job can change its schedule once it has seen lengths."""
+    fixed = job.schedule
+    is_fixed = fixed.encode_batch is not None and fixed.decode_iterations is not None
+    return (job.workload.output_tokens.kind == "observe" and fixed.policy in (None, "rra")
+            and not is_fixed and job.run.reschedule is not None and job.run.engine == OWN_ENGINE
+            and (problem.num_queries or 0) > FIRST_QUERIES)
+
+
+def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
+    """The schedule of RRA to begin with; None where something else than latency is in the way."""
+    constraint, fixed = problem.constraint, replace(problem.fixed, policy="rra")
+    if math.isinf(constraint.latency_s):
+        return None
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, fixed), problem.cluster,
+                        timing)
+    own = RraPolicySearch(problem, timing, plans, padded=timing.is_padded)
+    if fixed.decode_iterations is None:
+        fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))
+    problem = replace(problem, fixed=fixed)
+    easy = RraPolicySearch(problem, timing, plans, padded=timing.is_padded).easiest()
+    least_s = min((one.latency_s for one in easy if not one.reason), default=None)
+    if least_s is None:
+        return None
+    found = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
+    return replace(
+        found, latency_bound_s=constraint.latency_s, status=QUICKEST, bound_qps=math.inf,
+        gap=math.inf, rejected=(), pruned=(),
+        explanation=(f"{_sentence(problem, least_s)}.", _why(found, least_s)))
+
+
+def said_of(schedule: Schedule) -> str | None:
+    """The sentence on a schedule that a job begins with; None for any other."""
+    if schedule.status != QUICKEST or not schedule.explanation:
+        return None
+    return schedule.explanation[0].removesuffix(".")
+
+
+def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
+    """Queries that a group may come to hold once lengths have been seen, over those that it is
+    planned to hold; infinite where not even short outputs tell."""
+    outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
+    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.tp_degree,
+                    tp_gpus=estimate.tp_gpus, decode_micro_batches=estimate.decode_micro_batches)
+    short = replace(problem, fixed=fixed, lengths=JointLengths(
+        inputs=problem.lengths.inputs, outputs=outputs))
+    best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
+    if best.estimate is None or best.reason is not None:
+        return math.inf
+    return max(HEADROOM, most_active(best.estimate) / most_active(estimate))
+
+
+def _sentence(problem: Problem, least_s: float) -> str:
+    constraint, caps = problem.constraint, problem.lengths.outputs
+    is_equal = np.count_nonzero(caps.pmf) == 1
+    cap = f"its cap of {caps.max} tokens" if is_equal else f"its cap ({caps.max} tokens at most)"
+    surely = "" if least_s > constraint.latency_s else (
+        f" with a confidence of {constraint.confidence:.0%}")
+    return (f"No schedule keeps the bound of {constraint.latency_s:g} s{surely} if every query "
+            f"runs to {cap}; beginning with the quickest there is, until lengths are observed")
+
+
+def _why(schedule: Schedule, least_s: float) -> str:
+    estimate = schedule.estimate
+    queries = "1 query" if estimate.encode_batch == 1 else f"{estimate.encode_batch} queries"
+    return (f"{queries[:1].upper()}{queries[1:]} encoded together, then "
+            f"{estimate.decode_iterations} decode iterations, or fewer where all are done before: "
+            f"{format_seconds(estimate.latency_s)} for a query that runs to its cap, "
+            f"{format_seconds(least_s)} being the least there is.")

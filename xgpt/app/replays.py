@@ -1,0 +1,50 @@
+"""Replays that commands show: enough queries for a steady state, and a picture of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from xgpt.app.prediction import in_run_order
+from xgpt.app.session import Session
+from xgpt.core.schedule import Estimate
+from xgpt.report import timeline
+from xgpt.report.canvas import Drawing
+from xprofiler.timing import TimingSource
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.predict import sample_job
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import SteadyFigures, steady_figures
+
+LEAST_QUERIES = 2000
+ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
+MOST_QUERIES = 50_000
+
+
+def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
+                  num_queries: int | None = None) -> tuple[ReplayResult, SteadyFigures | None]:
+    """A replay of `num_queries` (the job's own, with their input lengths where those are known),
+    or of enough for a steady state; and the steady state in it."""
+    problem = session.problem
+    rng = np.random.default_rng(session.job.run.seed)
+    inputs = session.input_lengths if num_queries is not None else None
+    if inputs is not None:
+        inputs = inputs[in_run_order(session, estimate, len(inputs))]
+    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+    count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
+    own, outputs = sample_job(problem.lengths, count, rng, inputs)
+    result = replay_job(problem, timing, estimate, inputs=own, outputs=outputs,
+                        padded=timing.is_padded)
+    return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
+
+
+def names_of(session: Session, estimate: Estimate) -> list[str]:
+    """Of the stages, for a picture."""
+    kind = "GPU" if session.problem.cluster.device.kind == "gpu" else "worker"
+    return timeline.stage_names(estimate.stages, kind)
+
+
+def steady_timeline(session: Session, estimate: Estimate, result: ReplayResult) -> Drawing:
+    """A few periods from the middle of a replay."""
+    return timeline.draw(result, *timeline.steady_window(result), names_of(session, estimate))

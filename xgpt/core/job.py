@@ -1,0 +1,121 @@
+"""The job file as a frozen `Job`: exactly what the user wrote, checked, with nothing resolved.
+
+Building a Job has no side effect (no directory, no clock, no seed, no download). `load_job` in
+xgpt.core.job_file reads one; xgpt.core.problem resolves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+ConstraintKind = Literal["sequence", "queries"]
+OWN_ENGINE, DEEPSPEED = "xgpt", "deepspeed"
+ENGINES = (OWN_ENGINE, DEEPSPEED)  # what executes a schedule
+SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
+
+
+RESCHEDULE = 0.1  # run.reschedule: auto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSpec:
+    """How a length distribution is to be found: one of the ways of design.md section 5."""
+
+    kind: Literal["normal", "from_requests", "file", "task", "observe"]
+    mean: float | None = None
+    std: float | None = None
+    maximum: int | None = None
+    path: Path | None = None
+    task: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """`requests` is a file of prompts, or `count` synthetic queries."""
+
+    requests: Path | None
+    count: int | None
+    input_tokens: LengthSpec
+    output_tokens: LengthSpec
+    max_tokens: int | None = None  # cap on generated tokens of requests that name none
+    chat: bool = True  # apply the tokenizer's chat template, if it has one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """Bound on the latency of a query (`math.inf` for none), how surely it is to be kept, and what
+    of the cluster may be used."""
+
+    latency_s: float
+    kind: ConstraintKind = "sequence"
+    quantile: float = 0.99
+    confidence: float = 0.95  # least P(latency <= latency_s), given what is uncertain
+    drift: float = 0.0  # share by which the mean output length may turn out longer or shorter
+    memory_bytes: int | None = None  # of each device; None: all it has
+    max_gpus: int | None = None  # devices; None: all of the cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSchedule:
+    """Control variables the user fixed; None is left to the scheduler."""
+
+    policy: str | None = None
+    encode_batch: int | None = None
+    decode_iterations: int | None = None
+    decode_micro_batches: int | None = None
+    encode_micro_batches: int | None = None  # DSI
+    max_active: int | None = None  # ORCA, vLLM, Sarathi
+    token_budget: int | None = None  # vLLM, Sarathi
+    tp_degree: int | None = None
+    tp_gpus: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """How the workload is kept even while a job runs (paper section 5.2); None: as is usual.
+    `shuffle`: queries of a window that are taken in random order, or whether one of the usual size
+    is."""
+
+    share: float | None = None  # by which an encode batch's tokens may leave their mean; 0: as come
+    steers: bool | None = None  # whether encode batches lead the decode batch back to its mean
+    shuffle: bool | int = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """How to execute. `ranks` None: one per device of the cluster."""
+
+    ranks: int | None = None
+    dtype: str = "auto"
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    threads_per_rank: int | None = None
+    ignore_eos: bool = False
+    weights: str = "checkpoint"  # or "random": of the model's shape, for performance work
+    hosts: tuple[str, ...] = ()  # over which the ranks are spread evenly; (): this machine
+    launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
+    # share by which output lengths must leave the plan for it to be made anew; None: never
+    reschedule: float | None = RESCHEDULE
+    engine: str = OWN_ENGINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job file. `source` is its path, for messages; paths inside are absolute."""
+
+    name: str
+    model: str
+    cluster: str | dict[str, Any]
+    workload: WorkloadSpec
+    constraint: Constraint
+    schedule: FixedSchedule
+    run: RunSpec
+    slurm: dict[str, SlurmValue] | None
+    output: Path
+    source: Path
+    profile: Path | None = None  # a Profile file to plan with
+    adjustment: Adjustment = Adjustment()

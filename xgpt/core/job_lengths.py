@@ -1,0 +1,183 @@
+"""The length distributions a job asks for (design.md section 3.1), of each kind of LengthSpec.
+
+`observe` (output lengths to be learnt from the first part of the job) starts from the conservative
+end: every query is taken to run to its cap. With such a plan a query can only leave earlier than
+planned, so that neither the latency bound nor the memory is exceeded, and the predicted throughput
+is a lower bound. While the job runs, xgpt.app.watch puts what it sees in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import Job, LengthSpec
+from xgpt.core.length_file import MAX_LENGTH_TOKENS, read_length_pairs, read_lengths
+from xgpt.core.lengths import (
+    IntArray,
+    JointLengths,
+    Lengths,
+    empirical,
+    joint_empirical,
+    truncated_normal,
+)
+from xgpt.core.model import ModelSpec
+from xgpt.core.workload import Request
+
+# Cap on the output where neither the request, the job nor a distribution of outputs gives one.
+DEFAULT_MAX_TOKENS = 512
+_OBSERVE_NOTE = "every query taken to run to its cap, until observed"
+
+
+def resolve_lengths(job: Job, model: ModelSpec, requests: Sequence[Request] | None,
+                    token_lengths: IntArray | None) -> JointLengths:
+    """The joint distribution of the job's (input, output) lengths. Raises InputError, also where
+    the longest of them do not fit into the model's positions."""
+    inputs, outputs = job.workload.input_tokens, job.workload.output_tokens
+    if inputs.kind == "task" and inputs == outputs:
+        assert inputs.task is not None, f"{inputs = }"
+        lengths = catalog.task(inputs.task)
+    elif inputs.kind == "file" and inputs == outputs:
+        lengths = _joint_of_file(inputs)
+    elif inputs.kind == "from_requests" and outputs.kind in ("from_requests", "observe"):
+        lengths = _joint_of_requests(job, model, _needed(requests), token_lengths)
+    else:
+        lengths = JointLengths(inputs=_inputs(job, model, requests, token_lengths),
+                               outputs=_outputs(job, model, requests))
+    _check_positions(job, model, lengths)
+    return lengths
+
+
+def default_max_tokens(job: Job, lengths: JointLengths) -> int:
+    """Cap on the output of a request that names none: the job's, else the longest planned for."""
+    return job.workload.max_tokens or lengths.outputs.max
+
+
+def _joint_of_file(spec: LengthSpec) -> JointLengths:
+    assert spec.path is not None, f"{spec = }"
+    pairs = read_length_pairs(spec.path)
+    if pairs is None:
+        needed = "serves both sides, so it needs columns input and output"
+        raise InputError([Mistake(file=str(spec.path), line=None, key="lengths", value=None,
+                                  allowed=needed)])
+    return joint_empirical(pairs, note=f"observed in {len(pairs)} rows of {spec.path.name}")
+
+
+def _joint_of_requests(job: Job, model: ModelSpec, requests: Sequence[Request],
+                       token_lengths: IntArray | None) -> JointLengths:
+    is_observed = job.workload.output_tokens.kind == "observe"
+    outputs = _caps(job, requests) if is_observed else _forced(job, requests)
+    pairs = np.stack([_input_lengths(job, requests, token_lengths), outputs], axis=1)
+    pairs = pairs[_can_run(job, pairs[:, 0], model.max_positions)]
+    if is_observed and model.max_positions is not None:
+        # a cap beyond the positions ends where they do; a forced length cannot
+        pairs[:, 1] = np.minimum(pairs[:, 1], model.max_positions - pairs[:, 0])
+    note = f"of {len(pairs)} requests"
+    return JointLengths(inputs=empirical(pairs[:, 0], note),
+                        outputs=empirical(pairs[:, 1], _OBSERVE_NOTE if is_observed else note),
+                        pairs=pairs)
+
+
+def _can_run(job: Job, input_lengths: IntArray, max_positions: int | None) -> NDArray[np.bool_]:
+    """Which prompts have a token and leave room for one; the run reports the others as errors."""
+    limit = MAX_LENGTH_TOKENS + 1 if max_positions is None else max_positions
+    mask = (input_lengths > 0) & (input_lengths < limit)
+    if not mask.any():
+        raise _bad(job, "workload.requests", str(job.workload.requests),
+                   f"no prompt has a token and is shorter than the model's {limit} positions")
+    return np.asarray(mask)
+
+
+def _inputs(job: Job, model: ModelSpec, requests: Sequence[Request] | None,
+            token_lengths: IntArray | None) -> Lengths:
+    spec = job.workload.input_tokens
+    if spec.kind != "from_requests":
+        return _marginal(spec, is_input=True)
+    lengths = _input_lengths(job, _needed(requests), token_lengths)
+    lengths = lengths[_can_run(job, lengths, model.max_positions)]
+    return empirical(lengths, note=f"of {len(lengths)} requests")
+
+
+def _outputs(job: Job, model: ModelSpec, requests: Sequence[Request] | None) -> Lengths:
+    spec = job.workload.output_tokens
+    if spec.kind == "from_requests":
+        return empirical(_forced(job, _needed(requests)), note="forced by the requests")
+    if spec.kind == "observe":
+        caps = _caps(job, _needed(requests))
+        if model.max_positions is not None:
+            room = model.max_positions - _marginal(job.workload.input_tokens, is_input=True).max
+            caps = np.minimum(caps, max(room, 1))
+        return empirical(caps, note=_OBSERVE_NOTE)
+    return _marginal(spec, is_input=False)
+
+
+def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
+    """One side of a spec that needs no requests."""
+    if spec.kind == "normal":
+        assert spec.mean is not None and spec.std is not None and spec.maximum is not None
+        # a spread of millionths of the range (under two tokens of a million) is none
+        std = spec.std if spec.std > 4e-6 * spec.maximum else 0.0
+        return truncated_normal(spec.mean, std, spec.maximum)
+    if spec.kind == "task":
+        assert spec.task is not None, f"{spec = }"
+        task = catalog.task(spec.task)
+        return task.inputs if is_input else task.outputs
+    assert spec.kind == "file" and spec.path is not None, f"{spec = }"
+    values = read_lengths(spec.path, "input" if is_input else "output")
+    return empirical(values, note=f"observed in {len(values)} rows of {spec.path.name}")
+
+
+def _needed(requests: Sequence[Request] | None) -> Sequence[Request]:
+    assert requests, "load_job lets from_requests and observe through only with a file of requests"
+    return requests
+
+
+def _input_lengths(job: Job, requests: Sequence[Request],
+                   token_lengths: IntArray | None) -> IntArray:
+    if token_lengths is not None:
+        assert len(token_lengths) == len(requests), f"{len(token_lengths) = } {len(requests) = }"
+        return np.asarray(token_lengths, dtype=np.int64)
+    lengths = [len(request.tokens) for request in requests if request.tokens is not None]
+    if len(lengths) < len(requests):
+        raise _bad(job, "workload.input_tokens", "from_requests",
+                   "the prompts must be tokenised to know their lengths, which needs the model's "
+                   "tokenizer; without it give {mean, std, max} or {file: path}")
+    return np.array(lengths, dtype=np.int64)
+
+
+def _forced(job: Job, requests: Sequence[Request]) -> IntArray:
+    forced = [r.forced_tokens for r in requests if r.forced_tokens is not None]
+    if len(forced) < len(requests):
+        raise _bad(job, "workload.output_tokens", "from_requests",
+                   f"{len(requests) - len(forced)} of {len(requests)} requests have no "
+                   "forced_tokens; give {mean, std, max}, {file: path} or observe")
+    return np.array(forced, dtype=np.int64)
+
+
+def _caps(job: Job, requests: Sequence[Request]) -> IntArray:
+    default = job.workload.max_tokens or DEFAULT_MAX_TOKENS
+    caps = [min(request.output_cap(default), MAX_LENGTH_TOKENS) for request in requests]
+    return np.array(caps, dtype=np.int64)
+
+
+def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
+    if model.max_positions is None:
+        return
+    if lengths.pairs is not None:
+        longest = int(lengths.pairs.sum(axis=1).max())
+    else:
+        longest = lengths.inputs.max + lengths.outputs.max
+    if longest > model.max_positions:
+        raise _bad(job, "workload", None,
+                   f"the longest input and output ({lengths.inputs.max} and {lengths.outputs.max} "
+                   f"tokens, together {longest}) exceed the {model.max_positions} positions of "
+                   f"{model.name}")
+
+
+def _bad(job: Job, key: str, value: object, allowed: str) -> InputError:
+    return InputError([Mistake(file=str(job.source), line=None, key=key, value=value,
+                               allowed=allowed)])

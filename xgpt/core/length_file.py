@@ -1,0 +1,137 @@
+"""Lengths from a file: CSV or JSON lines with columns input and output, or one column alone, or the
+results.jsonl of a finished job (ours, or in OpenAI's batch form).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.lengths import IntArray
+
+Side: TypeAlias = Literal["input", "output"]
+MAX_LENGTH_TOKENS = 2**20  # longest sequence a distribution is made for
+MAX_MISTAKES = 20  # of a bad file; the rest would only repeat them
+
+_NAMES: dict[Side, tuple[str, ...]] = {
+    "input": ("input", "input_tokens", "prompt_tokens"),
+    "output": ("output", "output_tokens", "completion_tokens"),
+}
+_Row: TypeAlias = "tuple[int, Mapping[str, Any]]"  # line, values by column
+
+
+def read_lengths(path: Path, side: Side) -> IntArray:
+    """One side's lengths, [num_rows]: the column of that name, or the file's only column."""
+    rows = _read_rows(path)
+    key = _column(rows[0][1], side)
+    if key is None and len(rows[0][1]) == 1 and not any(
+            _column(rows[0][1], other) for other in _NAMES):  # the other side's is no substitute
+        key = next(iter(rows[0][1]))
+    if key is None:
+        raise _bad(path, rows[0][0], f"no column {side}; has {', '.join(map(str, rows[0][1]))}")
+    return np.array(_checked(path, rows, (key,)), dtype=np.int64)[:, 0]
+
+
+def read_length_pairs(path: Path) -> IntArray | None:
+    """(input, output) of every row, [num_rows, 2]; None where the file lacks one of the two."""
+    rows = _read_rows(path)
+    inputs, outputs = _column(rows[0][1], "input"), _column(rows[0][1], "output")
+    if inputs is None or outputs is None:
+        return None
+    return np.array(_checked(path, rows, (inputs, outputs)), dtype=np.int64)
+
+
+def _column(row: Mapping[str, Any], side: Side) -> str | None:
+    return next((name for name in _NAMES[side] if name in row), None)
+
+
+def _checked(path: Path, rows: list[_Row], keys: tuple[str, ...]) -> list[list[int]]:
+    mistakes, values = [], []
+    for line, row in rows:
+        numbers = [_length(row.get(key)) for key in keys]
+        if None not in numbers:
+            values.append([n for n in numbers if n is not None])
+            continue
+        key = keys[numbers.index(None)]
+        mistakes.append(Mistake(file=str(path), line=line, key=key, value=row.get(key),
+                                allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}"))
+    if mistakes:
+        raise InputError(mistakes[:MAX_MISTAKES])
+    return values
+
+
+def _length(value: object) -> int | None:
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        value = int(value) if len(value) < 20 else None
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_LENGTH_TOKENS:
+        return value
+    return None
+
+
+def _read_rows(path: Path) -> list[_Row]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise _bad(path, None, f"not UTF-8 text: {cause.reason}") from None
+    except OSError as cause:
+        raise _bad(path, None, f"cannot be read: {cause.strerror}") from None
+    is_json = text.lstrip().startswith("{")
+    rows = list(_json_rows(path, text) if is_json else _csv_rows(path, text))
+    if not rows or not rows[0][1]:
+        raise _bad(path, None, "holds no lengths")
+    return rows
+
+
+def _json_rows(path: Path, text: str) -> Iterator[_Row]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as cause:
+            raise _bad(path, number, f"not JSON: {cause}") from None
+        if not isinstance(record, dict):
+            raise _bad(path, number, "not a JSON object")
+        yield number, _usage(record) or record
+
+
+def _usage(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`response.body.usage` of an OpenAI batch line."""
+    value: object = record
+    for key in ("response", "body", "usage"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else None
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[_Row]:
+    reader = csv.reader(text.splitlines())
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            cells = [cell.strip() for cell in cells]
+            if not any(cells):
+                continue
+            if header is None:
+                is_data = all(_length(cell) is not None for cell in cells)
+                header = ["input", "output"][: len(cells)] if is_data else cells
+                if is_data and len(cells) == 1:
+                    header = ["length"]
+                if not is_data:
+                    continue
+            if len(cells) > len(header):
+                raise _bad(path, reader.line_num, f"more cells than columns ({len(header)})")
+            missing = [None] * (len(header) - len(cells))
+            yield reader.line_num, dict(zip(header, [*cells, *missing], strict=True))
+    except csv.Error as cause:
+        raise _bad(path, reader.line_num, f"not CSV: {cause}") from None
+
+
+def _bad(path: Path, line: int | None, allowed: str) -> InputError:
+    return InputError([Mistake(file=str(path), line=line, key="lengths", value=None,
+                               allowed=allowed)])

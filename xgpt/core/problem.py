@@ -1,0 +1,160 @@
+"""A `Job` resolved: the model's shape, the devices, the length distributions. What planners answer.
+
+`resolve` is the one function between what the user wrote (`Job`) and what is computed with
+(`Problem`). It reads files the job names, and looks at this machine for `cluster: local`; it
+neither downloads nor tokenises: a caller that has done so passes `model` and `token_lengths`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from xgpt.core import catalog, local
+from xgpt.core.cluster import Cluster, Device
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.inline_cluster import build_cluster
+from xgpt.core.job import Adjustment, Constraint, FixedSchedule, Job
+from xgpt.core.job_file import LOCAL_CLUSTER
+from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
+from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.model import ModelSpec
+from xgpt.core.model_file import read_shape
+from xgpt.core.workload import Request, read_requests
+
+# The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
+# (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
+_COUNTS = ("num_layers", "hidden_size", "num_heads", "kv_heads", "head_dim", "vocab_size",
+           "intermediate_size")
+_SHAPE = ("family", "num_encoder_layers", *_COUNTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a planner is asked. `num_queries` None: the job names no requests (steady state)."""
+
+    model: ModelSpec
+    cluster: Cluster
+    lengths: JointLengths
+    constraint: Constraint
+    fixed: FixedSchedule
+    dtype: str  # never "auto"
+    num_queries: int | None
+    default_max_tokens: int  # cap on the output of a request that names none
+    adjustment: Adjustment = Adjustment()
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the jobs that can execute the same Schedule: the model's sizes, the dtype and
+        the number of ranks. Lengths, latency bound and kind of device are left out on purpose:
+        they decide how good a schedule is, not whether it runs, and a schedule found for `a40-4` on
+        a laptop, or before the output lengths were observed, must be accepted by the run."""
+        shape = {key: getattr(self.model, key) for key in _SHAPE}
+        parts = {"model": shape, "dtype": self.dtype, "ranks": self.cluster.num_devices}
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Request] | None = None,
+            token_lengths: IntArray | None = None) -> Problem:
+    """The Problem of `job`. Raises InputError.
+
+    model: the shape, where it was fetched (a hub id's config.json); else the catalog row or the
+        local folder's config.json.
+    requests: the job's usable requests, where they were read already.
+    token_lengths: [num_requests], their tokenised input lengths; needed by `from_requests`
+        unless every request gives tokens.
+    """
+    shape = model or known_model(job)
+    cluster = resolve_cluster(job)
+    if requests is None and job.workload.requests is not None:
+        requests = _usable_requests(job, job.workload.requests)
+    lengths = resolve_lengths(job, shape, requests, token_lengths)
+    return Problem(
+        model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
+        fixed=job.schedule, dtype=resolve_dtype(job.run.dtype, cluster.device),
+        num_queries=job.workload.count if requests is None else len(requests),
+        default_max_tokens=default_max_tokens(job, lengths), adjustment=job.adjustment,
+    )
+
+
+def resolve_cluster(job: Job) -> Cluster:
+    """The job's cluster, or as much of it as `run.ranks` leaves."""
+    if isinstance(job.cluster, dict):
+        cluster = build_cluster(job.cluster)
+    elif job.cluster == LOCAL_CLUSTER:
+        return limited(local.detect(job.run.ranks, len(job.run.hosts) or 1), job.constraint)
+    else:
+        cluster = catalog.cluster(job.cluster)
+    if job.run.ranks is not None:
+        cluster = _part_of(cluster, job.run.ranks, job.source)
+    return limited(cluster, job.constraint)
+
+
+def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
+    """What the constraint leaves of a cluster: memory of each device, and number of devices (the
+    largest number of whole or evenly used nodes within it)."""
+    if constraint.memory_bytes is not None and (
+            constraint.memory_bytes < cluster.device.memory_bytes):
+        cluster = replace(cluster, device=replace(cluster.device,
+                                                  memory_bytes=constraint.memory_bytes))
+    most = constraint.max_gpus
+    if most is None or most >= cluster.num_devices:
+        return cluster
+    used = max(count for count in range(1, most + 1)
+               if count % -(-count // cluster.devices_per_node) == 0)
+    nodes = -(-used // cluster.devices_per_node)
+    return replace(cluster, num_nodes=nodes, devices_per_node=used // nodes)
+
+
+def resolve_dtype(dtype: str, device: Device) -> str:
+    """`auto`: bfloat16 where the device has it, else a GPU's float16, else float32."""
+    if dtype != "auto":
+        return dtype
+    rates = dict(device.flops_per_s)
+    if "bfloat16" in rates:
+        return "bfloat16"
+    return "float16" if device.kind == "gpu" and "float16" in rates else "float32"
+
+
+def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
+    """`ranks` devices of the cluster on as few nodes as hold them, evenly."""
+    nodes = -(-ranks // cluster.devices_per_node)
+    if ranks > cluster.num_devices:
+        raise _bad(source, "run.ranks", ranks, f"at most {cluster.num_devices}, the devices of "
+                                               f"cluster {cluster.name}")
+    if ranks % nodes:
+        raise _bad(source, "run.ranks", ranks,
+                   f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
+    return replace(cluster, num_nodes=nodes, devices_per_node=ranks // nodes)
+
+
+def known_model(job: Job) -> ModelSpec:
+    """The shape of the job's model, without fetching anything. Raises InputError."""
+    if job.model in catalog.names("model"):
+        return catalog.model(job.model)
+    folder = Path(job.model)
+    if folder.is_absolute():
+        return read_shape(folder, folder.name)
+    for name in catalog.names("model"):
+        if catalog.model(name).hub_id == job.model:
+            return catalog.model(name)
+    raise _bad(job.source, "model", job.model,
+               "the shape of this hub model is known only once its config.json is fetched; "
+               "give a catalog name, or a folder with config.json")
+
+
+def _usable_requests(job: Job, path: Path) -> list[Request]:
+    requests, errors = read_requests(path)
+    if not requests:
+        first = f"; first, line {errors[0].line}: {errors[0].error}" if errors else ""
+        raise _bad(job.source, "workload.requests", str(path),
+                   f"holds no usable request ({len(errors)} bad lines{first})")
+    return requests
+
+
+def _bad(source: Path, key: str, value: object, allowed: str) -> InputError:
+    return InputError([Mistake(file=str(source), line=None, key=key, value=value, allowed=allowed)])

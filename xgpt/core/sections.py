@@ -1,0 +1,153 @@
+"""Reading one mapping of a job file key by key, collecting every mistake instead of the first.
+
+A reader that fails records a Mistake and returns its default. The caller discards what it built
+when there are mistakes, so that a placeholder never leaves `load_job`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from xgpt.core.errors import Mistake, nearest
+from xgpt.core.yaml_tree import Field
+
+T = TypeVar("T")
+
+
+class Section:
+    """A mapping of the file under the dotted key `prefix`; `finish` reports keys nobody read."""
+
+    def __init__(self, field: Field, prefix: str, mistakes: list[Mistake]) -> None:
+        assert isinstance(field.value, dict), f"{field = }"
+        self._field, self._prefix, self._mistakes = field, prefix, mistakes
+        self._children = field.value
+        self._known: list[str] = []
+
+    def get(self, key: str) -> Field | None:
+        """The key's value; None where it is absent or null ("not given")."""
+        if key not in self._known:
+            self._known.append(key)
+        child = self._children.get(key)
+        return None if child is None or child.value is None else child
+
+    def has(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def path(self, key: str) -> str:
+        return f"{self._prefix}.{key}" if self._prefix else key
+
+    def reject(self, key: str, allowed: str) -> None:
+        """Record that the value of `key` (or its absence) is a mistake."""
+        field = self.get(key)
+        place = field if field is not None else self._children.get(key, self._field)
+        is_scalar = field is not None and not isinstance(field.value, (dict, list))
+        value = field.value if field is not None and is_scalar else None
+        self._mistakes.append(Mistake(file=place.file, line=place.line, key=self.path(key),
+                                      value=value, allowed=allowed))
+
+    def reject_type(self, key: str, allowed: str) -> None:
+        """As `reject`; says so where a mapping or a list stands in place of a value."""
+        value = self._children[key].value
+        kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
+        self.reject(key, allowed + kinds.get(type(value), ""))
+
+    def finish(self) -> None:
+        """Report the keys that no reader asked for."""
+        for key, child in self._children.items():
+            if key not in self._known:
+                self._mistakes.append(Mistake(
+                    file=child.file, line=child.line, key=self.path(key), value=None,
+                    allowed=f"unknown key; {nearest(key, self._known)}"))
+
+    def section(self, key: str, allowed: str = "a mapping") -> Section | None:
+        """The mapping under `key`; None where it is absent or (a mistake) something else."""
+        field = self.get(key)
+        if field is None:
+            return None
+        if not isinstance(field.value, dict):
+            self.reject_type(key, allowed)
+            return None
+        return Section(field, self.path(key), self._mistakes)
+
+    def text(self, key: str, default: T, allowed: str = "text") -> str | T:
+        field = self.get(key)
+        if field is None:
+            return default
+        value = field.value
+        if isinstance(value, str) and value.strip() and value.isprintable():
+            return value.strip()
+        self.reject_type(key, allowed)
+        return default
+
+    def choice(self, key: str, default: T, choices: Sequence[str]) -> str | T:
+        """One of `choices`, exactly."""
+        field = self.get(key)
+        if field is None:
+            return default
+        if isinstance(field.value, str) and field.value in choices:
+            return field.value
+        shown = field.value if isinstance(field.value, str) else ""
+        self.reject_type(key, nearest(shown, choices).replace("known:", "allowed:"))
+        return default
+
+    def flag(self, key: str, default: bool) -> bool:
+        field = self.get(key)
+        if field is None:
+            return default
+        if not isinstance(field.value, bool):
+            self.reject_type(key, "true or false")
+            return default
+        return field.value
+
+    def integer(self, key: str, default: T, minimum: int, maximum: int | None = None) -> int | T:
+        field = self.get(key)
+        if field is None:
+            return default
+        value = field.value
+        # NOTE: bool is an int in Python; `ranks: true` is a mistake all the same
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum and (
+                maximum is None or value <= maximum):
+            return value
+        upper = "" if maximum is None else f" and <= {maximum}"
+        self.reject_type(key, f"a whole number >= {minimum}{upper}")
+        return default
+
+    def number(self, key: str, default: T, is_allowed: Callable[[float], bool],
+               allowed: str) -> float | T:
+        """A finite number for which `is_allowed` holds."""
+        field = self.get(key)
+        if field is None:
+            return default
+        value = field.value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = _to_float(value)
+            if math.isfinite(number) and is_allowed(number):
+                return number
+        self.reject_type(key, allowed)
+        return default
+
+    def amount(self, key: str, default: T, parse: Callable[[str | int | float], float],
+               is_allowed: Callable[[float], bool], allowed: str) -> float | T:
+        """A number, or text with a unit, as `parse` of xgpt.core.units reads it."""
+        field = self.get(key)
+        if field is None:
+            return default
+        value = field.value
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            try:
+                number = parse(value)
+            except (ValueError, OverflowError):
+                number = math.nan
+            if is_allowed(number):  # false for nan
+                return number
+        self.reject_type(key, allowed)
+        return default
+
+
+def _to_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

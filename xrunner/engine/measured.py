@@ -1,0 +1,100 @@
+"""What a run measured: measured.json (figures) and steps.jsonl (every stage's steps).
+
+A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
+steps are those of its first rank, since all of a group take the same ones at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xrunner.engine.pipeline import RankReport
+from xrunner.plan import write_atomically
+
+
+def write_measured(output: Path, *, state: str, wall_s: float,
+                   finished: Sequence[tuple[int, float]], queries_before: int, num_errors: int,
+                   reports: Sequence[RankReport], num_held: int = 0,
+                   changes: Sequence[Mapping[str, Any]] = ()) -> None:
+    """`finished`: (output tokens, latency_s) of each query of this run. `num_held`: results in
+    held.jsonl when a run is stopped, since one before them is not done. `changes`: of the control
+    variables while it ran."""
+    latencies = [latency for _, latency in finished]
+    tokens = sum(count for count, _ in finished)
+    p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
+    stages = [list(group) for _, group in groupby(
+        sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
+    busiest_s = max((report.busy_s for report in reports), default=0.0)
+    figures = {
+        "version": 1, "state": state, "queries": len(finished), "queries_before": queries_before,
+        "queries_held": num_held, "errors": num_errors, "wall_s": wall_s,
+        "throughput_qps": len(finished) / wall_s if wall_s > 0 else None,
+        "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
+        "latency_p50_s": p50, "latency_p99_s": p99,
+        "load_s": max((report.load_s for report in reports), default=0.0),
+        "loaded_bytes": sum(report.bytes_read for report in reports),
+        **_of_disk(reports),
+        # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
+        "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
+        "changes": list(changes),
+        "stages": [_of_stage(group) for group in stages],
+        "ranks": [{"rank": r.rank, "stage": r.stage, "role": r.role, **_figures(r)}
+                  for r in reports],
+    }
+    write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
+    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "role": group[0].role,
+                         **record._asdict()})
+             for group in stages for record in group[0].log]
+    write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
+
+
+def _of_disk(reports: Sequence[RankReport]) -> dict[str, float | None]:
+    """What loading took from storage, the rest having been in memory; None where not counted."""
+    taken = [r.disk_bytes for r in reports if r.disk_bytes is not None]
+    rate = next((r.disk_bytes_per_s for r in reports if r.disk_bytes_per_s is not None), None)
+    return {"loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
+            "disk_bytes_per_s": rate}
+
+
+def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """One stage's figures, of the reports of its ranks."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        orders = [_order(first), _order(other)]
+        kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
+        assert orders[0][-kept:] == orders[1][-kept:], (
+            f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
+    return {"stage": first.stage, "role": first.role, "ranks": [r.rank for r in ranks],
+            "busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
+            "bytes_read": sum(r.bytes_read for r in ranks),
+            "rows_compacted": first.rows_compacted,
+            "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
+            **_handover(first.role, sum(r.handover_bytes for r in ranks),
+                        max(r.handover_s for r in ranks))}
+
+
+def _figures(report: RankReport) -> dict[str, Any]:
+    return {"busy_s": report.busy_s, "load_s": report.load_s, "bytes_read": report.bytes_read,
+            "disk_bytes": report.disk_bytes,
+            "rows_compacted": report.rows_compacted,
+            "peak_memory_bytes": report.peak_memory_bytes,
+            **_handover(report.role, report.handover_bytes, report.handover_s)}
+
+
+def _handover(role: str, num_bytes: int, seconds: float) -> dict[str, Any]:
+    """What went from one pool to the other; its seconds are known to who sends."""
+    if role == "both":
+        return {}
+    known = {"handover_s": seconds} if role == "encode" else {}
+    return {"handover_bytes": num_bytes, **known}
+
+
+def _order(report: RankReport) -> list[tuple[object, ...]]:
+    """What the rank executed, in which order. Encoder output is taken up as it arrives."""
+    return [record[:6] for record in report.log if record.kind != "cross_kv"]

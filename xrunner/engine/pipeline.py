@@ -1,0 +1,161 @@
+"""The ranks as a pipeline: what each takes from those before it and gives to those after it.
+
+The head (xrunner.engine.head) decides on the pool's first rank; every other rank serves its stage:
+it executes what arrives and passes it on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from xgpt.core.schedule import Role
+from xrunner.engine.stage import StepRecord
+from xrunner.rules.steps import StepKind
+from xrunner.transport.comm import Comm
+from xrunner.transport.messages import (
+    EncodedMessage,
+    StartMessage,
+    StepMessage,
+    StopMessage,
+    TokensMessage,
+)
+from xrunner.transport.route import Route
+
+
+class Executor(Protocol):
+    """One rank's part of a stage: xrunner.engine.stage.StageExecutor."""
+
+    def start(self, message: StartMessage) -> None: ...
+
+    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None: ...
+
+    def gives_tokens(self, message: StepMessage) -> bool:
+        """Whether the step ends with a token of each query."""
+        ...
+
+    def awaits_encoded(self, group: int | None = None) -> bool:
+        """Whether inputs of the group (None: of any) were encoded, and the encoder's output has
+        not come yet."""
+        ...
+
+    def take_encoded(self, group: int, encoded: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """A rank's account of the run, sent to the head at its end."""
+
+    rank: int
+    stage: int  # of all pools'
+    log: tuple[StepRecord, ...]
+    busy_s: float
+    load_s: float
+    bytes_read: int
+    rows_compacted: int
+    peak_memory_bytes: int
+    role: Role = "both"
+    handover_bytes: int = 0  # WAA: of entries sent, or received
+    handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
+    disk_bytes: int | None = None  # that loading took from storage; None: not counted here
+    disk_bytes_per_s: float | None = None  # rank 0: what one reader gets of the disk
+
+
+class Neighbours:
+    """What one rank exchanges with those its route names."""
+
+    def __init__(self, comm: Comm, route: Route) -> None:
+        self._comm, self.route = comm, route
+
+    def share(self, message: StartMessage | StepMessage, inputs: Tensor | None = None) -> None:
+        """The head to its own group, before it executes: all of them work at the same time."""
+        for rank in self.route.peers:
+            self._comm.send(rank, message, inputs)
+
+    def pass_on(self, message: StartMessage | StepMessage, out: Tensor | None = None) -> None:
+        """To the next stage."""
+        for rank in self.route.following:
+            self._comm.send(rank, message, out)
+
+    def stop(self) -> None:
+        """To all that take their steps from this rank."""
+        for rank in (*self.route.peers, *self.route.following):
+            self._comm.send(rank, StopMessage())
+
+    def give_back(self, executor: Executor, message: StepMessage, out: Tensor | None) -> None:
+        """From the last stage: tokens to the head, an encoder's output to the other stages."""
+        if not executor.gives_tokens(message):
+            for rank in self.route.encoded_to:
+                self._comm.send(rank, EncodedMessage(group=message.group), out)
+        elif self.route.tokens_to is not None:
+            self._comm.send(self.route.tokens_to, TokensMessage(group=message.group), out)
+
+    def next_step(self, executor: Executor) -> tuple[StartMessage | StepMessage | None,
+                                                     Tensor | None]:
+        """The next step, or the start; None when told to stop. Encoder output that arrives before
+        it is taken up meanwhile."""
+        assert self.route.steps_from is not None, f"{self.route = }"
+        sources = {self.route.steps_from, *self._encoder()}
+        while True:
+            message, tensor = self._comm.receive(*sources)
+            if isinstance(message, StopMessage):
+                return None, None
+            if isinstance(message, EncodedMessage):
+                assert tensor is not None, f"{message = }"
+                executor.take_encoded(message.group, tensor)
+                continue
+            assert isinstance(message, (StartMessage, StepMessage)), f"{message = }"
+            return message, tensor
+
+    def await_encoded(self, executor: Executor, group: int | None = None) -> None:
+        """Until all inputs of `group` (None: of every group) are encoded."""
+        while executor.awaits_encoded(group):
+            message, tensor = self._comm.receive(*self._encoder())
+            assert isinstance(message, EncodedMessage) and tensor is not None, f"{message = }"
+            executor.take_encoded(message.group, tensor)
+
+    def await_result(self, executor: Executor) -> tuple[int, Tensor] | None:
+        """The head: the next group's tokens, or None where encoder output came instead."""
+        assert self.route.tokens_from is not None, f"{self.route = }"
+        message, tensor = self._comm.receive(self.route.tokens_from)
+        assert tensor is not None, f"{message = }"
+        if isinstance(message, EncodedMessage):
+            executor.take_encoded(message.group, tensor)
+            return None
+        assert isinstance(message, TokensMessage), f"{message = }"
+        return message.group, tensor
+
+    def flush(self) -> None:
+        self._comm.flush()
+
+    def _encoder(self) -> tuple[int, ...]:
+        return () if self.route.encoded_from is None else (self.route.encoded_from,)
+
+
+def await_start(neighbours: Neighbours, executor: Executor) -> None:
+    """Every rank but the head: set up as the head's first message says."""
+    message, _ = neighbours.next_step(executor)
+    assert isinstance(message, StartMessage), f"{message = }"
+    neighbours.pass_on(message)
+    executor.start(message)
+
+
+def serve_stage(neighbours: Neighbours, executor: Executor) -> None:
+    """Every rank but the head, once started: execute what arrives and pass it on, until told to
+    stop."""
+    while True:
+        message, inputs = neighbours.next_step(executor)
+        if message is None:
+            break
+        assert isinstance(message, StepMessage) and inputs is not None, f"{message = }"
+        if message.kind is not StepKind.ENCODE or message.removed:
+            neighbours.await_encoded(executor, message.group)
+        out = executor.execute(message, inputs)
+        neighbours.pass_on(message, out)
+        if not neighbours.route.following:
+            neighbours.give_back(executor, message, out)
+    neighbours.stop()
+    neighbours.await_encoded(executor)  # else who sends it would wait for a rank that has gone
+    neighbours.flush()

@@ -1,0 +1,133 @@
+"""What a run tells its launcher about output lengths, and the changes that come back.
+
+    observed.json   head -> launcher   (input, output) of the queries done, and of those at work
+    adjust.json     launcher -> head   control variables from the next phase on
+
+The runner never imports the planner: it says what it sees, and obeys. Both files are replaced
+whole, so that a reader sees one state of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xrunner.engine.query import FinishedQuery
+from xrunner.plan import write_atomically
+from xrunner.rules.rra import RraChange, RraRule
+
+OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
+_INTERVAL_S = 0.5  # between states written, and between looks for a change
+_LEAST_KEPT = 2000  # of the latest queries; a few times those at work, where they are more
+_ROUNDS_KEPT = 4
+
+LengthsSoFar = dict[int, tuple[int, int]]  # query -> (input tokens, output tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """New control variables (see RraChange). `revision` counts them from 1."""
+
+    revision: int
+    encode_batch: int
+    decode_iterations: int
+    group_max_active: int
+    group_kv_tokens: int
+    steered_to: float = 0.0
+
+    def save(self, output: Path) -> None:
+        write_atomically(output / ADJUST_FILE, json.dumps(asdict(self)) + "\n")
+
+
+def load_adjustment(output: Path) -> Adjustment | None:
+    try:
+        return Adjustment(**json.loads((output / ADJUST_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedState:
+    """One state of observed.json, by query. Of those before `first` only the active are in it: the
+    long ones, which tell nothing without the others."""
+
+    first: int
+    finished: LengthsSoFar
+    active: LengthsSoFar
+
+
+def read_observed(output: Path) -> ObservedState | None:
+    """None when the run has not written one yet."""
+    try:
+        raw = json.loads((output / OBSERVED_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    finished, active = ({query: (inputs, outputs) for query, inputs, outputs in raw[key]}
+                        for key in ("finished", "active"))
+    return ObservedState(first=raw["first"], finished=finished, active=active)
+
+
+class Steering:
+    """Rank 0's end: keeps what it is told of, and hands changes to the rule."""
+
+    def __init__(self, output: Path, *, first_query: int,
+                 at_work: Callable[[], LengthsSoFar] | None = None,
+                 rule: RraRule | None = None, order: Sequence[int] | None = None) -> None:
+        """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
+        knows them (WAA): then only queries are told of before which, in the order of admission,
+        all are done, since of the others just the short ones are. `rule`: what is changed; None:
+        nothing is. `order`: the queries as they are taken up, where that is not by their index; the
+        state names queries by their places in it, counted from `first_query`."""
+        self._place = {} if order is None else {
+            index: first_query + k for k, index in enumerate(order)}
+        self._output, self._at_work, self._rule = output, at_work, rule
+        self._finished: LengthsSoFar = {}
+        self._waiting: LengthsSoFar = {}  # done, but one before them is not
+        self._first = self._next = first_query
+        self._last_s = 0.0
+        self._revision = 0
+        self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from
+
+    def finished(self, result: FinishedQuery) -> None:
+        lengths = len(result.query.input_ids), len(result.output_ids)
+        place = self._place.get(result.query.index, result.query.index)
+        if self._at_work is not None:
+            self._finished[place] = lengths
+            return
+        self._waiting[place] = lengths
+        while (lengths_of := self._waiting.pop(self._next, None)) is not None:
+            self._finished[self._next] = lengths_of
+            self._next += 1
+
+    def look(self, elapsed_s: float) -> None:
+        """Now and then: write the state, take up a change."""
+        if elapsed_s - self._last_s < _INTERVAL_S:
+            return
+        self._last_s = elapsed_s
+        active = {} if self._at_work is None else {
+            self._place.get(index, index): lengths for index, lengths in self._at_work().items()}
+        self._forget(len(active))
+        write_atomically(self._output / OBSERVED_FILE, json.dumps({"first": self._first, **{
+            key: [(query, *lengths) for query, lengths in sorted(state.items())]
+            for key, state in (("finished", self._finished), ("active", active))}}) + "\n")
+        if self._rule is not None:
+            self._take_up(self._rule, elapsed_s)
+
+    def _forget(self, num_active: int) -> None:
+        kept = max(_LEAST_KEPT, _ROUNDS_KEPT * num_active)
+        if len(self._finished) > 2 * kept:
+            self._first = max(self._finished) - kept
+            self._finished = {q: n for q, n in self._finished.items() if q >= self._first}
+
+    def _take_up(self, rule: RraRule, elapsed_s: float) -> None:
+        found = load_adjustment(self._output)
+        if found is None or found.revision <= self._revision:
+            return
+        values = asdict(found)
+        self._revision = values.pop("revision")
+        change = RraChange(phase=rule.next_phase, **values)
+        rule.change(change)
+        self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, **asdict(change)})

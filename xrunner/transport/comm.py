@@ -1,0 +1,194 @@
+"""Point-to-point messages between ranks: a header and, with it, at most one tensor.
+
+Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working rank may need.
+A tensor may be sent from any device and arrives in the host's memory (pinned beside a GPU): a step
+is over, and its GPU idle, before its output is sent, so there is no other work to overlap with.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from xrunner.devices import host_buffer, to_host
+from xrunner.transport.messages import Message
+
+_TAG_HEADER, _TAG_TENSOR = 1, 2
+_SPIN_S = 50e-6  # a partner that answers at once costs no sleep
+_SLEEP_S = 50e-6
+
+
+class Comm(Protocol):
+    """Ordered messages from one rank to another."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        """Starts the transfer and returns; `tensor` must not be written to afterwards."""
+        ...
+
+    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
+        """The next message from any of `sources`, waiting politely; those of one source come in
+        the order in which they were sent. Its tensor lies in the host's memory."""
+        ...
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        """As `receive`, but None where nothing comes within `wait_s`."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything sent has left."""
+        ...
+
+
+def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> None:
+    """Poll: spin briefly, then sleep between looks, so that waiting costs no core."""
+    spin_until = time.perf_counter() + _SPIN_S
+    while not is_done():
+        if time.perf_counter() > spin_until:
+            time.sleep(sleep_s)
+
+
+class MpiComm:
+    """Over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy of what
+    lies in the host's memory."""
+
+    def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
+        """`sleep_s`: between two looks for a message."""
+        self._comm, self._sleep_s = comm, sleep_s
+        self._pending: deque[tuple[Any, object]] = deque()  # (request, buffer kept alive)
+
+    @property
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._comm.Get_size())
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        self._reap()
+        shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        self._keep(self._comm.isend((message, shape), dest=target, tag=_TAG_HEADER), message)
+        if tensor is not None:
+            data = as_bytes(to_host(tensor).contiguous())
+            self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
+
+    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
+        source = self._next_source(sources)
+        assert source is not None
+        return self._take(source)
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        source = self._next_source(sources, time.perf_counter() + wait_s)
+        return None if source is None else self._take(source)
+
+    def _take(self, source: int) -> tuple[Message, Tensor | None]:
+        message, shape = self._comm.recv(source=source, tag=_TAG_HEADER)
+        self._reap()
+        if shape is None:
+            return message, None
+        tensor = host_buffer(*shape)
+        request = self._comm.Irecv(as_bytes(tensor), source=source, tag=_TAG_TENSOR)
+        wait_politely(lambda: bool(request.Test()))
+        return message, tensor
+
+    def _next_source(self, sources: Sequence[int], until_s: float = math.inf) -> int | None:
+        """Who has sent something; None where nobody has by `until_s`."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found.extend(source for source in sources
+                         if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
+            return bool(found) or time.perf_counter() >= until_s
+
+        wait_politely(look, self._sleep_s)
+        return found[0] if found else None
+
+    def flush(self) -> None:
+        while self._pending:
+            request, _ = self._pending.popleft()
+            wait_politely(partial(_is_sent, request))
+
+    def _keep(self, request: Any, buffer: object) -> None:
+        self._pending.append((request, buffer))
+
+    def _reap(self) -> None:
+        while self._pending and _is_sent(self._pending[0][0]):
+            self._pending.popleft()
+
+
+class _Inbox:
+    """What was sent to one in-process rank: (source, message, tensor), in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[int, Message, Tensor | None]] = []
+        self._changed = threading.Condition()
+
+    def put(self, source: int, message: Message, tensor: Tensor | None) -> None:
+        with self._changed:
+            self._items.append((source, message, tensor))
+            self._changed.notify()
+
+    def take(self, sources: Sequence[int],
+             wait_s: float | None = None) -> tuple[Message, Tensor | None] | None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._find(sources) is not None, wait_s):
+                return None
+            at = self._find(sources)
+            assert at is not None
+            _, message, tensor = self._items.pop(at)
+        return message, tensor
+
+    def _find(self, sources: Sequence[int]) -> int | None:
+        return next((at for at, (source, _, _) in enumerate(self._items) if source in sources),
+                    None)
+
+
+class LocalComm:
+    """In-process ranks (threads), for tests and for a single rank that needs no MPI."""
+
+    def __init__(self, rank: int, inboxes: Sequence[_Inbox]) -> None:
+        self.rank, self.size, self._inboxes = rank, len(inboxes), inboxes
+
+    def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
+        self._inboxes[target].put(self.rank, message, tensor)
+
+    def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
+        found = self._inboxes[self.rank].take(sources)
+        assert found is not None
+        return found
+
+    def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
+        return self._inboxes[self.rank].take(sources, wait_s)
+
+    def flush(self) -> None:
+        """Nothing is ever in flight: an inbox holds what was sent."""
+
+
+def local_comms(size: int) -> list[LocalComm]:
+    """One connected LocalComm a rank."""
+    inboxes = [_Inbox() for _ in range(size)]
+    return [LocalComm(rank, inboxes) for rank in range(size)]
+
+
+def as_bytes(tensor: Tensor) -> Any:
+    """The tensor's memory as a byte array, without a copy (numpy has no bfloat16)."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _is_sent(request: Any) -> bool:
+    # NOTE: pickled sends return mpi4py's Request whose test() differs from Test(); both exist.
+    return bool(request.Test())

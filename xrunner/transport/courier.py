@@ -1,0 +1,213 @@
+"""Entries on their way from WAA's encode to its decode pool, while both pools go on computing.
+
+An encode rank copies what each decode rank needs of a batch out of its cache, from a GPU into the
+host's memory, and a thread sends it. A thread of each decode rank receives, and tells its pool's
+head, which lets a query join once all ranks have its entries; they lie in the host's memory until
+then. Threads, because a message of this size only moves while both sides call MPI, and a step may
+compute for seconds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xrunner.devices import to_host
+from xrunner.engine.kv import KvCache
+from xrunner.transport.comm import Comm
+from xrunner.transport.handover import Part, pack, put
+from xrunner.transport.messages import BlockMessage, HeldMessage, StepMessage, StopMessage
+
+# Between two looks of a receiving thread: it takes the interpreter's lock from the working one.
+LOOK_S = 1e-3
+
+
+class _Worker:
+    """A thread whose failure is raised again where the rank next needs it, or ends the run."""
+
+    def __init__(self, work: Callable[[], None], abort: Callable[[], object] | None) -> None:
+        self._work, self._abort = work, abort
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def join(self) -> None:
+        self._thread.join()
+        self.check()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+            if self._abort is not None:  # the rank may be waiting for what will not come
+                traceback.print_exception(error)
+                self._abort()
+
+
+class EntrySender:
+    """An encode rank's: `comm` is its own, beside that of the pipeline."""
+
+    def __init__(self, comm: Comm, parts: Sequence[Part], *,
+                 abort: Callable[[], object] | None = None) -> None:
+        """`parts`: of all ranks."""
+        self._comm = comm
+        self._parts = [part for part in parts if part.source == comm.rank]
+        self._waiting: queue.SimpleQueue[list[tuple[int, BlockMessage, Tensor]] | None] = (
+            queue.SimpleQueue())
+        self.num_bytes, self.seconds = 0, 0.0  # sent, and how long that took
+        self._worker = _Worker(self._send, abort)
+
+    def hand_over(self, message: StepMessage, cache: KvCache, first_slot: int) -> None:
+        """The step's queries that leave, which lie in `cache` from `first_slot` on."""
+        slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.leaves]
+        if slots:
+            self._put(message, lambda part: pack(
+                cache, slots, part.source_layers, part.source_heads))
+
+    def hand_over_encoded(self, message: StepMessage, encoded: Tensor) -> None:
+        """The encoder's output [T, H] of the step's queries, all of which leave."""
+        self._put(message, lambda part: encoded)
+
+    def close(self) -> None:
+        """Once all has been received."""
+        self._waiting.put(None)
+        self._worker.join()
+
+    def _put(self, message: StepMessage, block_of: Callable[[Part], Tensor]) -> None:
+        self._worker.check()
+        leaving = [joined for joined in message.joined if joined.leaves]
+        header = BlockMessage(batch=message.phase, queries=tuple(j.query for j in leaving),
+                              lengths=tuple(j.input_tokens for j in leaving))
+        self._waiting.put([(part.target, header, to_host(block_of(part))) for part in self._parts])
+
+    def _send(self) -> None:
+        while (blocks := self._waiting.get()) is not None:
+            start = time.perf_counter()
+            for target, header, block in blocks:
+                self._comm.send(target, header, block)
+                self.num_bytes += block.nbytes
+            self._comm.flush()
+            self.seconds += time.perf_counter() - start
+        for part in self._parts:
+            self._comm.send(part.target, StopMessage())
+        self._comm.flush()
+
+
+class _Entries(NamedTuple):
+    """One query's, from one encode rank."""
+
+    part: Part
+    tensor: Tensor  # [layers, 2, kv_heads, tokens, head_dim], or [tokens, H]
+
+
+class EntryReceiver:
+    """A decode rank's; its pool's head learns here which batches every rank has."""
+
+    def __init__(self, comm: Comm, parts: Sequence[Part], decode_ranks: Sequence[int], *,
+                 abort: Callable[[], object] | None = None) -> None:
+        """`parts`: of all ranks. `decode_ranks`: of the pool, its head first."""
+        self._comm, self._head = comm, decode_ranks[0]
+        self._parts = {part.source: part for part in parts if part.target == comm.rank}
+        assert self._parts, f"nobody sends to {comm.rank = }"
+        self._others = decode_ranks[1:] if comm.rank == self._head else ()
+        self._lock = threading.Lock()
+        self._entries: dict[int, list[_Entries]] = {}  # by query
+        self._missing: dict[int, int] = {}  # batch -> blocks still to come to this rank
+        self._lacking: dict[int, int] = {}  # of the head: batch -> ranks that still lack some
+        self._held: set[int] = set()  # of the head: batches that every rank has
+        self.num_bytes = 0
+        self._worker = _Worker(self._receive, abort)
+
+    def is_held(self, batch: int) -> bool:
+        """The head: whether every rank of the pool has the batch's entries. True once only."""
+        self._worker.check()
+        with self._lock:
+            found = batch in self._held
+            self._held.discard(batch)
+        return found
+
+    def put_into(self, cache: KvCache, slot: int, query: int) -> None:
+        """The query's entries into the rank's cache."""
+        for part, entries in self._take(query):
+            put(cache, slot, entries, part.target_layers, part.target_heads)
+
+    def encoded(self, queries: Sequence[int]) -> Tensor:
+        """The encoder's output of these queries, one after the other."""
+        return torch.cat([entries.tensor for query in queries for entries in self._take(query)])
+
+    def forget(self, queries: Sequence[int]) -> None:
+        for query in queries:
+            self._take(query)
+
+    def close(self) -> None:
+        """Once every encode rank has stopped sending."""
+        self._worker.join()
+
+    def _take(self, query: int) -> list[_Entries]:
+        with self._lock:
+            found = self._entries.pop(query)
+        assert len(found) == len(self._parts), f"{query = }: {len(found)} of {len(self._parts)}"
+        return found
+
+    def _receive(self) -> None:
+        senders, others = set(self._parts), set(self._others)
+        while senders or others:
+            for source in [*senders, *others]:
+                got = self._comm.poll(source)
+                if got is None:
+                    continue
+                message, tensor = got
+                if isinstance(message, StopMessage):
+                    senders.discard(source)
+                    others.discard(source)
+                elif isinstance(message, BlockMessage):
+                    assert tensor is not None, f"{message = }"
+                    self._keep(source, message, tensor)
+                else:
+                    assert isinstance(message, HeldMessage), f"{message = }"
+                    self._note_held(message.batch)
+                break
+            else:
+                time.sleep(LOOK_S)
+        if self._comm.rank != self._head:
+            self._comm.send(self._head, StopMessage())
+        self._comm.flush()
+
+    def _keep(self, source: int, message: BlockMessage, block: Tensor) -> None:
+        part, start = self._parts[source], 0
+        is_kv = block.dim() > 2
+        with self._lock:
+            for query, length in zip(message.queries, message.lengths, strict=True):
+                end = start + length
+                own = block[:, :, :, start:end] if is_kv else block[start:end]
+                self._entries.setdefault(query, []).append(_Entries(part, own))
+                start = end
+        self.num_bytes += block.nbytes
+        left = self._missing.pop(message.batch, len(self._parts)) - 1
+        if left:
+            self._missing[message.batch] = left
+        elif self._comm.rank == self._head:
+            self._note_held(message.batch)
+        else:
+            self._comm.send(self._head, HeldMessage(batch=message.batch))
+
+    def _note_held(self, batch: int) -> None:
+        """The head: one more rank has all of the batch."""
+        left = self._lacking.pop(batch, 1 + len(self._others)) - 1
+        if left:
+            self._lacking[batch] = left
+            return
+        with self._lock:
+            self._held.add(batch)

@@ -1,0 +1,158 @@
+"""What travels down the pipeline: control with the data, so that there is no second channel.
+
+The head decides; each message carries which queries joined and which left; later stages obey what
+arrives. Back from the last stage come the sampled tokens, to the head, and an encoder's output, to
+all stages that look at it. Under WAA the two pools' heads tell each other which queries change
+pools, and the queries' entries go straight from rank to rank (xrunner.transport.courier).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xrunner.engine.query import FinishedQuery, PreparedQuery
+from xrunner.ops.sampling import Sampling
+from xrunner.rules.steps import StepKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A query that enters a group with this step. `leaves`: WAA's encode pool hands its entries
+    to the decode pool."""
+
+    query: int
+    input_tokens: int
+    sampling: Sampling
+    leaves: bool = False
+
+
+class Part(NamedTuple):
+    """Tokens first .. first + tokens - 1 of what the query in `slot` is encoded with. The last part
+    gives its next token."""
+
+    slot: int
+    first: int
+    tokens: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMessage:
+    """Header of one step; the hidden state [rows, H] follows it from stage to stage.
+
+    `removed`: slots freed (and compacted) before this step, as numbered after the last one.
+    `ended`: queries that ended with their first token, so that entries handed over are of no use.
+
+    Continuous batching: the first of `joined` take the slots `replaced` as they are, numbered after
+    the compaction; what is encoded are `parts`, behind the tokens of those who decode; the queries
+    in the slots `resting`, encoded in part, do not decode in this step.
+    """
+
+    kind: StepKind
+    group: int
+    phase: int
+    iteration: int
+    removed: tuple[int, ...] = ()
+    joined: tuple[Joined, ...] = ()
+    ended: tuple[int, ...] = ()
+    replaced: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    resting: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMessage:
+    """The first message: the size of every group's cache, in queries and in tokens of each.
+
+    `encoded_capacity`: tokens of an encoder-decoder model's longest input, which lie in a cache of
+    their own; `capacity` is then that of the outputs.
+    """
+
+    num_groups: int
+    slots: int
+    capacity: int
+    encoded_capacity: int = 0
+    spare_bytes: int = 0  # a rank whose caches take no more than this makes them resident at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMessage:
+    """The last message: every stage reports its log and ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedMessage:
+    """From the last stage of an encoder-decoder model to every other: the group whose oldest
+    encode step is done; the encoder's output [T, H] follows."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensMessage:
+    """Back from the last stage: the group whose tokens follow, [rows]."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedQuery:
+    """A query on its way to the decode pool. `query` comes without its input's tokens."""
+
+    query: PreparedQuery
+    input_tokens: int
+    output_ids: tuple[int, ...]  # so far: one token, none of an encoder-decoder model
+    encode_start_s: float
+
+    @property
+    def reserve_tokens(self) -> int:
+        return self.input_tokens + self.query.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedMessage:
+    """From the encode pool's head to the decode pool's: who goes on of encode step `batch`, and who
+    `ended` with it although entries are under way."""
+
+    batch: int
+    queries: tuple[HandedQuery, ...]
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedMessage:
+    """Back to the encode pool's head: every rank of the decode pool has the entries of `batch`."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedMessage:
+    """Back to the encode pool's head: queries that are done, and the decode pool's tokens so far.
+    Each `query` comes without its input's tokens."""
+
+    results: tuple[FinishedQuery, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMessage:
+    """From an encode to a decode rank: entries of these queries of encode step `batch`, of as many
+    tokens each, follow as one block (xrunner.transport.handover); or the
+    encoder's output [T, H]."""
+
+    batch: int
+    queries: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMessage:
+    """From a decode rank to its pool's head: it has all its blocks of `batch`."""
+
+    batch: int
+
+
+Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
+           | HandedMessage | ArrivedMessage | FinishedMessage | BlockMessage | HeldMessage)

@@ -1,0 +1,114 @@
+"""What a schedule costs to deploy: bytes each rank loads, and seconds from SSD and from DRAM (paper
+section 7.7 and its Table 4).
+
+A rank's weights are pieces: the embedding, the output head, and layers, each whole or one shard of
+a tensor-parallel group. A piece that a rank holds already, the same shard of the same degree, need
+not be loaded again; every other one is, even where another rank of the node holds it.
+
+    from DRAM  the fullest rank's bytes over a device's share of the host's copies, all at once
+    from SSD   a node's distinct pieces over its drive, and no less than from DRAM: what is read is
+               copied on as it comes; a piece that several ranks of a node load is read once
+
+Every node has the model on a drive of its own (or in its DRAM). Only bytes are counted: not the
+start of processes, the parsing of checkpoints, or the first compilation of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from xgpt.core.cluster import Cluster
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
+from xgpt.core.units import DTYPE_BYTES
+from xsimulator.allocation import pool_layers
+
+
+class Piece(NamedTuple):
+    """Weights that are loaded together: shard `shard` of `degree` of one part."""
+
+    part: str  # "embedding", "head", "layer", "encoder layer"
+    layer: int  # 0 elsewhere
+    shard: int
+    degree: int
+
+
+Holdings = Mapping[int, Mapping[Piece, int]]  # rank -> its pieces' bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """`rank_bytes` [ranks] to load, in rank order; `node_bytes` [nodes] of distinct pieces."""
+
+    rank_bytes: tuple[int, ...]
+    node_bytes: tuple[int, ...]
+    from_dram_s: float
+    from_ssd_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.rank_bytes)
+
+
+def holdings(stages: Sequence[StageAssignment], model: ModelSpec, dtype: str) -> Holdings:
+    """What every rank holds. A rank that serves two pools (none does today) holds both."""
+    found: dict[int, dict[Piece, int]] = {}
+    for stage, pieces in _stage_pieces(stages, model):
+        degree = stage.tp_degree
+        for shard, rank in enumerate(stage.ranks):
+            own = found.setdefault(rank, {})
+            for part, index, params in pieces:
+                # the embedding lies whole on every rank of a first stage (xsimulator.memory)
+                piece = (Piece(part, index, 0, 1) if part == "embedding"
+                         else Piece(part, index, shard, degree))
+                own[piece] = round(params / piece.degree * DTYPE_BYTES[dtype])
+    return found
+
+
+def deployment(stages: Sequence[StageAssignment], model: ModelSpec, dtype: str,
+               cluster: Cluster) -> Loading:
+    """Loading everything, onto empty devices."""
+    return _loading(holdings(stages, model, dtype), cluster)
+
+
+def redeployment(old_stages: Sequence[StageAssignment], new_stages: Sequence[StageAssignment],
+                 model: ModelSpec, dtype: str, cluster: Cluster) -> Loading:
+    """Loading what each rank of `new_stages` does not hold from `old_stages`."""
+    held = holdings(old_stages, model, dtype)
+    return _loading({
+        rank: {piece: size for piece, size in pieces.items() if piece not in held.get(rank, {})}
+        for rank, pieces in holdings(new_stages, model, dtype).items()}, cluster)
+
+
+def _stage_pieces(stages: Sequence[StageAssignment], model: ModelSpec,
+                  ) -> Iterator[tuple[StageAssignment, list[tuple[str, int, float]]]]:
+    """Each stage with its (part, index, parameters); pools are runs of stages of one role."""
+    for role, run in groupby(stages, key=lambda stage: stage.role):
+        pool = list(run)
+        has_head = pool_layers(model, role)[0] > 0
+        for stage in pool:
+            pieces = [("layer", stage.first_layer + k, float(model.decoder_layer_params))
+                      for k in range(stage.num_layers)]
+            pieces += [("encoder layer", stage.first_encoder_layer + k,
+                        float(model.encoder_layer_params))
+                       for k in range(stage.num_encoder_layers)]
+            if stage is pool[0]:
+                pieces.append(("embedding", 0, float(model.embedding_params)))
+            if stage is pool[-1] and has_head:
+                pieces.append(("head", 0, float(model.head_params)))
+            yield stage, pieces
+
+
+def _loading(wanted: Holdings, cluster: Cluster) -> Loading:
+    of_rank = [sum(wanted.get(rank, {}).values()) for rank in range(cluster.num_devices)]
+    of_node: list[dict[Piece, int]] = [{} for _ in range(cluster.num_nodes)]
+    for rank, pieces in wanted.items():
+        of_node[cluster.node_of(rank)].update(pieces)
+    node_bytes = [sum(pieces.values()) for pieces in of_node]
+    from_dram_s = max(of_rank) / cluster.host_bytes_per_s
+    return Loading(
+        rank_bytes=tuple(of_rank), node_bytes=tuple(node_bytes), from_dram_s=from_dram_s,
+        from_ssd_s=max(max(node_bytes) / cluster.ssd_bytes_per_s, from_dram_s))

@@ -1,0 +1,173 @@
+"""Output lengths as a running job shows them, and whether they have left those planned for.
+
+Who finishes first has a short output: the mean of the finished queries is too low until the longest
+of their time are done. A query that is still at work says something too: its output is longer than
+what it has written. Queries are admitted in the order of
+the file, so how long one has been at work says nothing about its own length, and the product-limit
+estimate (Kaplan and Meier, 1958) of both kinds is unbiased wherever queries have been watched that
+long. Beyond it, lengths are taken to go on as planned.
+
+Symbols: d(k) queries ended with token k of n(k) that were seen to write it; S(k) = P(length > k) =
+product of 1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths, joint_empirical
+
+BEYOND_CHANCE = 3.0  # standard errors by which a figure must be off to count
+CORRELATED = 0.3  # correlation of input and output from which on pairs are kept
+PAIRS = 4000  # that a weighted sample of pairs is written as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observation:
+    """Queries admitted one after the other: [n, 2] (input, output) tokens of those that are done
+    and of those at work, with what they have written so far."""
+
+    finished: IntArray
+    active: IntArray
+
+    @property
+    def num_finished(self) -> int:
+        return len(self.finished)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObservedLengths:
+    """What an observation says of the outputs. `unknown`: share of them that is longer than any
+    query was watched for, and taken from the plan. `mean_error`: standard error of the mean."""
+
+    outputs: Lengths
+    unknown: float
+    mean_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How outputs have left the plan. `reach`: length that the bound's quantile keeps."""
+
+    planned_mean: float
+    observed_mean: float
+    planned_reach: int
+    observed_reach: int
+    quantile: float
+    num_finished: int
+    is_mean: bool
+    is_reach: bool
+
+    def __bool__(self) -> bool:
+        return self.is_mean or self.is_reach
+
+
+def observed_lengths(seen: Observation, planned: Lengths, longest: int) -> ObservedLengths:
+    """The product-limit estimate. `longest`: most tokens that a query may write."""
+    ends, watched = seen.finished[:, 1], seen.active[:, 1]
+    top = int(max(ends.max(initial=1), watched.max(initial=1)))
+    done = np.bincount(ends, minlength=top + 1)[1:top + 1]
+    at_risk = _at_least(ends, top) + _at_least(watched, top)
+    hazard = done / np.maximum(at_risk, 1)
+    survival = np.cumprod(1 - hazard)
+    before = np.concatenate([[1.0], survival[:-1]])
+    pmf, unknown = before * hazard, float(survival[-1])
+    tail = _tail(planned, top, longest)
+    whole = np.zeros(max(top, len(tail)))
+    whole[:top] += pmf
+    whole[:len(tail)] += unknown * tail
+    whole = np.trim_zeros(whole, "b")
+    outputs = Lengths(pmf=whole / whole.sum(), num_samples=max(seen.num_finished, 1),
+                      note=f"observed in the run, {seen.num_finished} queries done")
+    return ObservedLengths(outputs=outputs, unknown=unknown, mean_error=_greenwood(
+        hazard, at_risk, survival))
+
+
+def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, quantile: float,
+             ) -> Drift:
+    """Whether the mean, or the length at the quantile, is off by more than a share `threshold` of
+    the plan's, and by more than chance."""
+    own = observed.outputs
+    count = own.num_samples or 1
+    error = observed.mean_error
+    if planned.num_samples is not None:
+        error = math.hypot(error, planned.std / math.sqrt(planned.num_samples))
+    away = abs(own.mean - planned.mean)
+    reach, beyond = planned.quantile(quantile), 1 - quantile
+    chance = BEYOND_CHANCE * math.sqrt(beyond * quantile / count)
+    above = _exceed(own, math.floor(reach * (1 + threshold))) - beyond
+    below = beyond - _exceed(own, math.floor(reach * (1 - threshold)))
+    return Drift(
+        planned_mean=planned.mean, observed_mean=own.mean, planned_reach=reach,
+        observed_reach=own.quantile(quantile), quantile=quantile, num_finished=count,
+        is_mean=away > max(threshold * planned.mean, BEYOND_CHANCE * error),
+        is_reach=max(above, below) > chance)
+
+
+def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths) -> JointLengths:
+    """The observed outputs with their inputs: in pairs where the two are correlated, else beside
+    the inputs that were planned with, which are known better than a sample tells."""
+    pairs = _weighted_pairs(seen, observed)
+    inputs, outputs = pairs[:, 0], pairs[:, 1]
+    if len(seen.finished) >= 30 and inputs.std() > 0 and outputs.std() > 0 and (
+            abs(np.corrcoef(inputs, outputs)[0, 1]) >= CORRELATED):
+        joint = joint_empirical(pairs, observed.outputs.note)
+        count = observed.outputs.num_samples
+        return replace(joint, inputs=replace(joint.inputs, num_samples=count),
+                       outputs=replace(joint.outputs, num_samples=count))
+    return JointLengths(inputs=planned.inputs, outputs=observed.outputs)
+
+
+def _at_least(values: IntArray, top: int) -> IntArray:
+    """[top] how many of `values` are k or more, k = 1..top."""
+    counts = np.bincount(values, minlength=top + 1)[:top + 1]
+    found: IntArray = counts[::-1].cumsum()[::-1][1:]
+    return found
+
+
+def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
+    """Planned probabilities given a length beyond `top`; the longest where none is planned."""
+    size = max(planned.max, longest, top + 1)
+    tail = np.zeros(size)
+    tail[:planned.max] = planned.pmf
+    tail[:top] = 0.0
+    if tail.sum() <= 0:
+        tail[max(longest, top + 1) - 1] = 1.0
+    found: FloatArray = np.trim_zeros(tail / tail.sum(), "b")
+    return found
+
+
+def _greenwood(hazard: FloatArray, at_risk: IntArray, survival: FloatArray) -> float:
+    """Standard error of the mean up to the longest time watched."""
+    after = survival[::-1].cumsum()[::-1]  # sum of S(j), j >= k
+    open_ = (hazard > 0) & (hazard < 1)
+    terms = after[open_] ** 2 * hazard[open_] / ((1 - hazard[open_]) * at_risk[open_])
+    return float(np.sqrt(terms.sum()))
+
+
+def _exceed(lengths: Lengths, length: int) -> float:
+    return float(lengths.pmf[max(length, 0):].sum())
+
+
+def _weighted_pairs(seen: Observation, observed: ObservedLengths) -> IntArray:
+    """[PAIRS, 2] pairs as often as the estimate weighs them: the finished by the probability of
+    their length, the longest at work by what is beyond."""
+    pmf, ends = observed.outputs.pmf, seen.finished[:, 1]
+    same = np.bincount(ends, minlength=len(pmf) + 1)
+    pairs, weights = seen.finished, pmf[ends - 1] / same[ends]
+    top = int(max(ends.max(initial=1), seen.active[:, 1].max(initial=1)))
+    longest = seen.active[seen.active[:, 1] >= np.quantile(seen.active[:, 1], 0.8)] if len(
+        seen.active) else seen.active
+    if len(longest) and observed.unknown > 0:
+        rest = pmf[top:] / max(pmf[top:].sum(), 1e-300)
+        places = (np.arange(len(longest)) + 0.5) / len(longest)
+        lengths = top + 1 + np.searchsorted(np.cumsum(rest), places)
+        pairs = np.concatenate([pairs, np.stack([longest[:, 0], lengths], axis=1)])
+        weights = np.concatenate([weights, np.full(len(longest), observed.unknown / len(longest))])
+    edges = np.cumsum(weights) / weights.sum()
+    rows = np.searchsorted(edges, (np.arange(PAIRS) + 0.5) / PAIRS)
+    found: IntArray = pairs[np.minimum(rows, len(pairs) - 1)]
+    return found

@@ -1,0 +1,320 @@
+"""The best control variables for stages that are given: what is reached without moving a layer.
+
+The closed forms place layers by a problem's lengths; here they are held where a schedule has them.
+For each value of the other variables (a line) the largest admissible batch is bisected, all lines
+at once; throughput nearly always grows with the batch, so the batches near that edge are evaluated
+one by one. RRA's lines are thinned out at first, then every one near the best is looked at, and so
+on until none is better: exact on the grid of whole numbers wherever the best lines lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Role, StageAssignment
+from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.timing import TimingSource
+from xsimulator import memory
+from xsimulator.allocation import pool_layers
+from xsimulator.plans import Plan, Plans
+from xsimulator.policies import BASELINES, Policy, make_policy
+from xsimulator.policies.grids import geometric, group_counts
+from xsimulator.policies.rra.closed_form import EstimateArrays, Rra, RraConfig
+from xsimulator.policies.waa.closed_form import Waa, WaaConfig
+from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.stage_times import StageTimes
+
+MAX_BATCH = 1 << 16
+POLICIES = ("rra", "waa-c", "waa-m")
+NEAR_EDGE = 8  # batches below and above the edge that are evaluated one by one
+BELOW = (0.5, 0.7, 0.85, 0.93, 0.97)  # of the edge: further batches, should throughput have bent
+SPREAD = 12  # lines on either side of the best that are looked at in a round
+MAX_ROUNDS = 20
+
+Line = tuple[int, int]  # decode_iterations (WAA: 1), decode_micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to go on. `reason` says why it is not admissible; None if it is. `estimate` is what
+    it would do all the same, where that can be said."""
+
+    estimate: Estimate | None
+    reason: str | None
+
+    @property
+    def qps(self) -> float:
+        """Throughput of an admissible way, else 0."""
+        return self.estimate.throughput_qps if self.estimate and self.reason is None else 0.0
+
+
+class PinnedPlans(Plans):
+    """Plans of a problem whose layers lie as a schedule has them."""
+
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 stages: Sequence[StageAssignment]) -> None:
+        super().__init__(problem, timing)
+        self._pools: dict[tuple[tuple[int, ...], ...], Plan] = {}
+        for role in dict.fromkeys(stage.role for stage in stages):
+            pool = tuple(stage for stage in stages if stage.role == role)
+            self._pools[tuple(stage.ranks for stage in pool)] = self._pinned(pool, role)
+
+    def both(self, tp_degree: int, tp_gpus: int) -> Plan:
+        """RRA's one pool."""
+        (plan,) = self._pools.values()
+        return plan
+
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
+        """The pool on these ranks."""
+        return self._pools[tuple(ranks)]
+
+    def _pinned(self, stages: tuple[StageAssignment, ...], role: Role) -> Plan:
+        problem, model = self.problem, self.problem.model
+        weights = memory.weight_bytes(model, stages, problem.dtype)
+        if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
+            weights[-1] -= model.head_params / stages[-1].tp_degree * DTYPE_BYTES[problem.dtype]
+        return Plan(stages=stages, weight_bytes=weights, times=StageTimes(
+            model, problem.cluster, self.timing, problem.dtype, stages,
+            mean_input=problem.lengths.inputs.mean))
+
+
+class PinnedWaa(Waa):
+    """WAA whose devices stay divided as they are."""
+
+    name = "waa"
+    encode_devices = 0
+
+    def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
+        return np.full(len(points.batch), self.encode_devices)
+
+
+def pinned_policy(deployed: Estimate, problem: Problem,
+                  timing: TimingSource) -> Policy:
+    """The closed form of the schedule's policy on its stages (a baseline's: on its own)."""
+    if deployed.policy in BASELINES:
+        return make_policy(deployed.policy, problem, timing)
+    plans = PinnedPlans(problem, timing, deployed.stages)
+    made: Rra | PinnedWaa
+    if deployed.policy == "rra":
+        made = Rra(problem, timing, padded=timing.is_padded, plans=plans)
+    else:
+        made = PinnedWaa(problem, timing, padded=timing.is_padded, plans=plans)
+        made.encode_devices = len({rank for stage in deployed.stages if stage.role == "encode"
+                                   for rank in stage.ranks})
+    return made
+
+
+def fits_the_job(deployed: Estimate, problem: Problem) -> None:
+    """Raises InputError where the schedule cannot be what is deployed for this problem."""
+    mistakes = []
+
+    def refuse(key: str, value: object, allowed: str) -> None:
+        mistakes.append(Mistake(file="schedule", line=None, key=key, value=value, allowed=allowed))
+
+    if deployed.policy not in POLICIES:
+        refuse("policy", deployed.policy, f"one of {', '.join(POLICIES)}: others have no schedule "
+                                          "to change")
+    ranks = sorted(rank for stage in deployed.stages for rank in stage.ranks)
+    if ranks != list(range(problem.cluster.num_devices)):
+        refuse("stages", f"{len(ranks)} ranks", f"{problem.cluster.num_devices}, the devices of "
+                                                f"cluster {problem.cluster.name}")
+    for role in dict.fromkeys(stage.role for stage in deployed.stages):
+        wanted = pool_layers(problem.model, role)
+        pool = [stage for stage in deployed.stages if stage.role == role]
+        held = (sum(s.num_layers for s in pool), sum(s.num_encoder_layers for s in pool))
+        if held != wanted:
+            refuse("stages", f"{held[0]} + {held[1]} layers",
+                   f"{wanted[0]} + {wanted[1]} layers of {problem.model.name}, in each pool")
+    if mistakes:
+        raise InputError(mistakes)
+
+
+class PinnedSearch:
+    """Searches one problem on the stages of `deployed`, under a latency limit."""
+
+    def __init__(self, deployed: Estimate, problem: Problem, timing: TimingSource,
+                 latency_limit_s: float) -> None:
+        self._deployed, self._problem = deployed, problem
+        self._limit_s = latency_limit_s
+        self._policy: Any = pinned_policy(deployed, problem, timing)
+        stages = [stage for stage in deployed.stages if stage.role != "encode"]
+        self._groups = sorted({*group_counts(len(stages)), deployed.decode_micro_batches})
+        fixed = problem.fixed.encode_batch
+        self._batches = (fixed, fixed) if fixed else (1, min(problem.num_queries or MAX_BATCH,
+                                                             MAX_BATCH))
+        self._known: dict[tuple[Line, int], tuple[float, float, str | None]] = {}
+
+    def current(self) -> Way:
+        """The control variables as they are."""
+        now = self._deployed
+        line = (now.decode_iterations, now.decode_micro_batches)
+        self._evaluate([(line, now.encode_batch)])
+        reason = self._known[line, now.encode_batch][2]
+        return Way(estimate=self._estimate(line, now.encode_batch),
+                   reason=self._excluded() or reason)
+
+    def best(self) -> Way:
+        """The admissible configuration of highest throughput; else how close one can get."""
+        if (reason := self._excluded()) is not None:
+            return Way(estimate=None, reason=reason)
+        lines = self._first_lines()
+        seen: set[Line] = set()
+        for _ in range(MAX_ROUNDS):
+            new = [line for line in lines if line not in seen]
+            if not new:
+                break
+            seen.update(new)
+            self._look_at(new)
+            nearest = self._best_known() or self._tightest(seen)
+            lines = [] if nearest is None else self._around(nearest[0])
+        found = self._best_known()
+        return (Way(estimate=self._estimate(*found), reason=None) if found
+                else self._out_of_reach(seen))
+
+    def _excluded(self) -> str | None:
+        """Why the job does not allow the policy and plan that are deployed."""
+        fixed, now = self._problem.fixed, self._deployed
+        for key in ("policy", "tp_degree", "tp_gpus"):
+            wanted = getattr(fixed, key)
+            if wanted is not None and wanted != getattr(now, key):
+                return f"the job fixes {key} {wanted}, deployed is {getattr(now, key)}"
+        return None
+
+    # --- lines --------------------------------------------------------------------------------
+
+    def _first_lines(self) -> list[Line]:
+        now, fixed = self._deployed, self._problem.fixed
+        groups = (self._groups if fixed.decode_micro_batches is None
+                  else [fixed.decode_micro_batches])
+        if now.policy != "rra":
+            return [(1, count) for count in groups]
+        most = max(self._policy.flow.max_iterations, 1)
+        iterations = sorted({*geometric(most), min(now.decode_iterations, most)})
+        if fixed.decode_iterations is not None:
+            iterations = [fixed.decode_iterations]
+        return [(n, count) for n in iterations for count in groups]
+
+    def _around(self, line: Line) -> list[Line]:
+        """Every line near the best that the job leaves free, in each variable by itself."""
+        fixed, (iterations, groups) = self._problem.fixed, line
+        near = [line]
+        if self._deployed.policy == "rra" and fixed.decode_iterations is None:
+            most = max(self._policy.flow.max_iterations, 1)
+            reach = max(SPREAD, iterations // 10)
+            near += [(n, groups) for n in range(max(iterations - reach, 1),
+                                                min(iterations + reach, most) + 1)]
+        if fixed.decode_micro_batches is None:
+            near += [(iterations, g) for g in range(
+                max(groups - SPREAD, 1), min(groups + SPREAD, self._groups[-1]) + 1)]
+        return near
+
+    # --- batches of a line --------------------------------------------------------------------
+
+    def _look_at(self, lines: Sequence[Line]) -> None:
+        """Evaluate the batches of these lines that may be the best."""
+        low, high = self._batches
+        edges = self._edges(lines)
+        wanted = []
+        for line, edge in edges.items():
+            sizes = {edge + k for k in range(-NEAR_EDGE, NEAR_EDGE + 1)}
+            sizes |= {round(edge * share) for share in BELOW}
+            wanted += [(line, size) for size in sizes if low <= size <= high]
+        self._evaluate(wanted)
+
+    def _edges(self, lines: Sequence[Line]) -> dict[Line, int]:
+        """Largest admissible batch of each line, by bisection; the smallest batch where none is."""
+        low, high = self._batches
+        spans = dict.fromkeys(lines, (low, low))
+        rising = list(lines)  # double until something forbids it, then bisect
+        while rising:
+            tried = {line: min(2 * spans[line][0], high) for line in rising}
+            self._evaluate(list(tried.items()))
+            rising = []
+            for line, size in tried.items():
+                if self._known[line, size][2] is not None:
+                    spans[line] = (spans[line][0], size)
+                elif size < high:
+                    spans[line] = (size, size)
+                    rising.append(line)
+                else:
+                    spans[line] = (size, size + 1)
+        while open_lines := [line for line, (a, b) in spans.items() if b - a > 1]:
+            middles = {line: sum(spans[line]) // 2 for line in open_lines}
+            self._evaluate(list(middles.items()))
+            for line, size in middles.items():
+                below, above = spans[line]
+                is_free = self._known[line, size][2] is None
+                spans[line] = (size, above) if is_free else (below, size)
+        return {line: below for line, (below, _) in spans.items()}
+
+    def _evaluate(self, points: Sequence[tuple[Line, int]]) -> None:
+        new = sorted(set(points) - self._known.keys())
+        if not new:
+            return
+        arrays = self._policy.evaluate([self._config(*point) for point in new])
+        for row, point in enumerate(new):
+            self._known[point] = (float(arrays.throughput_qps[row]), float(arrays.latency_s[row]),
+                                  self._reason(arrays, row))
+
+    def _reason(self, arrays: EstimateArrays, row: int) -> str | None:
+        """What forbids a configuration, or None."""
+        held, most = float(arrays.memory_bytes[row]), self._problem.num_queries
+        latency = float(arrays.latency_s[row])
+        if held > self._policy.capacity_bytes:
+            return (f"memory: {format_bytes(held)} of {format_bytes(self._policy.capacity_bytes)} "
+                    "that can be used")
+        if most is not None and arrays.present[row] > most + 1e-9:
+            return f"number of queries: {arrays.present[row]:.0f} present of {most}"
+        if arrays.stretch[row] > REFUSED_BEYOND or not arrays.throughput_qps[row] > 0:
+            return "measured range: the profile says nothing about such sizes"
+        if latency > self._limit_s:
+            return f"latency: {format_seconds(latency)} of {format_seconds(self._limit_s)}"
+        return None
+
+    # --- results ------------------------------------------------------------------------------
+
+    def _best_known(self) -> tuple[Line, int] | None:
+        low, high = self._batches
+        free = [point for point, (_, _, reason) in self._known.items()
+                if reason is None and low <= point[1] <= high]
+        return min(free, key=lambda point: (-self._known[point][0], point), default=None)
+
+    def _tightest(self, seen: set[Line]) -> tuple[Line, int] | None:
+        """The smallest batch's least latency among those that nothing else forbids."""
+        smallest = [(line, self._batches[0]) for line in seen]
+        late = [p for p in smallest if (self._known[p][2] or "").startswith("latency")]
+        return min(late, key=lambda p: (self._known[p][1], p), default=None)
+
+    def _out_of_reach(self, seen: set[Line]) -> Way:
+        """The tightest latency on these stages, or what else is in the way."""
+        point = self._tightest(seen)
+        if point is None:
+            why = self._known[min(seen), self._batches[0]][2]
+            return Way(estimate=None, reason=f"even the smallest batch is too large ({why})")
+        found = self._estimate(*point)
+        iterations = (f"decode_iterations {found.decode_iterations}, "
+                      if found.policy == "rra" else "")
+        return Way(estimate=found, reason=(
+            f"the tightest latency on these stages is {found.latency_s:.4g} s, with encode_batch "
+            f"{found.encode_batch}, {iterations}decode_micro_batches "
+            f"{found.decode_micro_batches}; the limit is {self._limit_s:.4g} s"))
+
+    def _estimate(self, line: Line, batch: int) -> Estimate:
+        found: Estimate = self._policy.estimate(self._config(line, batch))
+        return replace(found, policy=self._deployed.policy)
+
+    def _config(self, line: Line, batch: int) -> RraConfig | WaaConfig:
+        now = self._deployed
+        if now.policy == "rra":
+            return RraConfig(encode_batch=batch, decode_iterations=line[0], tp_degree=now.tp_degree,
+                             tp_gpus=now.tp_gpus, decode_micro_batches=line[1])
+        return WaaConfig(encode_batch=batch, decode_micro_batches=line[1],
+                         tp_degree=now.tp_degree, tp_gpus=now.tp_gpus)

@@ -1,0 +1,159 @@
+"""The schedule of a baseline that is to run: the job's control variables, or the best within the
+bound, kept with the same confidence as those that are searched."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job_file import CONTROLS
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.units import format_seconds
+from xprofiler.timing import TimingSource
+from xscheduler.job_time import Space
+from xscheduler.spaces.grid_search import MOST_QUERIES, Limited, best
+from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
+from xscheduler.uncertainty import plan_within
+from xsimulator.policies import BASELINES, make_policy
+from xsimulator.policies.rra.closed_form import EstimateArrays
+
+__all__ = ["BASELINES", "baseline_space", "find_baseline"]
+
+_STATUS = "best of a grid and its neighbours"
+
+
+def find_baseline(problem: Problem, timing: TimingSource) -> Schedule:
+    """Of the policy that the problem fixes. Raises InfeasibleError, and InputError for a tensor
+    plan that the model or the cluster cannot hold."""
+    began = time.monotonic()
+    search = _Search(problem, timing)
+    planned = plan_within(problem, timing, search.find, padded=timing.is_padded, replays=True)
+    return replace(planned.schedule, margin=planned.margin.factor,
+                   margin_cost=max(planned.cost, 0.0), margin_note=planned.margin.sentence,
+                   nodes=search.num_evaluated, seconds=time.monotonic() - began)
+
+
+def baseline_space(problem: Problem, timing: TimingSource) -> Space:
+    """What the job leaves open of the baseline's grid."""
+    policy, plans = _Pinned(problem, timing), _plans(problem, timing)
+    return Space(policy=policy, name=policy.name, configs=policy.grid(
+        problem.num_queries or MOST_QUERIES, plans))
+
+
+def _plans(problem: Problem, timing: TimingSource) -> list[tuple[int, int]]:
+    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
+                        problem.cluster, timing)
+    return [(plan.tp_degree, plan.tp_gpus) for plan in plans]
+
+
+class _Search:
+    """One baseline's best configurations, under one latency bound after the other."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self._problem, self._plans = problem, _plans(problem, timing)
+        self._policy = _Pinned(problem, timing)
+
+    @property
+    def num_evaluated(self) -> int:
+        return self._policy.num_evaluated
+
+    def find(self, bound_s: float) -> Schedule:
+        """Raises InfeasibleError."""
+        problem = self._problem
+        found = best(self._policy, bound_s, plans=self._plans)
+        if found is None:
+            raise InfeasibleError(self._refusal(bound_s))
+        constraint = problem.constraint
+        return Schedule(
+            estimate=found, latency_bound_s=bound_s, constraint_kind=constraint.kind,
+            quantile=constraint.quantile, status=_STATUS, bound_qps=math.inf, gap=math.inf,
+            nodes=self._policy.num_evaluated, seconds=0.0, fingerprint=problem.fingerprint)
+
+    def _refusal(self, bound_s: float) -> str:
+        given = ", ".join(f"{name} {value}" for name, value in _given(self._problem).items())
+        which = f"no configuration of {self._policy.name}" + (f" with {given}" if given else "")
+        least_s = self._policy.least_latency_s(self._plans)
+        if least_s is None:
+            return f"{which} fits into memory, with no more queries than the job has"
+        return (f"{which} keeps the latency bound of {format_seconds(bound_s)} (the quickest seen "
+                f"takes {format_seconds(least_s)})")
+
+
+class _Pinned:
+    """A baseline's closed form whose space is what the job's fixed variables leave of it."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        assert problem.fixed.policy in BASELINES, f"{problem.fixed.policy = }"
+        self.problem, self.timing, self.name = problem, timing, problem.fixed.policy
+        self._inner: Any = make_policy(self.name, problem, timing)
+        self._given = _given(problem)
+        self.num_evaluated = 0
+
+    def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[Any]:
+        """Points of the whole grid, moved to the fixed values."""
+        pins = {name: value for name, value in self._given.items() if name != _PARTS}
+        moved = []
+        for config in self._inner.grid(max_queries, plans):
+            own = replace(config, **pins)
+            if _PARTS in self._given:
+                parts, rest = divmod(self._given[_PARTS], own.decode_micro_batches)
+                if rest:
+                    continue
+                own = replace(own, encode_parts=parts)
+            moved.append(own)
+        return list(dict.fromkeys(moved))
+
+    def least_latency_s(self, plans: Sequence[tuple[int, int]]) -> float | None:
+        """Of the grid's points that fit; None where none does."""
+        most = self.problem.num_queries or MOST_QUERIES
+        grid = self.grid(most, plans)
+        if not grid:
+            return None
+        found = self.evaluate(grid)
+        fits = found.fits & (found.present <= most + 1e-9) & np.isfinite(found.latency_s)
+        return float(found.latency_s[fits].min()) if fits.any() else None
+
+    def evaluate(self, configs: Sequence[Any]) -> EstimateArrays:
+        self.num_evaluated += len(configs)
+        found: EstimateArrays = self._inner.evaluate(configs)
+        return replace(found, fits=found.fits & self._is_own(configs))
+
+    def limits(self, configs: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
+        """What configurations cannot reach; nothing where the job excludes them."""
+        own = self._is_own(configs)
+        if not isinstance(self._inner, Limited):
+            return np.where(own, np.inf, 0.0), np.where(own, 0.0, np.inf)
+        qps, latency_s = self._inner.limits(configs)
+        return np.where(own, qps, 0.0), np.where(own, latency_s, np.inf)
+
+    def estimate(self, config: Any) -> Estimate:
+        found: Estimate = self._inner.estimate(config)
+        return found
+
+    def _is_own(self, configs: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        return np.array([all(_value(config, name) == value for name, value in self._given.items())
+                         for config in configs], dtype=bool)
+
+
+_PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of its groups
+
+
+def _given(problem: Problem) -> dict[str, int]:
+    """Control variables that the job fixes."""
+    assert problem.fixed.policy is not None
+    values = {name: getattr(problem.fixed, name) for name in CONTROLS[problem.fixed.policy]}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _value(config: Any, name: str) -> object:
+    if name == _PARTS:
+        return (config.encode_parts or 1) * config.decode_micro_batches
+    return getattr(config, name)

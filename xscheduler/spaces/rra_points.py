@@ -1,0 +1,112 @@
+"""RRA configurations of one problem, as points (encode_batch, decode_iterations) of tensor plans:
+their figures, what forbids them, and how large a batch there is room for. Remembers what it was
+asked, so that searches under several latency bounds share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.timing import TimingSource
+from xscheduler.spaces.tensor_plans import TensorPlan
+from xsimulator.policies.rra.bounds import RraBounds
+from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
+
+_ROOM_POINTS = 16  # batches looked at together on the way to the largest there is room for
+CROWDING = ("", "memory", "number of queries", "measured range")
+
+
+class Points(NamedTuple):
+    """[points] figures; `crowding`: 0, or which of CROWDING forbids the point."""
+
+    throughput_qps: FloatArray
+    latency_s: FloatArray
+    crowding: IntArray
+
+
+class RraPoints:
+    """Evaluates points of one problem over its tensor plans."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, plans: Sequence[TensorPlan], *,
+                 padded: bool) -> None:
+        self.problem, self.plans = problem, tuple(plans)
+        self.rra = Rra(problem, timing, padded=padded)
+        self.bounds = RraBounds(self.rra)
+        self._degree = np.array([plan.tp_degree for plan in plans], np.int64)
+        self._gpus = np.array([plan.tp_gpus for plan in plans], np.int64)
+        self._known: dict[tuple[int, int, int], tuple[float, float, int]] = {}
+        self._room: dict[tuple[int, int], int] = {}
+
+    @property
+    def num_evaluated(self) -> int:
+        return len(self._known)
+
+    def configs(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> RraConfigs:
+        groups = self.problem.fixed.decode_micro_batches or 0
+        return RraConfigs(encode_batch=batch, decode_iterations=iterations,
+                          tp_degree=self._degree[plan], tp_gpus=self._gpus[plan],
+                          decode_micro_batches=np.full(len(batch), groups, np.int64))
+
+    def config(self, plan: int, point: tuple[int, ...]) -> RraConfig:
+        return RraConfig(encode_batch=point[0], decode_iterations=point[1],
+                         tp_degree=self.plans[plan].tp_degree, tp_gpus=self.plans[plan].tp_gpus,
+                         decode_micro_batches=self.problem.fixed.decode_micro_batches)
+
+    def evaluate(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> Points:
+        """Figures of each, all new ones at once."""
+        keys = list(zip(plan.tolist(), batch.tolist(), iterations.tolist(), strict=True))
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if new:
+            rows = np.array(new, np.int64)
+            found = self.rra.evaluate(self.configs(rows[:, 0], rows[:, 1], rows[:, 2]))
+            crowding = self._crowding(found.memory_bytes, found.present, found.stretch)
+            self._known.update(zip(new, zip(
+                found.throughput_qps.tolist(), found.latency_s.tolist(), crowding.tolist(),
+                strict=True), strict=True))
+        columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
+        return Points(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64))
+
+    def crowding(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> IntArray:
+        """[points] as Points.crowding, without a timeline."""
+        return self._crowding(*self.rra.room(self.configs(plan, batch, iterations)))
+
+    def room(self, plan: IntArray, iterations: IntArray, largest: int) -> IntArray:
+        """[lines] the largest batch up to `largest` there is room for, 0 if there is none: what is
+        needed grows with the batch."""
+        keys = list(zip(plan.tolist(), iterations.tolist(), strict=True))
+        new = [key for key in dict.fromkeys(keys) if key not in self._room]
+        if new:
+            rows = np.array(new, np.int64)
+            found = self._find_room(rows[:, 0], rows[:, 1], largest)
+            self._room.update(zip(new, found.tolist(), strict=True))
+        return np.array([self._room[key] for key in keys], np.int64)
+
+    def _find_room(self, plan: IntArray, iterations: IntArray, largest: int) -> IntArray:
+        """Bisection, several places at a time."""
+        low, high = np.zeros(len(plan), np.int64), np.full(len(plan), largest + 1)
+        steps = np.arange(1, _ROOM_POINTS + 1) / (_ROOM_POINTS + 1)
+        while (is_open := high - low > 1).any():
+            rows = np.flatnonzero(is_open)
+            first = np.maximum(low[rows], 1).astype(float)
+            tried = first[:, None] * (high[rows] / first)[:, None] ** steps  # sizes act in ratios
+            tried = np.clip(np.rint(tried).astype(np.int64), low[rows, None] + 1,
+                            high[rows, None] - 1)
+            has_room = self.crowding(
+                np.repeat(plan[rows], _ROOM_POINTS), tried.ravel(),
+                np.repeat(iterations[rows], _ROOM_POINTS)).reshape(tried.shape) == 0
+            low[rows] = np.where(has_room, tried, low[rows, None]).max(axis=1)
+            high[rows] = np.where(has_room, high[rows, None], tried).min(axis=1)
+        return low
+
+    def _crowding(self, memory_bytes: FloatArray, present: FloatArray,
+                  stretch: FloatArray) -> NDArray[np.int64]:
+        most = self.problem.num_queries or math.inf
+        return np.select([memory_bytes > self.rra.capacity_bytes, present > most + 1e-9,
+                          stretch > REFUSED_BEYOND], [1, 2, 3], 0).astype(np.int64)

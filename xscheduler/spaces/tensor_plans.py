@@ -1,0 +1,97 @@
+"""The tensor plans, and the ranges of control variables, that are searched (paper sections 4.2, 5).
+
+Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
+monotone in tp_gpus, and there are few values. The other two variables of a policy are searched as
+boxes (xscheduler.spaces.rra, xscheduler.spaces.waa).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.core.cluster import Cluster
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import FixedSchedule
+from xgpt.core.model import ModelSpec
+from xprofiler.timing import TimingSource
+from xsimulator.allocation import refuse_plan
+
+MAX_ENCODE_BATCH = 1 << 20
+_DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """Partial tensor parallelism: the first `tp_gpus` GPUs in groups of `tp_degree`."""
+
+    tp_degree: int
+    tp_gpus: int
+
+
+def tensor_plans(model: ModelSpec, cluster: Cluster, fixed: FixedSchedule) -> list[TensorPlan]:
+    """Every plan the model and the cluster can hold and the job has not excluded, by degree, then
+    GPUs. Raises InputError if what the job fixes leaves none, with the reason."""
+    degrees = _DEGREES if fixed.tp_degree is None else (fixed.tp_degree,)
+    plans, reasons = [], []
+    for degree in degrees:
+        counts = [0] if degree == 1 else list(range(degree, cluster.num_devices + 1, degree))
+        if fixed.tp_gpus is not None:
+            # degree 1 has no groups: every count of GPUs comes to the same
+            counts = [0] if degree == 1 else [fixed.tp_gpus]
+        for gpus in counts:
+            reason = refuse_plan(model, cluster, degree, gpus)
+            if reason is None:
+                plans.append(TensorPlan(tp_degree=degree, tp_gpus=gpus))
+            else:
+                reasons.append(reason)
+    if fixed.tp_gpus and fixed.tp_degree is None:
+        plans = [plan for plan in plans if plan.tp_degree > 1]
+    if not plans:
+        key = "schedule.tp_degree" if fixed.tp_gpus is None else "schedule.tp_gpus"
+        value = fixed.tp_degree if fixed.tp_gpus is None else fixed.tp_gpus
+        allowed = reasons[0] if reasons else f"{cluster.num_devices} devices cannot form a group"
+        raise InputError([Mistake(file="schedule", line=None, key=key, value=value,
+                                  allowed=allowed)])
+    return plans
+
+
+def timed_plans(plans: Sequence[TensorPlan], cluster: Cluster,
+                timing: TimingSource) -> list[TensorPlan]:
+    """Those of `plans` whose every degree `timing` answers for. Raises InputError if none is
+    left."""
+    found = [plan for plan in plans if all(map(timing.can_time, _degrees_of(plan, cluster)))]
+    if not found:
+        raise InputError([Mistake(
+            file="schedule", line=None, key="schedule.tp_degree",
+            value=sorted({plan.tp_degree for plan in plans}),
+            allowed=f"none of these can be timed by what there is: {timing.provenance()}")])
+    return found
+
+
+def _degrees_of(plan: TensorPlan, cluster: Cluster) -> set[int]:
+    """Of all its stages: the groups', and 1 where devices are left single."""
+    singles = {1} if plan.tp_gpus < cluster.num_devices else set()
+    return singles | ({plan.tp_degree} if plan.tp_gpus else set())
+
+
+def batch_range(fixed: FixedSchedule, num_queries: int | None) -> tuple[int, int]:
+    """Smallest and largest encode_batch to consider. No job encodes more than all its queries."""
+    if fixed.encode_batch is not None:
+        return fixed.encode_batch, fixed.encode_batch
+    return 1, min(num_queries or MAX_ENCODE_BATCH, MAX_ENCODE_BATCH)
+
+
+def iteration_range(fixed: FixedSchedule, max_iterations: int) -> tuple[int, int]:
+    """Smallest and largest decode_iterations to consider."""
+    if fixed.decode_iterations is not None:
+        return fixed.decode_iterations, fixed.decode_iterations
+    return 1, max_iterations
+
+
+def even_parts(first: int, last: int, count: int) -> list[tuple[int, int]]:
+    """`first`..`last` in up to `count` ranges of even ratio: sizes act in ratios."""
+    borders = np.unique(np.rint(np.geomspace(first, last + 1, count + 1)).astype(np.int64))
+    return [(int(low), int(up) - 1) for low, up in zip(borders[:-1], borders[1:], strict=True)]

@@ -1,0 +1,370 @@
+"""Admission by free blocks or by a token budget, step by step, over arrays of configurations.
+
+Where KV in blocks runs out, queries are admitted as others end and evicted as those present grow:
+how often depends on how both scatter, which no mean tells. The walk keeps, for each configuration,
+the number of queries that run, the free tokens, and the latest admitted (who are evicted first);
+who ends, and how much it frees, is drawn once for all configurations. Ages are not followed: a
+query ends with chance 1 / E[D] per step, and frees more where those present hold more.
+
+What a walk finds changes smoothly with slots, room and budget, so `WalkTable` walks on a grid of
+them, each point once, and interpolates: a search then costs few walks, and less of their noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
+
+STEPS = 448
+_WARM_UP = 64
+_DEPTH = 32  # latest admitted, and evicted, queries that are remembered; a power of two
+_AT_ONCE = 128  # most queries that are evicted or come back at one step
+_HALF_BLOCK = (BLOCK_TOKENS - 1) / 2  # what a query's last block leaves empty, in the mean
+_SEED = 3
+_REPEATS = 64  # of the sizes that are drawn, before they come again
+_NO_LIMIT = 1e12  # tokens of a step
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Walk:
+    """[configs] unless said; means over steps that decode."""
+
+    running: FloatArray
+    again: FloatArray  # tokens encoded again, per token encoded for the first time
+    evicted: FloatArray  # queries that wait to be encoded again
+    evictions: FloatArray  # of a query
+    chunks: FloatArray  # steps that a query's encoding takes
+    share: FloatArray  # of steps that encode, beside decoding or after it
+    tokens: FloatArray  # [configs, sizes] encoded at such a step, equally likely, rising
+    joined: FloatArray  # [configs, sizes] queries whose encoding ends, likewise
+
+
+class _Stream:
+    """Sizes drawn one after the other, for ever: [number] of them, over and over."""
+
+    def __init__(self, values: FloatArray) -> None:
+        self.values = values
+        self._sums = np.concatenate([[0.0], np.cumsum(values)])
+
+    def at(self, index: IntArray) -> FloatArray:
+        return np.asarray(self.values[index % self.values.size])
+
+    def until(self, index: IntArray) -> FloatArray:
+        """Sum of all before `index`."""
+        rounds, rest = np.divmod(index, self.values.size)
+        return np.asarray(rounds * self._sums[-1] + self._sums[rest])
+
+    def reach(self, amount: FloatArray) -> IntArray:
+        """How many of the first ones come to no more than `amount`."""
+        rounds, rest = np.divmod(amount + 1e-6, self._sums[-1])
+        within = np.searchsorted(self._sums, rest, side="right") - 1
+        return np.asarray(rounds.astype(np.int64) * self.values.size + within)
+
+
+class _Stack:
+    """[configs] stacks of sizes; the oldest of a full one are forgotten."""
+
+    def __init__(self, configs: int) -> None:
+        self.count = np.zeros(configs, np.int64)
+        self._sizes, self._end = np.zeros((configs, _DEPTH)), np.zeros(configs, np.int64)
+
+    def push(self, rows: IntArray, values: FloatArray) -> None:
+        """One on each of these rows."""
+        self._sizes[rows, self._end[rows] % _DEPTH] = values
+        self._end[rows] += 1
+        self.count[rows] = np.minimum(self.count[rows] + 1, _DEPTH)
+
+    def push_many(self, numbers: IntArray, first: IntArray, values: _Stream, age: int) -> None:
+        """numbers [configs] of `values` from `first` on, less `age`."""
+        kept = np.minimum(numbers, _DEPTH)
+        rows = np.repeat(np.arange(len(kept)), kept)
+        place = np.arange(rows.size) - np.repeat(np.cumsum(kept) - kept, kept)
+        self._sizes[rows, (self._end[rows] + place) % _DEPTH] = values.at(
+            (first + numbers - kept)[rows] + place) - age
+        self._end += kept
+        self.count = np.minimum(self.count + kept, _DEPTH)
+
+    def top(self, rows: IntArray) -> FloatArray:
+        return np.asarray(self._sizes[rows, (self._end[rows] - 1) % _DEPTH])
+
+    def pop(self, rows: IntArray) -> None:
+        self._end[rows] -= 1
+        self.count[rows] = np.maximum(self.count[rows] - 1, 0)
+
+
+class _Walker:
+    """The state of all configurations, and what a step does to it."""
+
+    def __init__(self, *, slots: FloatArray, room: FloatArray, budget: FloatArray,
+                 is_chunked: bool, iterations: float, held: float, input_sizes: FloatArray,
+                 last_sizes: FloatArray) -> None:
+        rng = np.random.default_rng(_SEED)
+        inputs = np.concatenate([rng.permutation(input_sizes) for _ in range(_REPEATS)])
+        lasts = np.concatenate([rng.permutation(last_sizes) for _ in range(_REPEATS)])
+        gaps = -np.log1p(-(rng.permutation(lasts.size) + 0.5) / lasts.size)
+        self.inputs, self.blocks = _Stream(inputs), _Stream(inputs + _HALF_BLOCK)
+        self.lasts, self.gaps = _Stream(lasts + _HALF_BLOCK), _Stream(gaps)
+        self.slots, self.room, self.budget = np.maximum(np.rint(slots), 1.0), room, budget
+        self.is_chunked, self.iterations, self.held = is_chunked, iterations, held
+        running = np.minimum(self.slots, 0.95 * room / held)
+        if is_chunked:  # no more than the budget keeps supplied
+            running = np.minimum(running, budget * iterations / (iterations + input_sizes.mean()))
+        self.running = np.maximum(np.floor(running), 1.0)
+        self.free = room - self.running * held
+        self.watermark = np.floor(WATERMARK * room / BLOCK_TOKENS) * BLOCK_TOKENS
+        configs = len(slots)
+        self.latest, self.waiting = _Stack(configs), _Stack(configs)
+        self.drawn, self.ended = np.zeros(configs, np.int64), np.zeros(configs, np.int64)
+        self.hazard, self.part, self.whole = (np.zeros(configs) for _ in range(3))
+        self.anew, self.pieces, self.done, self.evictions = (np.zeros(configs) for _ in range(4))
+        self.tokens, self.joined, self.left = (np.zeros(configs) for _ in range(3))
+        self.may_admit = np.ones(configs, bool)
+
+    def step(self, number: int) -> tuple[FloatArray, FloatArray]:
+        """Queries that decode at it, and those that wait evicted."""
+        self.may_admit[:] = True
+        self._evict(number)
+        self.free -= self.running
+        decoding, waits = self.running.copy(), self.waiting.count.astype(float)
+        self.tokens, self.joined = np.zeros_like(self.room), np.zeros_like(self.room)
+        self.hazard += self.running / self.iterations
+        if self.is_chunked:
+            self.left = np.maximum(self.budget - self.running, 0.0)  # more may decode than it has
+            self._admit(number)
+            self._end()
+        else:  # encodes once those are gone that this step ends
+            self.left = np.full_like(self.room, _NO_LIMIT)
+            self._end()
+            self._admit(number)
+        np.minimum(self.free, self.room, out=self.free)
+        self.latest.count = np.minimum(self.latest.count, self.running.astype(np.int64))
+        return decoding, waits
+
+    def _evict(self, number: int) -> None:
+        """Until all can grow by a token."""
+        rows = np.flatnonzero((self.free < self.running) & (self.running > 1))
+        for _ in range(_AT_ONCE):
+            if not rows.size:
+                break
+            self.may_admit[rows] = not self.is_chunked
+            is_partly = self.part[rows] > 0
+            partly, wholly = rows[is_partly], rows[~is_partly]
+            self.free[partly] += self.whole[partly] + _HALF_BLOCK
+            self.waiting.push(partly, self.whole[partly])
+            self.part[partly] = 0.0
+            size = np.where(self.latest.count[wholly] > 0, self.latest.top(wholly) + number,
+                            self.held)
+            self.free[wholly] += size
+            self.running[wholly] -= 1
+            self.evictions[wholly] += 1
+            self.latest.pop(wholly)
+            self.waiting.push(wholly, size - _HALF_BLOCK + 1)
+            rows = rows[(self.free[rows] < self.running[rows]) & (self.running[rows] > 1)]
+
+    def _admit(self, number: int) -> None:
+        rows = np.flatnonzero((self.part > 0) & (self.left > 0))
+        if rows.size:
+            self._encode(rows, number)
+        rows = np.flatnonzero((self.waiting.count > 0) & self.may_admit)
+        for _ in range(_AT_ONCE):
+            if not rows.size:
+                break
+            rows = self._come_back(rows, number)
+        self._begin(number)
+
+    def _encode(self, rows: IntArray, number: int) -> None:
+        """On with the input that is encoded in part."""
+        take = np.minimum(self.part[rows], self.left[rows])
+        self.tokens[rows] += take
+        self.left[rows] -= take
+        self.part[rows] -= take
+        self.pieces[rows] += 1
+        ready = rows[self.part[rows] <= 0]
+        self.done[ready] += 1
+        self.running[ready] += 1
+        self.joined[ready] += 1
+        self.latest.push(ready, self.whole[ready] + _HALF_BLOCK - (number + 1))
+
+    def _come_back(self, rows: IntArray, number: int) -> IntArray:
+        """The latest evicted is first in line; rows where another may follow."""
+        size, running = self.waiting.top(rows), self.running[rows]
+        fits = (self.free[rows] - size - _HALF_BLOCK >= self.watermark[rows]) | (running == 0)
+        starts = (self.part[rows] <= 0) & (self.left[rows] > 0) & fits
+        starts &= running < self.slots[rows]
+        rows, size = rows[starts], size[starts]
+        self.waiting.pop(rows)
+        self.anew[rows] += size
+        self.free[rows] -= size + _HALF_BLOCK
+        self.part[rows] = self.whole[rows] = size
+        self.hazard[rows] += 1 / self.iterations  # its encoding yields a token
+        self._encode(rows, number)
+        return rows[self.waiting.count[rows] > 0]
+
+    def _begin(self, number: int) -> None:
+        """New queries, as many as slots, blocks and budget hold; the last perhaps in part."""
+        left, drawn = self.left, self.drawn
+        can = self.may_admit & (self.waiting.count == 0) & (self.part <= 0) & (left > 0)
+        held = self.blocks.until(drawn)
+        most = self.blocks.reach(held + np.maximum(self.free - self.watermark, 0.0)) - drawn
+        most = np.maximum(most, self.running == 0)
+        room = np.maximum(np.minimum(most, self.slots - self.running), 0.0)
+        most = np.where(can, room, 0).astype(np.int64)
+        before = self.inputs.until(drawn)
+        ready = np.minimum(self.inputs.reach(before + left) - drawn, most)
+        after = drawn + np.minimum(ready + 1, most)
+        whole = self.inputs.until(after) - before
+        self.tokens += np.minimum(whole, left)
+        self.part = np.where(after - drawn > ready, whole - left, self.part)
+        self.whole = np.where(after - drawn > ready, self.inputs.at(drawn + ready), self.whole)
+        self.free -= self.blocks.until(after) - held
+        self.pieces += after - drawn
+        self.done += ready
+        self.joined += ready
+        self.running += ready
+        self.latest.push_many(ready, drawn, self.blocks, number + 1)
+        self.drawn = after
+
+    def _end(self) -> None:
+        number = np.minimum(self.gaps.reach(self.hazard) - self.ended,
+                            self.running.astype(np.int64))
+        after = self.ended + number
+        used = (self.room - self.free) / np.maximum(self.running, 1.0) / self.held
+        self.free += (self.lasts.until(after) - self.lasts.until(self.ended)) * np.clip(
+            used, 0.5, 2.0)
+        self.running -= number
+        self.hazard = np.minimum(self.hazard, self.gaps.until(after + 1))
+        self.ended = after
+
+
+def walk(*, slots: FloatArray, room: FloatArray, budget: FloatArray, is_chunked: bool,
+         iterations: float, held: float, input_sizes: FloatArray, last_sizes: FloatArray,
+         sizes: int) -> Walk:
+    """slots, room (tokens), budget (tokens a step, where `is_chunked`): [configs] of one group.
+
+    iterations: E[D]; held: tokens of a query present, in the mean; input_sizes, last_sizes:
+    equally likely input tokens of a query, and what it holds when it ends; `sizes` of steps that
+    encode stand for their distribution."""
+    walker = _Walker(slots=slots, room=room, budget=budget, is_chunked=is_chunked, held=held,
+                     iterations=iterations, input_sizes=input_sizes, last_sizes=last_sizes)
+    tokens, joined = (np.empty((STEPS - _WARM_UP, len(slots))) for _ in range(2))
+    running, waits = np.zeros(len(slots)), np.zeros(len(slots))
+    for step in range(STEPS):
+        decoding, waiting = walker.step(step)
+        if step >= _WARM_UP:
+            running += decoding
+            waits += waiting
+            tokens[step - _WARM_UP], joined[step - _WARM_UP] = walker.tokens, walker.joined
+    share, of_tokens, of_joined = equally_likely(tokens.T, joined.T, sizes)
+    drawn = np.maximum(walker.drawn, 1)
+    return Walk(
+        running=running / len(tokens), again=walker.anew / np.maximum(
+            walker.inputs.until(drawn), 1e-12),
+        evicted=waits / len(tokens), evictions=walker.evictions / drawn,
+        chunks=walker.pieces / np.maximum(walker.done, 1.0), share=share, tokens=of_tokens,
+        joined=of_joined)
+
+
+def equally_likely(tokens: FloatArray, joined: FloatArray,
+                   sizes: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Share of steps that encode [configs], and `sizes` equally likely ones of them in rising
+    order: tokens and queries [configs, sizes]."""
+    order = np.argsort(tokens, axis=1)
+    tokens, joined = (np.take_along_axis(a, order, axis=1) for a in (tokens, joined))
+    steps = tokens.shape[1]
+    number = (tokens > 0).sum(axis=1)
+    edges = steps - number[:, None] * (1 - np.arange(sizes + 1) / sizes)  # [configs, sizes + 1]
+    found = []
+    for values in (tokens, joined):
+        sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+        low = np.minimum(edges.astype(np.int64), steps - 1)
+        at = np.take_along_axis(sums, low, axis=1)
+        after = np.take_along_axis(sums, low + 1, axis=1)
+        between = at + (edges - low) * (after - at)
+        found.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
+    return number / steps, found[0], found[1]
+
+
+_SCALARS = ("running", "again", "evicted", "evictions", "chunks", "share")
+_VECTORS = ("tokens", "joined")
+_PER_OCTAVE = 4  # points of room and budget
+_WHOLE_SLOTS = 12  # up to as many each is a point; beyond, _SLOT_RATIO apart
+_SLOT_RATIO = 1.15
+_AMPLE = 1.5  # times the queries that room holds in the mean: more slots change nothing
+_SPARE = 4.0  # times the room that as many queries need in the mean: more changes nothing
+_MOST_OCTAVES = 64
+_TOGETHER = 1024  # points walked at a time
+
+
+class WalkTable:
+    """Walks of one workload as a function of (slots, room, budget)."""
+
+    def __init__(self, walked: Callable[[FloatArray, FloatArray, FloatArray], Walk], *,
+                 held: float, is_chunked: bool, sizes: int) -> None:
+        """`walked`: walk of (slots, room, budget); `held`, `sizes`: see walk."""
+        self._walked, self._held, self._is_chunked = walked, held, is_chunked
+        self._sizes = sizes
+        nodes = np.arange(1.0, _WHOLE_SLOTS + 1)
+        beyond = _WHOLE_SLOTS * _SLOT_RATIO ** np.arange(1, 240)
+        self._slots = np.concatenate([nodes, np.rint(beyond)])
+        self._row_of: dict[int, int] = {}
+        self._rows = np.empty((0, len(_SCALARS) + len(_VECTORS) * sizes))
+
+    def __call__(self, slots: FloatArray, room: FloatArray, budget: FloatArray) -> Walk:
+        """[configs] each."""
+        slots = np.clip(slots, 1.0, self._slots[-2])
+        low = np.searchsorted(self._slots, slots, side="right") - 1
+        shares = [(slots - self._slots[low]) / (self._slots[low + 1] - self._slots[low])]
+        lows = [low]
+        for values in (room, budget)[:1 + self._is_chunked]:
+            place = np.log2(values) * _PER_OCTAVE
+            lows.append(np.floor(place + 1e-9).astype(np.int64))
+            shares.append(np.maximum(place - lows[-1], 0.0))
+        points, weights = [], []
+        for corner in np.ndindex(*(2,) * len(lows)):
+            points.append([low + up for low, up in zip(lows, corner, strict=True)])
+            weights.append(np.prod([s if up else 1 - s for s, up in zip(
+                shares, corner, strict=True)], axis=0))
+        weight = np.stack(weights)  # [corners, configs]
+        rows = self._find(np.array(points), weight > 1e-9)
+        found = np.einsum("kc,kcv->cv", weight, self._rows[rows])
+        scalars = {name: found[:, i] for i, name in enumerate(_SCALARS)}
+        vectors = np.split(found[:, len(_SCALARS):], len(_VECTORS), axis=1)
+        return Walk(**scalars, **dict(zip(_VECTORS, vectors, strict=True)))
+
+    def _find(self, points: IntArray, is_needed: BoolArray) -> IntArray:
+        """[corners, configs] rows of `points` [corners, variables, configs]; any where a corner is
+        not needed."""
+        slot, room = points[:, 0], points[:, 1]
+        budget = points[:, 2] if self._is_chunked else np.zeros_like(slot)
+        holds = 2.0 ** (room / _PER_OCTAVE) / self._held
+        slot = np.minimum(slot, np.searchsorted(self._slots, _AMPLE * holds + 4))
+        spare = np.ceil(np.log2(_SPARE * self._held * (self._slots[slot] + 1)) * _PER_OCTAVE)
+        room = np.minimum(room, spare.astype(np.int64))
+        base = _PER_OCTAVE * _MOST_OCTAVES
+        keys = (slot * base + room) * base + budget
+        unique, inverse = np.unique(keys[is_needed], return_inverse=True)
+        missing = np.array([key for key in unique.tolist() if key not in self._row_of], np.int64)
+        for part in np.array_split(missing, -(-len(missing) // _TOGETHER) or 1):
+            if part.size:
+                self._fill(part, base)
+        rows = np.zeros(keys.shape, np.int64)
+        rows[is_needed] = np.array([self._row_of[key] for key in unique.tolist()])[inverse]
+        return rows
+
+    def _fill(self, keys: IntArray, base: int) -> None:
+        slots, room, budget = keys // base**2, keys // base % base, keys % base
+        found = self._walked(self._slots[slots], 2.0 ** (room / _PER_OCTAVE),
+                             2.0 ** (budget / _PER_OCTAVE))
+        columns = [getattr(found, name)[:, None] for name in _SCALARS]
+        new = np.concatenate([*columns, *(getattr(found, name) for name in _VECTORS)], axis=1)
+        first = len(self._rows)
+        self._row_of.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
+        self._rows = np.concatenate([self._rows, new])

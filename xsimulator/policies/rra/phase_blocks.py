@@ -1,0 +1,223 @@
+"""A phase's decode iterations in a few blocks of nearly equal ones, for many N_D at once.
+
+Sizes change slowly from one iteration to the next, and step times with them, so that the mean
+sizes of a block stand for each of its iterations. A phase of few iterations is exact. In a longer
+one the first iterations, where the pipeline still feels the encoding, are blocks of their own, the
+iteration at which the latency bound's query ends is a block's last, and the other borders divide
+evenly how far the number of active queries falls. Over the paper's tasks on 1 to 48 stages,
+throughput and latency are within 0.3 % of the figures iteration by iteration (median 0.002 %); a
+ragged distribution with an encode_batch of 1 to 3 came to 0.4 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.occupancy import GROUP_OCTAVES, Occupancy, QueryFlow
+
+EXACT_ITERATIONS = 10  # up to as many, each is a block
+# Of the logarithm of the number of active queries, within a block: of small batches, whose groups
+# are often empty, and of others.
+SMALL_BATCH, FINE_RESOLUTION, RESOLUTION = 16, 0.25, 0.5
+_BY_GROUP = ("log_absent", "own_before", "own_last")  # have a last axis of GROUP_OCTAVES
+SINGLE_BLOCKS = 2  # iterations after the encoding that are blocks of their own
+FADED = 1e-3  # a number of active queries below this share of the first's counts as unchanging
+EVENLY = 3.0  # what the rest of a phase counts as where nothing changes, for its cache grows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PhaseBlocks:
+    """Occupancies of several N_D (configurations along the last axis), per query encoded in each
+    phase, as in Occupancy; blocks that a phase lacks are empty."""
+
+    blocks: IntArray  # [configs] how many
+    seen: IntArray  # [configs] the one at whose end the latency bound's query ends
+    phases_before: IntArray  # [configs] phases that query has been through before
+    widths: FloatArray  # [blocks, configs] iterations
+    active: FloatArray
+    context: FloatArray  # [blocks, configs] tokens of each active query
+    variance_active: FloatArray
+    # logarithms for each query that a group encodes a phase, such that the mean chance within a
+    # block is right
+    log_absent: FloatArray
+    nobody: FloatArray  # log P(none of one query a phase is active)
+    own_before: FloatArray  # QueryFlow.own_absent of the latency bound's query
+    own_last: FloatArray
+    removed: FloatArray
+    moved: FloatArray  # rows of the cache that compaction moves
+    maximum_context: FloatArray | None  # [blocks, configs, doublings + 1]
+    mean_phases: FloatArray  # [configs]
+    mean_present: FloatArray
+    mean_reserved: FloatArray
+    variance_reserved: FloatArray
+    max_present: FloatArray
+
+    def take(self, columns: IntArray, group_batch: FloatArray) -> PhaseBlocks:
+        """Those of the given configurations, of that many queries encoded in each group."""
+        place = np.clip(np.log2(group_batch) - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
+        lower = np.minimum(place.astype(np.int64), len(GROUP_OCTAVES) - 2)
+        share = place - lower
+        chosen: dict[str, Any] = {}
+        most = int(self.blocks[columns].max(initial=1))
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and value.ndim > 1:
+                value = value[:most]
+            if name in _BY_GROUP:
+                flat, first = value.reshape(len(value), -1), columns * value.shape[-1] + lower
+                left, right = flat.take(first, axis=1), flat.take(first + 1, axis=1)
+                with np.errstate(invalid="ignore"):
+                    between = left + share * (right - left)
+                # one is there for certain (-inf): so it is between, too
+                chosen[name] = np.where(np.isfinite(left) & np.isfinite(right), between,
+                                        np.where(share > 0, np.minimum(left, right), left))
+            elif value is not None:
+                chosen[name] = value.take(columns, axis=0 if value.ndim == 1 else 1)
+        return PhaseBlocks(**{"maximum_context": None, **chosen})
+
+
+class BlockTable:
+    """The blocks of one flow of queries, by N_D; keeps each."""
+
+    def __init__(self, flow: QueryFlow, *, padded: bool, seen_iterations: int,
+                 exact_iterations: int = EXACT_ITERATIONS) -> None:
+        """`seen_iterations`: decode iterations of the query whose latency is asked for."""
+        self._flow, self._padded, self._exact_iterations = flow, padded, exact_iterations
+        self._seen = max(seen_iterations - 1, 0)
+        self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
+        self._stack = _Stack()
+        self._ends: list[IntArray] = []  # by column
+        self._stacked: PhaseBlocks | None = None
+
+    def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
+        """[configs] where these N_D are found, for that many queries encoded in a phase."""
+        keys = 2 * iterations + (encode_batch < SMALL_BATCH)
+        most = int(keys.max(initial=0))
+        if most >= len(self._column):
+            grown = np.full(2 * most + 2, -1, np.int64)
+            grown[: len(self._column)] = self._column
+            self._column = grown
+        found = self._column[keys]
+        if (found < 0).any():
+            self._add(np.unique(keys[found < 0]).tolist())
+            found = self._column[keys]
+        return np.asarray(found)
+
+    def ends(self, column: int) -> IntArray:
+        """[blocks] iterations before which each block of that column's phase ends."""
+        return self._ends[column]
+
+    @property
+    def stacked(self) -> PhaseBlocks:
+        """All that is known, by column."""
+        assert self._stacked is not None
+        return self._stacked
+
+    def _add(self, keys: Sequence[int]) -> None:
+        """In rising order: both keys of an N_D in turn, for they share most of the work."""
+        rows = []
+        for key in keys:
+            self._column[key] = len(self._ends)
+            rows.append(self._derive(*divmod(key, 2)))
+        self._stack.add(rows)
+        self._stacked = PhaseBlocks(**{"maximum_context": None, **self._stack.fields()})
+
+    def _derive(self, n_d: int, is_small: int) -> dict[str, FloatArray]:
+        occupancy = self._flow.occupancy(n_d, padded=False)
+        phases_before, last = divmod(self._seen, n_d)
+        ends = block_ends(occupancy, last, self._exact_iterations,
+                          FINE_RESOLUTION if is_small else RESOLUTION)
+        self._ends.append(ends)
+        first = np.append(0, ends[:-1])
+        widths = (ends - first).astype(float)
+        active = occupancy.active
+        removed_of = occupancy.removed / np.where(active > 0, active + occupancy.removed, 1.0)
+
+        def mean(values: FloatArray) -> FloatArray:
+            sums = np.add.reduceat(values, first, axis=0)
+            return np.asarray(sums / (widths if values.ndim == 1 else widths[:, None]))
+
+        mean_active, groups = mean(active), 2.0**GROUP_OCTAVES
+        own_before, own_last = self._flow.own_absent(n_d, int(phases_before))
+        absent = _log(mean(np.exp(occupancy.log_absent)))
+        row = {
+            "blocks": np.array(len(ends)), "seen": np.searchsorted(ends, last + 1),
+            "phases_before": np.array(phases_before), "widths": widths, "active": mean_active,
+            "context": mean(occupancy.context) / np.where(mean_active > 0, mean_active, 1.0),
+            "variance_active": mean(occupancy.variance_active),
+            "log_absent": absent / groups,
+            "nobody": absent[:, GROUP_OCTAVES == 0][:, 0],
+            "own_before": _log(mean(own_before)) / groups,
+            "own_last": _log(mean(own_last)) / groups,
+            "removed": mean(occupancy.removed),
+            "moved": mean(active * removed_of)}
+        if self._padded:
+            # that of the iteration in the middle, and the half token it is from the mean one
+            middle = first + (ends - first - 1) // 2
+            row["maximum_context"] = self._flow.maximum_context(n_d, middle) + (
+                (first + ends - 1) / 2 - middle)[:, None]
+        for name in ("mean_phases", "mean_present", "mean_reserved", "variance_reserved",
+                     "max_present"):
+            row[name] = np.array(float(getattr(occupancy, name)))
+        return row
+
+
+def block_ends(occupancy: Occupancy, last: int, exact_iterations: int,
+               resolution: float = RESOLUTION) -> IntArray:
+    """[blocks] the iterations 0..N_D - 1 before which each block ends; one ends after `last`."""
+    n_d = occupancy.decode_iterations
+    if n_d <= exact_iterations:
+        return np.arange(1, n_d + 1)
+    active = occupancy.active
+    level = np.log(active + max(FADED * float(active[0]), np.finfo(float).tiny))
+    change = np.append(0.0, np.abs(np.diff(level)))[SINGLE_BLOCKS:]
+    length = np.cumsum(change + EVENLY / len(change))
+    borders = {*range(1, SINGLE_BLOCKS + 1), last + 1, n_d}
+    inner = int(length[-1] / resolution)
+    targets = length[-1] * np.arange(1, inner + 1) / (inner + 1)
+    borders.update((SINGLE_BLOCKS + np.searchsorted(length, targets)).tolist())
+    return np.array(sorted(borders), np.int64)
+
+
+def _log(values: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(values))
+
+
+class _Stack:
+    """Rows of arrays, one array a field with the rows along its second axis (its only one for
+    single values), zero where a phase has fewer blocks; grows in leaps."""
+
+    def __init__(self) -> None:
+        self._count = self._blocks = 0
+        self._fields: dict[str, Any] = {}
+
+    def add(self, rows: Sequence[dict[str, FloatArray]]) -> None:
+        blocks = max([self._blocks, *(len(row["widths"]) for row in rows)])
+        total = self._count + len(rows)
+        for name, example in rows[0].items():
+            is_single, held = example.ndim == 0, self._fields.get(name)
+            shape = (total,) if is_single else (blocks, total, *example.shape[1:])
+            if held is None or any(has < needs for has, needs in zip(
+                    held.shape, shape, strict=True)):
+                room = tuple(2 * size if axis == len(shape[:1 if is_single else 2]) - 1 else size
+                             for axis, size in enumerate(shape))
+                grown = np.zeros(room, example.dtype if is_single else float)
+                if held is not None:
+                    grown[tuple(slice(0, size) for size in held.shape)] = held
+                self._fields[name] = held = grown
+            for column, row in enumerate(rows, start=self._count):
+                if is_single:
+                    held[column] = row[name]
+                else:
+                    held[: len(row[name]), column] = row[name]
+        self._count, self._blocks = total, blocks
+
+    def fields(self) -> dict[str, Any]:
+        """By name; blocks and columns beyond those added are zero."""
+        return self._fields

@@ -1,0 +1,289 @@
+"""What no WAA configuration of a box can better: bounds for branch and bound (paper section 5.1).
+
+A box holds ranges of encode_batch B and decode_micro_batches G of one tensor plan. For each number
+of encode devices that its configurations may be divided by (xsimulator.policies.waa.closed_form:
+the division follows from B and G),
+
+    throughput <= min( largest B / T_E(B), B_D / (E[D] T_iter(B_D)) at the largest B_D )
+    latency    >= T_E through the pool + handover + iterations x T_iter at the smallest B_D
+
+with B_D = B E[S] or what Little's law leaves of it, and T_iter = max(G x slowest stage, all stages)
+at the smallest G and at the largest, in that order. The encode pool's times are tables over every
+B, so their least and largest over a range are exact. The decode pool's are taken from a lower
+envelope (policies.envelope), so that T_iter rises with the batch and falls in relation to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.policies.envelope import rising_minorant
+from xsimulator.policies.waa.closed_form import ROWS_RATIO, Waa, root
+from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
+
+TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
+QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
+MOST_IN_SYSTEM = 1e9  # where memory does not say
+FIRST_BATCHES = 64  # tabulated to begin with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WaaBoxes:
+    """[boxes] ranges, both ends included."""
+
+    least: IntArray  # encode_batch
+    most: IntArray
+    fewest: IntArray  # decode_micro_batches
+    highest: IntArray
+
+    def __len__(self) -> int:
+        return len(self.least)
+
+    def take(self, rows: IntArray) -> WaaBoxes:
+        return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
+                        highest=self.highest[rows])
+
+
+class _Single(NamedTuple):
+    """Lower envelopes of a single group that holds all layers. [batches] seconds of encoding for
+    each query, and of a step; [sizes] seconds of a decode step."""
+
+    encode_each: FloatArray
+    encode_step: FloatArray
+    sizes: FloatArray
+    decode_steps: FloatArray
+
+    def decode_step(self, rows: FloatArray) -> FloatArray:
+        """[boxes]."""
+        return np.asarray(np.interp(np.maximum(rows, 1.0), self.sizes, self.decode_steps))
+
+
+def _leap(batch: int) -> int:
+    """A power of two beyond it, so that plans ask for the same sizes."""
+    return int(max(1 << (2 * batch - 1).bit_length(), FIRST_BATCHES))
+
+
+def _by_batch(values: FloatArray) -> FloatArray:
+    """Of batches 1, 2, ... such that the index is the batch."""
+    return np.append(values[0], values)
+
+
+class WaaBounds:
+    """Bounds for one Waa."""
+
+    def __init__(self, waa: Waa) -> None:
+        self.waa = waa
+        self._known: dict[int, _PlanTables] = {}
+        self._of_degree: dict[int, _Single] = {}
+        self._in_system: dict[int, float] = {}
+
+    def bound(self, split: WaaPlans, boxes: WaaBoxes, *,
+              worth_qps: float = 0.0) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[boxes] (most throughput_qps, least latency_s, least bytes on the fullest device) over
+        the divisions that may be. `worth_qps`: below it, a throughput need not be bounded
+        tightly."""
+        limit = np.zeros(len(boxes))
+        latency, held = (np.full(len(boxes), np.inf) for _ in range(2))
+        even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
+                                      np.ceil(0.5 * boxes.least))
+        fits = even <= self.waa.capacity_bytes  # [counts of encode devices, boxes]
+        quick = np.where(fits, self._quick_by_division(split, boxes), 0.0)
+        most_quick = quick.max(axis=0)
+        is_low = fits.any(axis=0) & (most_quick <= worth_qps)
+        limit[is_low] = most_quick[is_low]
+        latency[is_low] = held[is_low] = 0.0  # not looked at
+        rows = np.flatnonzero(fits.any(axis=0) & ~is_low)
+        if not len(rows):
+            return limit, latency, held
+        wanted = fits & (quick > worth_qps)
+        wanted[:, is_low] = False
+        # those that are not worth it are no better than their quick bound
+        limit[rows] = np.where(fits & ~wanted, quick, 0.0).max(axis=0)[rows]
+        latency[rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
+        held[rows] = latency[rows]
+        may_be = np.zeros(wanted.shape, bool)
+        may_be[:, rows] = self.waa.divisions(split, boxes.take(rows), wanted[:, rows])
+        for place, count in enumerate(split.encode_devices):
+            rows = np.flatnonzero(may_be[place])
+            if not len(rows):
+                continue
+            tables = self._tables(split.plan(int(count)))
+            least = tables.least_bytes(boxes.take(rows))
+            held[rows] = np.minimum(held[rows], least)
+            rows = rows[least <= self.waa.capacity_bytes]
+            if not len(rows):
+                continue
+            own = tables.bound(boxes.take(rows))
+            limit[rows] = np.maximum(limit[rows], own[0])
+            latency[rows] = np.minimum(latency[rows], own[1])
+        return limit * (1 + TOLERANCE), latency / (1 + TOLERANCE), held
+
+    def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes) -> FloatArray:
+        """[counts of encode devices, boxes] most throughput_qps: each stage's share of the layers
+        takes it no longer than the time between two queries, and the shares are all of them."""
+        waa, degree = self.waa, split.tp_degree
+        decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
+                              self._most_in_system(split))
+        rows = decoding / boxes.fewest
+        encode_qps, decode_qps = (np.zeros((len(split.encode_devices), len(boxes)))
+                                  for _ in range(2))
+        for own, stages in zip(dict.fromkeys((degree, 1)), split.stage_counts, strict=False):
+            single = self._single(own, int(boxes.most.max()), float(rows.max()))
+            decode_each = (waa.mean_iterations * single.decode_step(rows)
+                           / np.maximum(rows, 1.0))
+            encode_qps += stages[0][:, None] / single.encode_each[boxes.most]
+            decode_qps += stages[1][:, None] / decode_each
+        return np.asarray(np.minimum(encode_qps, decode_qps) * (1 + QUICK_TOLERANCE))
+
+    def quick(self, split: WaaPlans, boxes: WaaBoxes,
+              degrees: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        """[boxes] (most throughput_qps, least latency_s) whatever the division, from one group of
+        each degree alone: no device does more than work all the time, no token is quicker than
+        through all layers without a pipeline, and no more decode than memory holds."""
+        waa = self.waa
+        decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
+                              self._most_in_system(split))
+        rows, least_rows = decoding / boxes.fewest, decoding / boxes.highest
+        encode_work, decode_work, step, through = (np.full(len(boxes), np.inf) for _ in range(4))
+        for degree in degrees:
+            single = self._single(degree, int(boxes.most.max()), float(rows.max()))
+            np.minimum(encode_work, degree * single.encode_each[boxes.most], out=encode_work)
+            np.minimum(decode_work, degree * single.decode_step(rows) / np.maximum(rows, 1.0),
+                       out=decode_work)
+            np.minimum(step, single.decode_step(least_rows), out=step)
+            np.minimum(through, single.encode_step[boxes.least] + waa.iterations_waited
+                       * single.decode_steps[0], out=through)
+        devices, iterations = waa.problem.cluster.num_devices, waa.mean_iterations
+        limit = np.minimum(devices / (encode_work + iterations * decode_work),
+                           decoding / (iterations * step))
+        return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
+
+    def _most_in_system(self, split: WaaPlans) -> float:
+        """No more queries can be in the decode pool."""
+        if id(split) not in self._in_system:
+            low, high = 1.0, 2.0
+            one = np.ones(1)
+
+            def fits(count: float) -> bool:
+                held = self.waa.memory.evenly(split.encode_devices, one, np.array([count]))
+                return bool(held.min() <= self.waa.capacity_bytes)
+
+            while fits(high) and high < MOST_IN_SYSTEM:
+                low, high = high, 2 * high
+            while high > 1.01 * low:
+                middle = 0.5 * (low + high)
+                low, high = (middle, high) if fits(middle) else (low, middle)
+            self._in_system[id(split)] = high
+        return self._in_system[id(split)]
+
+    def _single(self, degree: int, most: int, rows: float) -> _Single:
+        """One group's times, as far as these sizes."""
+        known = self._of_degree.get(degree)
+        if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
+            batch = np.arange(1, _leap(most) + 1, dtype=float)
+            each = self.waa.encode_query_s(batch, degree)
+            times = self.waa.plans.pool([tuple(range(degree))], "both").times
+            if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
+                tokens = batch * self.waa.problem.lengths.inputs.mean
+                each = each - times.cross_kv_s(tokens)[..., 0] / batch
+            count = int(np.log(max(2 * rows, 2.0)) / np.log(ROWS_RATIO)) + 3
+            sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
+            per_query = self.waa.decode_query_s(sizes, degree) / self.waa.mean_iterations
+            known = self._of_degree[degree] = _Single(
+                encode_each=_by_batch(np.minimum.accumulate(each)),
+                encode_step=_by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
+                sizes=sizes, decode_steps=rising_minorant(sizes, per_query * sizes))
+        return known
+
+    def least_bytes(self, split: WaaPlans, batch: IntArray) -> FloatArray:
+        """[batches] no configuration of that many or more needs less on its fullest device."""
+        size = batch.astype(float)
+        even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
+        return np.asarray(even.min(axis=0))
+
+    def _tables(self, plan: WaaPlan) -> _PlanTables:
+        if id(plan) not in self._known:
+            self._known[id(plan)] = _PlanTables(self.waa, plan)
+        return self._known[id(plan)]
+
+
+class _PlanTables:
+    """One division's times: of the encode pool by batch, of the decode pool by rows."""
+
+    def __init__(self, waa: Waa, plan: WaaPlan) -> None:
+        self._waa, self._plan = waa, plan
+        self._top = 0
+        self._most_rate = self._least_rate = self._least_encode = np.empty(0)  # by batch
+        self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
+
+    def bound(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
+        """(most throughput_qps, 0 where memory does not hold it; least latency_s)."""
+        waa = self._waa
+        self._tabulate(int(boxes.most.max()))
+        outputs = waa.problem.lengths.outputs.mean
+        largest: FloatArray = boxes.most.astype(float) * outputs
+        absorbed = largest / (waa.mean_iterations * self._iteration_s(largest, boxes))
+        limit = np.minimum(self._most_rate[boxes.most], absorbed)
+        wanted: FloatArray = boxes.least.astype(float) * outputs
+        rate = self._least_rate[boxes.least] * waa.mean_iterations
+
+        def excess(decoding: FloatArray) -> FloatArray:
+            return rate * self._iteration_s(decoding, boxes) - decoding
+
+        of_wanted = excess(wanted)
+        decoding = root(excess, wanted, np.minimum(of_wanted, 0.0))
+        # the root is found from both sides: a little less is less for certain
+        decoding = np.where(of_wanted >= 0, wanted, decoding * (1 - 1e-9))
+        latency = (self._least_encode[boxes.least]
+                   + waa.iterations_waited * self._iteration_s(decoding, boxes))
+        # what is decoding, with its caches, may not fit
+        held = self.least_bytes(boxes, decoding)
+        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency
+
+    def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
+        """[boxes] on the fullest device, with half a batch in the decode pool and those decoding.
+        """
+        batch = boxes.least.astype(float)
+        in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
+        return self._waa.memory.fullest(self._plan, batch, boxes.highest.astype(float), in_system)
+
+    def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
+        """No T_iter of as many queries or more, in any number of groups of the box, is less."""
+        steps = np.minimum(boxes.fewest, np.maximum(decoding, 1.0))
+        slowest = self._at(self._slowest, decoding / boxes.fewest)
+        through = self._at(self._through, decoding / boxes.highest)
+        return np.asarray(np.maximum(steps * slowest, through))
+
+    def _at(self, table: FloatArray, rows: FloatArray) -> FloatArray:
+        position = np.log(np.maximum(rows, 1.0)) / np.log(ROWS_RATIO)
+        index = np.minimum(position.astype(np.intp), len(table) - 2)
+        left, right = table[index], table[index + 1]
+        return np.asarray(left + np.minimum(position - index, 1.0) * (right - left))
+
+    def _tabulate(self, most: int) -> None:
+        if most <= self._top:
+            return
+        waa, plan = self._waa, self._plan
+        self._top = _leap(most)
+        batch = np.arange(1, self._top + 1, dtype=float)
+        between, through, handover = waa.encode_times(plan, batch)
+        with np.errstate(invalid="ignore"):
+            rate = np.where(np.isfinite(between), batch / between, 0.0)
+        encode = through + handover
+
+        self._most_rate = _by_batch(np.maximum.accumulate(rate))
+        timed = np.where(rate > 0, rate, np.inf)  # what is refused bounds nothing
+        self._least_rate = _by_batch(np.minimum.accumulate(timed[::-1])[::-1])
+        self._least_rate[~np.isfinite(self._least_rate)] = 0.0
+        self._least_encode = _by_batch(np.minimum.accumulate(encode[::-1])[::-1])
+        rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
+        count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
+        sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
+        slowest, through_rows = waa.decode_times(plan, sizes)
+        self._slowest = rising_minorant(sizes, slowest)
+        self._through = rising_minorant(sizes, through_rows)

@@ -1,0 +1,136 @@
+"""Bytes on the ranks of WAA's two pools (design.md section 3.5; xsimulator.memory)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.units import DTYPE_BYTES
+from xsimulator import memory
+from xsimulator.occupancy import QueryFlow
+from xsimulator.plans import Plan, Plans
+from xsimulator.policies.waa.plans import WaaPlan
+
+
+class _PerUnit(NamedTuple):
+    """[kinds of stages] bytes on a rank: at rest, and for each token of KV, row of a step, and
+    query whose next token is chosen. Stages of one kind hold the same."""
+
+    rest: FloatArray
+    token: FloatArray
+    row: FloatArray
+    head: FloatArray
+
+    def fullest(self, tokens: FloatArray, rows: FloatArray, heads: FloatArray) -> FloatArray:
+        """[configs]."""
+        held = (self.rest[:, None] + self.token[:, None] * tokens + self.row[:, None] * rows
+                + self.head[:, None] * heads)
+        return np.asarray(held.max(axis=0))
+
+
+class WaaMemory:
+    """Of one problem's configurations."""
+
+    def __init__(self, problem: Problem, flow: QueryFlow, plans: Plans, adjustment: float) -> None:
+        self._problem, self._plans, self._adjustment = problem, plans, adjustment
+        self._most_tokens = float(flow.max_reserve_tokens)
+        self._inputs = problem.lengths.inputs
+        self._mean, self._std = self._inputs.mean, self._inputs.std
+        self._mean_reserved = self._find_mean_reserved()
+        self._units: dict[tuple[int, bool], tuple[Plan, _PerUnit]] = {}
+
+    def by_stage(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray,
+                 in_system: FloatArray) -> FloatArray:
+        """[configs, stages of both pools] bytes on each rank of a stage."""
+        pools = []
+        for pool, tokens, rows, heads in self._parts(plan, batch, groups, in_system):
+            rest, token, row, head = self._linear(pool, is_encode=pool is plan.encode)
+            pools.append(rest + tokens[:, None] * token + rows[:, None] * row
+                         + heads[:, None] * head)
+        return np.concatenate(pools, axis=1)
+
+    def fullest(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray,
+                in_system: FloatArray) -> FloatArray:
+        """[configs] the largest of by_stage."""
+        return np.maximum(*(self._per_unit(pool, is_encode=pool is plan.encode).fullest(
+            tokens, rows, heads)
+            for pool, tokens, rows, heads in self._parts(plan, batch, groups, in_system)))
+
+    def evenly(self, counts: IntArray, batch: FloatArray, in_system: FloatArray) -> FloatArray:
+        """[counts of encode devices, configs] on the fullest device if all bytes were spread evenly
+        over each pool's: a lower bound, without laying anything out."""
+        problem = self._problem
+        encode, decode = (self._plans.pool([(0,)], role) for role in ("encode", "decode"))
+        cached = memory.kv_bytes(problem.model, decode.stages, problem.dtype,
+                                 self.kv_tokens(in_system))[:, 0]
+        encoded = np.zeros(len(batch)) if problem.model.is_encoder_decoder else memory.kv_bytes(
+            problem.model, encode.stages, problem.dtype, self.encode_kv_tokens(batch, 1))[:, 0]
+        encoding = counts[:, None]
+        return np.asarray(np.maximum(
+            (encode.weight_bytes[0] + encoded) / encoding,
+            (decode.weight_bytes[0] + cached) / (problem.cluster.num_devices - encoding)))
+
+    def encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
+        """Tokens in the encode pool at most: a batch in each stage, one that waits, and one that is
+        handed over."""
+        tokens: FloatArray = np.ceil((stages + 2) * self._largest_batch(batch))
+        return tokens
+
+    def _largest_batch(self, batch: FloatArray) -> FloatArray:
+        """Tokens of an encode batch at its upper threshold."""
+        return np.maximum(batch * self._mean * (1 + self._adjustment), self._inputs.max)
+
+    def kv_tokens(self, in_system: FloatArray) -> FloatArray:
+        """Reserved for the queries in the system, at a high quantile, one longest at least."""
+        most = self._most_tokens
+        wanted = (in_system * self._mean_reserved
+                  + memory.KV_QUANTILE_Z * self._std * np.sqrt(in_system))
+        reserved: FloatArray = np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most))
+        return reserved
+
+    def _find_mean_reserved(self) -> float:
+        """Those present are biased to long outputs, and so to the inputs that go with them."""
+        lengths = self._problem.lengths
+        fewer = 0 if self._problem.model.is_encoder_decoder else 1
+        weights = lengths.outputs.pmf * np.maximum(lengths.outputs.support - fewer, 1e-9)
+        biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
+        return biased + self._most_tokens - lengths.inputs.max
+
+    def _parts(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray, in_system: FloatArray,
+               ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
+        """(pool, KV tokens, rows and queries of its largest step)."""
+        encoded = np.ceil(batch * (1 + self._adjustment))
+        decoded = np.ceil(in_system / groups)
+        return [(plan.encode, self.encode_kv_tokens(batch, len(plan.encode.stages)),
+                 memory.largest_rows(self._inputs, encoded), encoded),
+                # its caches, and a batch that has been handed over and waits for its turn to join
+                (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch), decoded,
+                 decoded)]
+
+    def _per_unit(self, pool: Plan, *, is_encode: bool) -> _PerUnit:
+        # the pool is kept with its figures, so that its identity stays its own
+        known = self._units.get((id(pool), is_encode))
+        if known is None:
+            kinds = np.unique(np.stack(self._linear(pool, is_encode=is_encode), axis=1), axis=0)
+            known = self._units[id(pool), is_encode] = pool, _PerUnit(*kinds.T)
+        return known[1]
+
+    def _linear(self, pool: Plan, *, is_encode: bool) -> tuple[FloatArray, ...]:
+        """_PerUnit by stage."""
+        problem, stages = self._problem, pool.stages
+
+        def step(rows: float, heads: float) -> FloatArray:
+            return memory.step_bytes(problem.model, stages, problem.dtype, rows=rows, heads=heads,
+                                     longest_input=self._inputs.max,
+                                     is_cpu=problem.cluster.device.kind == "cpu")
+
+        token = memory.kv_bytes(problem.model, stages, problem.dtype, 1.0)
+        if is_encode and problem.model.is_encoder_decoder:
+            # the encoder's output alone, on its last stage
+            token = np.zeros(len(stages))
+            token[-1] = problem.model.hidden_size * DTYPE_BYTES[problem.dtype]
+        idle = step(0.0, 0.0)
+        return pool.weight_bytes + idle, token, step(1.0, 0.0) - idle, step(0.0, 1.0) - idle
