@@ -94,7 +94,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     if with_drift and answer.schedule is not None:
         say("replaying the schedule, and the best one, on 13 changed distributions ...")
         answer = replace(answer, drift=drift_rows(
-            session.problem, timing, answer.schedule.estimate, padded=timing.is_padded,
+            session.problem, timing, answer.schedule.estimate,
             search=lambda problem: planner.without_margin(problem).estimate))
     if out is not None:
         _write(session, answer, out)

@@ -35,7 +35,7 @@ def find_baseline(problem: Problem, timing: TimingSource) -> Schedule:
     plan that the model or the cluster cannot hold."""
     began = time.monotonic()
     search = _Search(problem, timing)
-    planned = plan_within(problem, timing, search.find, padded=timing.is_padded, replays=True)
+    planned = plan_within(problem, timing, search.find, replays=True)
     return replace(planned.schedule, margin=planned.margin.factor,
                    margin_cost=max(planned.cost, 0.0), margin_note=planned.margin.sentence,
                    nodes=search.num_evaluated, seconds=time.monotonic() - began)

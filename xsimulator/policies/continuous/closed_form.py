@@ -33,8 +33,8 @@ from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.occupancy import Occupancy, QueryFlow
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.continuous.forms import Load, LoadTimes, Steps
 from xsimulator.policies.continuous import forms as continuous
+from xsimulator.policies.continuous.forms import Load, LoadTimes, Steps
 from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
 from xsimulator.policies.continuous.paged_walk import Walk, WalkTable, walk
 from xsimulator.policies.grids import geometric
@@ -73,9 +73,8 @@ class _IterationLevel(ABC):
     name: str
     alternates = False  # a step that encodes is followed by one that decodes, in each group
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True) -> None:
-        """`padded`: see xsimulator.policies.rra.closed_form.Rra."""
-        self.problem, self.timing, self._padded = problem, timing, padded
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self.problem, self.timing = problem, timing
         self.plans = Plans(problem, timing)
         self._times: dict[tuple[int, int], LoadTimes] = {}
         self.flow = QueryFlow(
@@ -245,7 +244,7 @@ class _IterationLevel(ABC):
 
     @cached_property
     def _occupancy(self) -> Occupancy:
-        return self.flow.occupancy(1, padded=self._padded)
+        return self.flow.occupancy(1, padded=self.timing.facts.is_padded)
 
     def _kv_tokens(self, plan: Plan,
                    configs: Sequence[IterationConfig]) -> tuple[FloatArray, FloatArray]:
