@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xrunner.engine.head import Head
 from xrunner.engine.query import ActiveQuery
+from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
 from xrunner.transport.messages import Joined, Part, StartMessage, StepMessage
 
@@ -167,5 +168,6 @@ def _length(active: ActiveQuery) -> int:
 
 def head_for(rule: BatchingRule, **others: Any) -> Head:
     """The head that drives a rule of one pool. `others`: as Head's."""
-    kind = StaticHead if rule.keeps_finished else Head if rule.compacts else ContinuousHead
+    kind = {SlotUse.KEPT: StaticHead, SlotUse.COMPACTED: Head,
+            SlotUse.REUSED: ContinuousHead}[rule.slot_use]
     return kind(rule=rule, **others)
