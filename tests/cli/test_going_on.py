@@ -78,7 +78,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             assert worker.main([str(argument)]) == 0
 
         monkeypatch.setattr(execution, "run_ranks", run_ranks)
-        monkeypatch.setattr(worker.RunSink, "should_stop",
+        monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
                             lambda sink: len(sink.finished_queries) >= stop_after)
         session = opened(folder)
         return execution.execute(session, roofline(session), find(session, roofline(session)))

@@ -93,7 +93,7 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
         return len(sink.finished_queries) >= 4
 
     with monkeypatch.context() as patched:
-        patched.setattr("xrunner.worker.RunSink.should_stop", stop_after_a_batch)
+        patched.setattr("xrunner.io.sink.RunSink.should_stop", stop_after_a_batch)
         deepspeed_worker.run(plan, WORLD)
     measured = json.loads((plan.output / "measured.json").read_text())
     assert (measured["state"], measured["queries"]) == ("stopped", 4)

@@ -17,6 +17,7 @@ from toys import waa_stages as stages_of_pools
 from xrunner import worker
 from xrunner.engines import deepspeed_worker
 from xrunner.io.results import Answered
+from xrunner.io.sink import STOP_FILE, RunSink
 from xrunner.plan import RunPlan
 from xrunner.rules.paged import VllmRule
 from xrunner.rules.rra import RraRule
@@ -76,13 +77,13 @@ def plan_of(output: Path) -> RunPlan:
 def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("xrunner.worker.time.monotonic", lambda: now)
-    sink = worker.RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
+    monkeypatch.setattr("xrunner.io.sink.time.monotonic", lambda: now)
+    sink = RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
     assert not sink.should_stop()
-    (tmp_path / worker.STOP_FILE).touch()
+    (tmp_path / STOP_FILE).touch()
     now += 1.0
     assert sink.should_stop()
-    (tmp_path / worker.STOP_FILE).unlink()
+    (tmp_path / STOP_FILE).unlink()
     now += 1.0
     assert sink.should_stop()
     sink.close(1.0, "stopped")

@@ -20,11 +20,13 @@ from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_s
 from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
 from xrunner.io.results import write_errors
+from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.lead import conduct, order_of, read_work
 from xrunner.plan import RunPlan, load_plan
+from xrunner.rank import Stopwatch, to_the_end
 from xrunner.rules.static import static_rule
 from xrunner.transport.route import routes
-from xrunner.worker import RunSink, Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.world import World, connect
 
 
