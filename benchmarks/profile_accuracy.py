@@ -28,7 +28,8 @@ from xgpt.core.local import detect
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import parse_seconds
-from xgpt.launch.local import run_ranks
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.local import LocalLauncher
 from xprofiler.measure.bench import LayerBench
 from xprofiler.measure.probe import Parts
 from xprofiler.measure.ranks import Ranks, connect, own_device
@@ -82,7 +83,9 @@ def one_model(name: str, arguments: argparse.Namespace) -> str:
         request.write_text(json.dumps({"profile": str(Path(folder) / "profile.json"),
                                        "found": str(Path(folder) / "found.json"),
                                        "degrees": [1, larger], "seed": arguments.seed}))
-        run_ranks("benchmarks.profile_accuracy", request, arguments.ranks, watch=lambda: None)
+        ranks = RankProgram(module="benchmarks.profile_accuracy", argument=request,
+                            count=arguments.ranks)
+        LocalLauncher().run(ranks, watch=lambda: None)
         found = json.loads((Path(folder) / "found.json").read_text())
     return report(name, session.problem.dtype, took_s, profile, found)
 

@@ -27,7 +27,8 @@ from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
-from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.held import read_held  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
@@ -129,13 +130,15 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
         requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=40, dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
-    run_ranks("xrunner.worker", plan.save(), 3, watch=lambda: None)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=3),
+                        watch=lambda: None)
     check_layout(out, [[0, 1], [2]], (directory / "model.safetensors").stat().st_size)
     check_against_replay(job, queries, out)
     assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
         q.id: toys.generate(reference, q) for q in queries}
     with pytest.raises(XgptError, match="launcher started 2"):
-        run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+        LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=2),
+                        watch=lambda: None)
 
 
 def check_layout(out: Path, layout: list[list[int]], model_bytes: int) -> None:

@@ -16,7 +16,8 @@ from job_folder import XGPT, read_lines  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
-from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.random_model import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
@@ -119,7 +120,8 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
         query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
-    run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=2),
+                        watch=lambda: None)
     results = read_lines(out / "results.jsonl")
     assert [len(r["output_ids"]) for r in results] == [3 + i % 5 for i in range(20)]
     measured = json.loads((out / "measured.json").read_text())

@@ -24,7 +24,8 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
-from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
@@ -37,14 +38,15 @@ pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 LAUNCH = """
 import sys
 from pathlib import Path
-from xgpt.app.local_profile import hosts_of
 from xgpt.core.job_file import load_job
-from xgpt.launch.local import run_ranks
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.rows import launcher_of
 from xgpt.core.problem import resolve
 job = load_job(Path(sys.argv[1]), sys.argv[3:])
-hosts = hosts_of(job, resolve(job))
-assert hosts is not None and hosts.ranks_each == 1
-run_ranks("xrunner.worker", Path(sys.argv[2]), 2, watch=lambda: None, hosts=hosts)
+hosts = launcher_of(job, resolve(job))
+assert not hosts.is_here and hosts.ranks_each == 1
+hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
+          watch=lambda: None)
 """
 CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4),
            "waa-c": WaaConfig(encode_batch=1)}
@@ -116,8 +118,8 @@ def test_two_hosts_give_the_tokens_of_one(
                          env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     sent = [now - then for now, then in zip(hosts.sent_bytes(), before, strict=True)]
-    run_ranks("xrunner.worker", lay_out(tmp_path / "one", job, directory, policy), 2,
-              watch=lambda: None)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", count=2, argument=lay_out(
+        tmp_path / "one", job, directory, policy)), watch=lambda: None)
     assert answers(tmp_path / "two") == answers(tmp_path / "one") == {
         q.id: toys.generate(reference, q) for q in queries}
     hidden_bytes = sum(len(q.input_ids) for q in queries) * 48 * 4

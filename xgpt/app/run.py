@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.app.attribution import attribute
-from xgpt.app.local_profile import hosts_of, threads_per_rank
 from xgpt.app.observing import said_of
 from xgpt.app.prediction import predict
 from xgpt.app.progress import tell_run
@@ -30,7 +29,8 @@ from xgpt.core.json_values import plain
 from xgpt.core.schedule import Estimate, Schedule, load_schedule, save_schedule
 from xgpt.core.workload import synthetic_requests
 from xgpt.launch.contention import Contention, in_words
-from xgpt.launch.local import run_ranks
+from xgpt.launch.launcher import RankProgram, threads_per_rank
+from xgpt.launch.rows import launcher_of
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
 from xgpt.report.table import WIDTH, summary_table
@@ -270,11 +270,12 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
-    ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
+    ranks = RankProgram(module=_WORKERS[session.job.run.engine], argument=run_file,
+                  count=sum(stage.tp_degree for stage in schedule.estimate.stages),
+                  inherited=(lock,))
     try:
-        run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=watch,
-                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
-                  hosts=hosts_of(session.job, session.problem))
+        launcher_of(session.job, session.problem).run(
+            ranks, watch=watch, ask_to_stop=lambda: (output / STOP_FILE).touch())
         if not (output / "measured.json").is_file():
             raise StoppedEarly("ended before the run could stop in good order; what was done is "
                                "kept, and the same command goes on from there")
