@@ -62,6 +62,8 @@ class _Twice:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._times, name)
+        if name == "layers":
+            return _Twice(found)
         if not callable(found):
             return 2 * found if name == "overhead_s" else found
         return lambda *args, **kwargs: _doubled(found(*args, **kwargs))

@@ -15,6 +15,7 @@ from xgpt.core.job import Constraint, FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xrunner.rules.rra import RraRule, rra_rule
+from xsimulator.layer_times import LayerTimes
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.closed_form import Rra, RraConfig
 from xsimulator.replay.job import replay_job
@@ -91,9 +92,8 @@ def test_replay_of_one_query_is_the_sum_of_its_steps():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
     result, _ = replayed(problem, found, 1, padded=True)
-    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages, mean_input=problem.lengths.inputs.mean)
-    attention = times.attention_s(np.array([10]), 1)
+    times = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster, found.stages)
+    attention = times.encode_attention_s(np.array([10]), 1)
     expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
     expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()
     assert result.makespan_s == pytest.approx(expected)

@@ -39,6 +39,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
+from xsimulator.layer_times import TOGETHER
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.pipeline import Work, least_timeline, sorted_timeline
 from xsimulator.policies.envelope import PairEnvelope
@@ -51,7 +52,7 @@ from xsimulator.policies.rra.closed_form import (
     expected_context,
 )
 from xsimulator.policies.rra.phase_blocks import SMALL_BATCH
-from xsimulator.policies.step_tables import StepTables
+from xsimulator.step_table import StepTable
 
 LINE_TOLERANCE = 0.001  # of throughput and latency, on a line
 RANGE_TOLERANCE = 0.005  # and over several N_D: iterations are taken in other blocks
@@ -76,7 +77,7 @@ class _Lowered:
     """What depends on a plan alone: tables of lower bounds."""
 
     plan: PlanTables
-    tables: StepTables
+    tables: StepTable
     attention: dict[int, PairEnvelope]  # per degree
     compaction: dict[int, PairEnvelope]
 
@@ -247,10 +248,9 @@ class RraBounds:
     def _encode_attention(self, lowered: _Lowered, queries: FloatArray,
                           is_least_latency: bool) -> dict[int, FloatArray]:
         """ENCODE_ATTENTION of a query: the least of any smaller batch's, or of any larger one's."""
-        times, inputs = lowered.plan.plan.times, self._rra.problem.lengths.inputs
-        nodes = np.asarray(times.together, float)
+        times, nodes = lowered.plan.plan.times, np.asarray(TOGETHER, float)
         found = {}
-        for degree, own in times.mean_attention_s(inputs, nodes).items():
+        for degree, own in times.mean_attention_s(nodes).items():
             least = (np.minimum.accumulate(own[::-1])[::-1] if is_least_latency
                      else np.minimum.accumulate(own))
             if is_least_latency:  # between two nodes the lower one bounds
@@ -281,7 +281,7 @@ class RraBounds:
         rows = batch.group_batch * blocks.moved / np.where(happens > 0, happens, 1.0)
         share = np.minimum(happens / loads.chance, 1.0)
         for work, moved, degree in zip(seconds, tables.compaction_s(rows, context[1]),
-                                       tables._degrees, strict=True):
+                                       tables.degrees, strict=True):
             if np.ndim(moved):  # it has been measured
                 envelope = lowered.compaction[degree]
                 work += share * moved * (envelope.of_more if is_least_latency else
@@ -403,11 +403,11 @@ class RraBounds:
             times = plan.plan.times
 
             self._known[id(plan)] = _Lowered(
-                plan=plan, tables=StepTables(times, self._rra.timing, lowered=True),
+                plan=plan, tables=plan.plan.least_steps,
                 attention={degree: self._of_layer(
-                    "attention", times.decode_attention_layer_s, degree)
+                    "attention", times.layers.decode_attention_s, degree)
                     for degree in times.degrees},
-                compaction={degree: self._of_layer("compaction", times.compaction_layer_s, degree)
+                compaction={degree: self._of_layer("compaction", times.layers.compaction_s, degree)
                             for degree in times.degrees})
         return self._known[id(plan)]
 

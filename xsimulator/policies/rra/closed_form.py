@@ -39,7 +39,7 @@ from xsimulator.policies.rra.phase_blocks import (
     BlockTable,
     PhaseBlocks,
 )
-from xsimulator.policies.step_tables import StepTables
+from xsimulator.step_table import StepTable
 
 BoolArray = NDArray[np.bool_]
 NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing
@@ -111,7 +111,7 @@ class PlanTables(NamedTuple):
     """What depends on (tp_degree, tp_gpus) alone."""
 
     plan: Plan
-    tables: StepTables
+    tables: StepTable
 
     @property
     def stages(self) -> tuple[StageAssignment, ...]:
@@ -337,7 +337,7 @@ class Rra:
 
     def _encode_s(self, plan: PlanTables, batch: Batch) -> tuple[list[_Pair], BoolArray]:
         queries, tokens, most = self._encode_sizes(batch)
-        one = plan.plan.times.mean_attention_s(self.problem.lengths.inputs, queries)
+        one = plan.plan.times.mean_attention_s(queries)
         both = np.stack([most, tokens])
         each = both / self.input_mean  # queries' worth of attention
         seconds = plan.tables.encode_s(both, np.broadcast_to(queries, both.shape), {
@@ -390,7 +390,7 @@ class Rra:
         key = (tp_degree, tp_gpus)
         if key not in self._known:
             plan = self._plans.both(tp_degree, tp_gpus)
-            self._known[key] = PlanTables(plan, StepTables(plan.times, self.timing))
+            self._known[key] = PlanTables(plan, plan.steps)
         return self._known[key]
 
 

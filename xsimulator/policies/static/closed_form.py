@@ -194,7 +194,7 @@ class Static:
         return _Sizes(batch, groups, encodes, parts, queries, tokens, most, rows, np.ceil(rows))
 
     def _timeline(self, plan: Plan, sizes: _Sizes) -> Batch:
-        one = plan.times.mean_attention_s(self.problem.lengths.inputs, sizes.encode_queries)
+        one = plan.times.mean_attention_s(sizes.encode_queries)
 
         def encode_s(tokens: FloatArray) -> FloatArray:
             share = tokens / self.problem.lengths.inputs.mean  # queries' worth of attention

@@ -217,8 +217,7 @@ class Waa(ABC):
         """C_E: one query's encoding through all layers of a single group."""
         plan = self.plans.pool([tuple(range(degree))], "both")
         inputs = self.problem.lengths.inputs
-        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
-            inputs, batch).items()}
+        attention = {d: batch * own for d, own in plan.times.mean_attention_s(batch).items()}
         seconds: FloatArray = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0]
         return seconds / batch
 
@@ -303,8 +302,7 @@ class Waa(ABC):
     def _encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
         """[configs, stages] seconds of an encode step with `share` of the mean tokens."""
         times, inputs = plan.encode.times, self.problem.lengths.inputs
-        attention = {d: share * batch * own for d, own in times.mean_attention_s(
-            inputs, batch).items()}
+        attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
         return times.encode_s(share * batch * inputs.mean, batch, attention)
 
     def _handover_s(self, plan: WaaPlan, tokens: FloatArray) -> FloatArray:
