@@ -13,7 +13,6 @@ from xgpt.app.few_queries import plan_with_enough
 from xgpt.app.observing import hint
 from xgpt.app.session import Session, open_session, timing_of, with_room
 from xgpt.cli.options import job_arguments, print_json, writable_file
-from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.json_values import plain
@@ -21,6 +20,7 @@ from xgpt.core.schedule import Schedule, load_schedule, save_schedule
 from xgpt.core.units import parse_share
 from xgpt.report.choice_table import choice_table
 from xgpt.report.table import schedule_table, stage_table
+from xgpt.report.what_if_tables import drift_table, offers_table, reschedule_table
 from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.live.reschedule import Reschedule, reschedule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,8 +12,8 @@ from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.schedule import Schedule
-from xgpt.core.units import format_seconds, parse_seconds
-from xgpt.report.table import fact, table
+from xgpt.core.units import parse_seconds
+from xgpt.report.sweep_table import sweep_table
 from xscheduler.planner import Planner
 
 _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose
@@ -35,29 +34,7 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
             {"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
                                   else {"infeasible": found})} for bound, found in rows]})
         return
-    click.echo(_table(rows))
-    refused = [why for _, why in rows if isinstance(why, str)]
-    if refused:
-        click.echo(fact("infeasible", refused[-1]))
-
-
-def _table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
-    has_margin = any(isinstance(found, Schedule) and found.margin > 1 for _, found in rows)
-    header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups",
-              "TP", *(("margin",) if has_margin else ()))
-    body = [_row(bound, found, has_margin) for bound, found in rows]
-    return table(header, body, right=(2, 4, 5, 6, 8))
-
-
-def _row(bound_s: float, found: Schedule | str, has_margin: bool) -> tuple[str, ...]:
-    if isinstance(found, str):
-        return (format_seconds(bound_s), "infeasible", *("-",) * (7 if has_margin else 6))
-    e = found.estimate
-    shared = (format_seconds(bound_s), e.policy, f"{e.throughput_qps:.4g}",
-              format_seconds(e.latency_s), str(e.encode_batch),
-              str(e.decode_iterations) if e.policy == "rra" else "-", str(e.decode_micro_batches),
-              f"{e.tp_degree} x {e.tp_gpus}" if e.tp_degree > 1 else "-")
-    return (*shared, f"{found.margin - 1:.1%}") if has_margin else shared
+    click.echo(sweep_table(rows))
 
 
 def _at(session: Session, planner: Planner, bound_s: float) -> Schedule | str:
