@@ -17,6 +17,7 @@ from xgpt.app.run import _plan
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
+from xgpt.core.problem import resolve
 from xgpt.core.schedule import Estimate, Schedule, with_estimate
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
@@ -38,7 +39,9 @@ def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", 
     (folder / "out").mkdir(exist_ok=True)
     session = executable(open_session(path, (), fetch=False))
     inputs = np.array([len(r.tokens or ()) for r in session.requests])
-    return replace(session, input_lengths=inputs)  # as a run has them, which fetches the model
+    problem = resolve(session.job, requests=session.requests, token_lengths=inputs)
+    return replace(session, input_lengths=inputs,  # as a run has them, which fetches the model
+                   problem=replace(session.problem, queries=problem.queries))
 
 
 def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60,

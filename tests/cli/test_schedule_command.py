@@ -16,7 +16,7 @@ from xgpt.cli import schedule as command
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule, load_schedule, with_estimate
 from xscheduler import drift
-from xscheduler.planner import Limits, Planner, in_the_same_lengths
+from xscheduler.planner import Planner, PlanOptions, in_the_same_lengths
 from xscheduler.price import Offer, price
 
 OPT_13B = """
@@ -43,7 +43,7 @@ def run(job: Path, *arguments: str, **changes: object) -> Result:
 def planned(job: Path, **changes: object) -> Schedule:
     session = open_session(job, [f"{key.replace('__', '.')}={value}"
                                  for key, value in changes.items()], fetch=False)
-    return Planner(session.problem, timing_of(session)).find()
+    return Planner(session.problem, timing_of(session)).steady()
 
 
 def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) -> None:
@@ -99,15 +99,13 @@ def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
     session = open_session(job, ["constraint.drift=10%"], fetch=False)
     planner = Planner(session.problem, timing_of(session))
     for bound_s in (20.0, 8.0):
-        together = planner.find(bound_s)
+        together = planner.steady(bound_s)
         alone = planned(job, constraint__drift="10%", constraint__latency_s=bound_s)
         assert together.latency_bound_s == bound_s
         assert together.estimate.throughput_qps == pytest.approx(
             alone.estimate.throughput_qps, rel=0.006)
         assert f"bound of {bound_s:.3g}" in together.explanation[2].replace(".00 s", " s")
-    again = planner.find(8.0)
-    assert again.estimate == together.estimate
-    assert again.nodes < together.nodes / 2, "what was evaluated is known"
+    assert planner.steady(8.0) is together, "what was evaluated is known"
 
 
 def test_more_latency_gpus_and_memory_have_their_price(
@@ -218,7 +216,7 @@ def test_a_limit_in_nodes_is_said_and_repeatable(job: Path) -> None:
     full = json.loads(run(job, "--json").stdout)
     assert first["bound_qps"] >= full["throughput_qps"] >= first["throughput_qps"]
     session = open_session(job, (), fetch=False)
-    wide = Planner(session.problem, timing_of(session), Limits(gap=0.2)).find()
+    wide = Planner(session.problem, timing_of(session), PlanOptions(gap=0.2)).steady()
     assert wide.gap <= 0.2 and wide.nodes <= full["nodes"]
 
 

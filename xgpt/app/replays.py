@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
-from xgpt.app.prediction import in_run_order
 from xgpt.app.session import Session
 from xgpt.core.schedule import Estimate
 from xgpt.report import timeline
 from xgpt.report.canvas import Drawing
 from xprofiler.timing import TimingSource
+from xscheduler.prediction import in_run_order
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.predict import sample_job
 from xsimulator.replay.records import ReplayResult
@@ -30,7 +30,7 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     rng = np.random.default_rng(session.job.run.seed)
     inputs = session.input_lengths if num_queries is not None else None
     if inputs is not None:
-        inputs = inputs[in_run_order(session, estimate, len(inputs))]
+        inputs = inputs[in_run_order(problem, estimate, len(inputs))]
     present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
     count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
     own, outputs = sample_job(problem.lengths, count, rng, inputs)

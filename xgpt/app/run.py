@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.app.attribution import attribute
-from xgpt.app.observing import said_of
-from xgpt.app.prediction import predict
 from xgpt.app.progress import tell_run
 from xgpt.app.replays import replay_steady, steady_timeline
 from xgpt.app.resume import TAKEN_OVER, account, is_left_whole
-from xgpt.app.session import Session, reserve_tokens
+from xgpt.app.session import Session
 from xgpt.app.telling import Teller
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
@@ -46,6 +44,8 @@ from xrunner.io.results import answered
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan, num_usable, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
+from xscheduler.beginning import said_of
+from xscheduler.prediction import predict
 
 STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
 _WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
@@ -78,7 +78,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     if beginning is not None:  # what is expected of it is what the job is not left with
         session.tell.say(textwrap.fill(f"note: {beginning}", WIDTH))
     elif session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
-        prediction = predict(session, timing, schedule)
+        prediction = predict(session.problem, timing, schedule.estimate)
         replayed, _ = replay_steady(session, timing, schedule.estimate)
         write_atomically(output / EXPECTED_TIMELINE,
                          steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
@@ -107,7 +107,8 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
                and session.job.run.engine == OWN_ENGINE)
     # of another schedule, or by other times, it would not be what this run was expected to take
-    prediction = predict(session, timing, executed) if is_same and measured["stages"] else None
+    prediction = (predict(session.problem, timing, executed.estimate)
+                  if is_same and measured["stages"] else None)
     metrics = _metrics(session, executed, measured, prediction)
     metrics |= {"others_cpu_share": None, "rescheduling": []}
     _explain(metrics, session, timing, executed, measured, prediction)
@@ -208,10 +209,10 @@ class _Longest(NamedTuple):
 def _longest(session: Session) -> _Longest | None:
     """None where lengths are not known. The other requests become error records whatever the
     schedule is."""
-    inputs, reserves = session.input_lengths, reserve_tokens(session)
-    if inputs is None or reserves is None:
+    known = session.problem.queries
+    if known is None:
         return None
-    model = session.problem.model
+    inputs, reserves, model = known.inputs, known.reserves, session.problem.model
     least = inputs + np.array([request.forced_tokens or 1 for request in session.requests])
     fits = np.array([not r.tokens or (min(r.tokens) >= 0 and max(r.tokens) < model.vocab_size)
                      for r in session.requests]) & (least <= (model.max_positions or np.inf))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.app import deepspeed_engine
-from xgpt.app.few_queries import plan_with_enough
 from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
@@ -19,8 +18,7 @@ from xgpt.core.job_file import LOCAL_CLUSTER, load_job
 from xgpt.core.lengths import IntArray
 from xgpt.core.local import why_no_torch
 from xgpt.core.problem import Problem, known_model, resolve
-from xgpt.core.schedule import Schedule, with_estimate
-from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.schedule import Schedule
 from xgpt.core.workload import Request, RequestError, read_requests
 from xprofiler.match import match
 from xprofiler.profile_file import load_profile
@@ -31,10 +29,9 @@ from xprofiler.verdict import judge
 from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model
 from xrunner.rules import registry
-from xrunner.rules.paged import BLOCK_TOKENS
-
-# Of the policies that are searched, the one whose schedule can be changed while it runs.
-_CHANGEABLE = "rra"
+from xscheduler.few_queries import plan_with_enough
+from xscheduler.planner import plan
+from xscheduler.room import with_room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +115,8 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
 
 def executable(session: Session, schedule: Schedule | None = None) -> Session:
     """The session as a run plans and measures it: over every policy and tensor-parallel degree
-    that the job, or the `schedule` it is to execute, leaves open. Lengths yet to be observed want
-    a schedule that can be changed in place. Raises InputError for a policy that the runner does
-    not execute."""
+    that the job, or the `schedule` it is to execute, leaves open. Raises InputError for a policy
+    that the runner does not execute."""
     if deepspeed_engine.is_chosen(session.job):
         return deepspeed_engine.executable(session, schedule)
     fixed = session.problem.fixed
@@ -135,8 +131,6 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
             allowed=f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
             "queries beside decoding others, or again with what they generated, in one pass "
             "through the same layers")])
-    if policy is None and session.job.workload.output_tokens.kind == "observe":
-        policy = _CHANGEABLE
     fixed = replace(fixed, policy=policy)
     if schedule is not None:
         degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
@@ -147,62 +141,14 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:
-    """The best schedule within the bound and its confidence (for a short job, what answers it
-    soonest; what a job that observes its lengths begins with), with room for the longest request
-    where the memory allows it. Raises InfeasibleError. A policy that is not searched, a baseline,
-    has to be named by the job."""
-    return with_room(session, plan_with_enough(session, lambda enough: _found(enough, timing)))
-
-
-def _found(session: Session, timing: TimingSource) -> Schedule:
+    """The schedule to run. Raises InfeasibleError. Of an engine that is not ours, what that
+    engine is asked for."""
+    problem = session.problem
     if deepspeed_engine.is_chosen(session.job):
-        return deepspeed_engine.find(session, timing)
-    from xgpt.app.job_choice import choose_for_the_job
-    from xgpt.app.observing import found_or_begun
-    from xscheduler.planner import Planner
-    from xscheduler.spaces.baselines import BASELINES, baseline_space, find_baseline
-
-    if session.problem.fixed.policy in BASELINES:
-        return choose_for_the_job(session, timing, find_baseline(session.problem, timing),
-                                  lambda: [baseline_space(session.problem, timing)])
-    planner = Planner(session.problem, timing, asked=session.job.schedule)
-    return choose_for_the_job(session, timing,
-                              found_or_begun(session, timing, planner.find))
-
-
-def with_room(session: Session, schedule: Schedule) -> Schedule:
-    """`schedule` with room for the session's longest request, where the memory allows it."""
-    reserves = reserve_tokens(session)
-    return schedule if reserves is None else with_room_for(schedule, session.problem,
-                                                           int(reserves.max()))
-
-
-def reserve_tokens(session: Session) -> IntArray | None:
-    """[requests] most KV tokens each may need; None where their lengths are not known."""
-    if session.input_lengths is None:
-        return None
-    cap = session.problem.default_max_tokens
-    outputs = np.array([request.output_cap(cap) for request in session.requests])
-    positions = session.problem.model.max_positions
-    total: IntArray = session.input_lengths + outputs
-    return total if positions is None else np.minimum(total, positions)
-
-
-def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Schedule:
-    """`schedule` with KV tokens for a query of `query_tokens` in every group, if they fit: one
-    request longer than the planned lengths should be answered, not refused. Else unchanged."""
-    estimate = schedule.estimate
-    if estimate.token_budget:  # its memory is paged
-        query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    kv_tokens = max(estimate.kv_tokens, query_tokens * estimate.decode_micro_batches)
-    per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-    added = (kv_tokens - estimate.kv_tokens) * per_layer
-    extra = {rank: added * stage.num_layers // stage.tp_degree
-             for stage in estimate.stages for rank in stage.ranks}
-    memory = tuple(size + extra[rank] for rank, size in enumerate(estimate.memory_bytes))
-    if max(memory) > estimate.memory_capacity_bytes:
-        return schedule
-    return with_estimate(schedule, kv_tokens=kv_tokens, memory_bytes=memory)
+        return with_room(plan_with_enough(
+            problem, lambda enough: deepspeed_engine.find(replace(session, problem=enough), timing),
+            session.tell.say), problem)
+    return plan(problem, timing, tell=session.tell.say)
 
 
 def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:

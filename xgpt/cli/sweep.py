@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.session import Session, open_session, timing_of, with_room
+from xgpt.app.session import open_session, timing_of
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.cli.terminal import Terminal
+from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import parse_seconds
 from xgpt.report.sweep_table import sweep_table
-from xscheduler.planner import Planner
+from xscheduler.planner import Planner, PlanOptions
 
 _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose
 
@@ -26,9 +26,9 @@ _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone
 def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None) -> None:
     """Throughput against the latency bound."""
     session = open_session(job_file, overrides, Terminal(), fetch=False)
-    planner = Planner(session.problem, timing_of(session))
-    given = _parse(bounds) if bounds is not None else _default_bounds(session, planner)
-    rows = [(bound, _at(session, planner, bound)) for bound in given]
+    planner = Planner(session.problem, timing_of(session), PlanOptions(horizon="steady"), tell=say)
+    given = _parse(bounds) if bounds is not None else _default_bounds(planner)
+    rows = [(bound, _at(planner, bound)) for bound in given]
     if as_json:
         print_json({"bounds": [
             {"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
@@ -37,16 +37,16 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
     click.echo(sweep_table(rows))
 
 
-def _at(session: Session, planner: Planner, bound_s: float) -> Schedule | str:
+def _at(planner: Planner, bound_s: float) -> Schedule | str:
     """The best schedule at this bound, or why there is none."""
     try:
-        return with_room(session, planner.find(bound_s))
+        return planner.plan(bound_s)
     except InfeasibleError as why:
         return str(why)
 
 
-def _default_bounds(session: Session, planner: Planner) -> list[float]:
-    best = _at(session, planner, math.inf)
+def _default_bounds(planner: Planner) -> list[float]:
+    best = _at(planner, math.inf)
     if isinstance(best, str):
         raise InfeasibleError(best)
     return [float(f"{share * best.estimate.latency_s:.3g}") for share in _SHARES] + [math.inf]

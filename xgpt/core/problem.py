@@ -13,16 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.inline_cluster import build_cluster
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule, Job
+from xgpt.core.job import OWN_ENGINE, Adjustment, Constraint, FixedSchedule, Job
 from xgpt.core.job_file import LOCAL_CLUSTER
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import read_shape
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.workload import Request, read_requests
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
@@ -34,7 +37,13 @@ _SHAPE = ("family", "num_encoder_layers", *_COUNTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a planner is asked. `num_queries` None: the job names no requests (steady state)."""
+    """What a planner is asked. `num_queries` None: the job names no requests (steady state).
+
+    `queries`: the requests of its file, where they were tokenised; None for requests that are made
+    (`is_synthetic`: these have exactly the lengths drawn with `seed`) and for texts whose lengths
+    nobody knows yet. `observes`: output lengths are caps, until a run has seen what outputs are.
+    `is_revised`: a run may change its schedule for what it has seen.
+    """
 
     model: ModelSpec
     cluster: Cluster
@@ -45,6 +54,11 @@ class Problem:
     num_queries: int | None
     default_max_tokens: int  # cap on the output of a request that names none
     adjustment: Adjustment = Adjustment()
+    queries: QueryLengths | None = None
+    is_synthetic: bool = False
+    seed: int = 0  # of the order in which queries are taken up, and of those that are made
+    observes: bool = False
+    is_revised: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -73,12 +87,31 @@ def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Requ
     if requests is None and job.workload.requests is not None:
         requests = _usable_requests(job, job.workload.requests)
     lengths = resolve_lengths(job, shape, requests, token_lengths)
+    most_outputs = default_max_tokens(job, lengths)
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
         fixed=job.schedule, dtype=resolve_dtype(job.run.dtype, cluster.device),
         num_queries=job.workload.count if requests is None else len(requests),
-        default_max_tokens=default_max_tokens(job, lengths), adjustment=job.adjustment,
-    )
+        default_max_tokens=most_outputs, adjustment=job.adjustment,
+        queries=_query_lengths(requests, token_lengths, most_outputs, shape),
+        is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
+        observes=job.workload.output_tokens.kind == "observe",
+        is_revised=job.run.reschedule is not None and job.run.engine == OWN_ENGINE)
+
+
+def _query_lengths(requests: Sequence[Request] | None, inputs: IntArray | None, most_outputs: int,
+                   model: ModelSpec) -> QueryLengths | None:
+    """None where the requests were not tokenised. No query takes more positions than the model
+    has; one whose input alone does becomes an error record."""
+    if requests is None or inputs is None:
+        return None
+    caps = np.array([request.output_cap(most_outputs) for request in requests])
+    total = inputs + caps
+    if model.max_positions is not None:
+        total = np.minimum(total, model.max_positions)
+    is_forced = all(r.forced_tokens is not None and not r.stop for r in requests)
+    caps = total - inputs
+    return QueryLengths(inputs=inputs, most_outputs=caps, outputs=caps if is_forced else None)
 
 
 def resolve_cluster(job: Job) -> Cluster:
