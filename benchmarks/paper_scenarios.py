@@ -24,7 +24,8 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.job import Constraint, FixedSchedule
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline, link_kind
+from xprofiler.links import link_kind
+from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xsimulator.policies.static.closed_form import Ft, StaticConfig
 
