@@ -28,7 +28,7 @@ from xscheduler.search import POLICIES
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
 from xscheduler.uncertainty import Doubts, Margin
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken

@@ -16,7 +16,8 @@ from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.rules.order import run_order
 from xscheduler import prediction
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 
 
 @pytest.mark.parametrize("forced", [False, True])

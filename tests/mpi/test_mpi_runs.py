@@ -32,7 +32,8 @@ from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.held import read_held  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi

@@ -21,7 +21,8 @@ from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.random_model import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 
 JOB = """
 model: {model}

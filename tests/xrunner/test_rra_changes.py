@@ -22,7 +22,8 @@ from xprofiler.roofline import Roofline
 from xrunner.io.adjustments import Adjustment, Steering, read_observed
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
 
 

@@ -15,7 +15,7 @@ from xgpt.core.job import FixedSchedule
 from xscheduler.live.deployment import redeployment
 from xscheduler.live.pinned import PinnedSearch, pinned_policy
 from xscheduler.live.reschedule import break_even, reschedule
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)

@@ -15,7 +15,7 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.spaces import grid_search as baselines
 from xsimulator.policies.continuous.closed_form import IterationConfig, Orca, Sarathi, Vllm
-from xsimulator.policies.rra.closed_form import EstimateArrays
+from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.static.closed_form import Dsi, Ft, StaticConfig
 
 PLANS = [(1, 0), (4, 4)]

@@ -16,7 +16,8 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.occupancy import QueryFlow
 from xsimulator.pipeline import phase_timeline
-from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.phase_blocks import BlockTable, block_ends
 from xsimulator.step_table import SizeTable, StepTable
 

@@ -28,7 +28,8 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,

@@ -13,7 +13,8 @@ from xscheduler.spaces.grid_search import tensor_plans
 from xsimulator import memory
 from xsimulator.plans import Plans
 from xsimulator.policies import POLICIES, make_config, make_policy
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.divisions import WaaC, WaaConfig
 from xsimulator.replay.job import Replayer
 

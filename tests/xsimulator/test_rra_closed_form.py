@@ -17,7 +17,8 @@ from xgpt.core.problem import Problem
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.predict import predict_job
 from xsimulator.replay.steady import steady_figures

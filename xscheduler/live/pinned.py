@@ -25,8 +25,10 @@ from xprofiler.timing import TimingSource
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies import BASELINES, Policy, make_policy
+from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
-from xsimulator.policies.rra.closed_form import EstimateArrays, Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import Waa, WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 

@@ -32,8 +32,8 @@ from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
-from xsimulator.policies.rra.closed_form import EstimateArrays
 from xsimulator.policies.static.rounds import (
     EXACT_ROUNDS,
     NODES,

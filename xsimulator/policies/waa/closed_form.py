@@ -39,8 +39,8 @@ from xsimulator import memory
 from xsimulator.handover import HandoverCost
 from xsimulator.occupancy import QueryFlow, expected_maximum
 from xsimulator.plans import Plans
+from xsimulator.policies.figures import BoolArray, EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
-from xsimulator.policies.rra.closed_form import BoolArray, EstimateArrays
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 
