@@ -250,7 +250,7 @@ def test_messages_of_any_size_are_answered_for():
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():
     problem = toy_problem(devices=3)
-    stages = Rra(problem, profiled(problem, queries=(1, 2))).stages(1, 0)
+    stages = Rra(problem, profiled(problem, queries=(1, 2))).plans.both(1, 0).stages
     assert max(stage.num_layers for stage in stages) <= 3
 
 

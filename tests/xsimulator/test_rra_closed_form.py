@@ -151,7 +151,7 @@ def test_stages_hold_every_layer_once_in_order():
     problem = problem_of("gpt3-39b", "a40-16")
     rra = Rra(problem, roofline_of(problem))
     for degree, gpus in ((1, 0), (2, 6), (4, 8), (8, 16)):
-        stages = rra.stages(degree, gpus)
+        stages = rra.plans.both(degree, gpus).stages
         ranks = [rank for stage in stages for rank in stage.ranks]
         assert ranks == list(range(16))
         first = 0
@@ -163,7 +163,7 @@ def test_stages_hold_every_layer_once_in_order():
 
 def test_encoder_decoder_stages_split_both_kinds_of_layers():
     problem = problem_of("t5-11b", "a40-8")
-    stages = Rra(problem, roofline_of(problem)).stages(1, 0)
+    stages = Rra(problem, roofline_of(problem)).plans.both(1, 0).stages
     assert sum(stage.num_layers for stage in stages) == problem.model.num_layers
     assert sum(s.num_encoder_layers for s in stages) == problem.model.num_encoder_layers
     assert all(stage.num_encoder_layers >= 1 for stage in stages)

@@ -24,7 +24,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
@@ -84,10 +84,6 @@ class Rra:
     @property
     def capacity_bytes(self) -> int:
         return self._assembler.capacity_bytes
-
-    def stages(self, tp_degree: int, tp_gpus: int) -> tuple[StageAssignment, ...]:
-        """The allocation of layers. Raises InputError for a plan the model or cluster refuses."""
-        return self.plans.both(tp_degree, tp_gpus).stages
 
     def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
         """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
