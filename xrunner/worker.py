@@ -7,17 +7,17 @@ makes an uncaught error on one rank end them all.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Schedule, load_schedule
-from xrunner.engine.baseline_heads import head_for
-from xrunner.engine.head import Head
+from xrunner.engine.head import Head, Link
+from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
-from xrunner.engine.waa_heads import DecodeHead, EncodeHead
+from xrunner.engine.query import Vocabulary
 from xrunner.io.adjustments import Steering
 from xrunner.io.results import write_errors
 from xrunner.io.sink import RunSink
@@ -27,8 +27,9 @@ from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, to_the_end
 from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
-from xrunner.rules.rra import RraRule, rra_rule
-from xrunner.rules.waa import waa_rules
+from xrunner.rules.rra import rra_rule
+from xrunner.rules.steps import BatchingRule
+from xrunner.rules.waa import WaaEncodeRule
 from xrunner.transport.comm import Comm
 from xrunner.transport.route import pools
 from xrunner.world import World, connect
@@ -70,9 +71,10 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World) -> None:
     loaded = load(plan, schedule, world, clock)
     receiver = loaded.executor.receiver
     assert receiver is not None
-    _, rule = waa_rules(schedule.estimate)
-    head = DecodeHead(rule=rule, receiver=receiver, encode_head=0, clock=clock,
-                      **_of_head(plan, world, loaded))
+    link = FromEncodePool(world.comm, receiver, encode_head=0)
+    head = Head(rule=rules_for(schedule.estimate)[1], executor=loaded.executor, sink=link.reports,
+                neighbours=Neighbours(world.comm, loaded.route), link=link, clock=clock,
+                vocabulary=_vocabulary(plan, loaded))
     head.start()
     world.barrier()
     clock.restart()
@@ -86,21 +88,22 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     """Rank 0: reads the requests, runs the (encode pool's) head, writes everything."""
     queries, errors, before = read_work(plan, schedule)
     write_errors(plan.output / "errors.jsonl", errors)
-    clock = Stopwatch()
+    clock, estimate = Stopwatch(), schedule.estimate
     loaded = load(plan, schedule, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
-    rule = rra_rule(schedule.estimate, slots=plan.slots) if (
-        schedule.estimate.policy == "rra") else None
-    head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
+    changeable = rra_rule(estimate, slots=plan.slots) if estimate.policy == "rra" else None
+    rules = rules_for(estimate) if changeable is None else (changeable,)
+    head = Head(rule=rules[0], executor=loaded.executor, sink=sink, clock=clock,
+                neighbours=Neighbours(world.comm, loaded.route),
+                vocabulary=_vocabulary(plan, loaded), link=_link(schedule, rules, world.comm))
     order = order_of(len(queries), plan, before)
     if plan.is_watched:
-        sink.steering = Steering(plan.output, rule=rule, first_query=before.total,
-                                 at_work=None if rule is None else head.lengths_so_far,
+        sink.steering = Steering(plan.output, rule=changeable, first_query=before.total,
+                                 at_work=None if changeable is None else head.lengths_so_far,
                                  order=order if plan.shuffle_window > 1 or before.held else None)
     for place in order:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
-    estimate = schedule.estimate
     head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))
 
     def report() -> RankReport:
@@ -111,22 +114,21 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
             num_errors=len(errors))
 
 
-def _first_head(schedule: Schedule, rule: RraRule | None, **own: Any) -> Head:
-    """Rank 0's. `rule`: RRA's."""
+def _link(schedule: Schedule, rules: Sequence[BatchingRule], comm: Comm) -> Link | None:
+    """What ties rank 0's pool to the others."""
     decode_head = _decode_head(schedule)
     if decode_head is None:
-        return head_for(rule or rules_for(schedule.estimate)[0], **own)
-    encode_rule, decode_rule = waa_rules(schedule.estimate)
-    return EncodeHead(rule=encode_rule, decode_rule=decode_rule, decode_head=decode_head, **own)
+        return None
+    encode_rule, decode_rule = rules
+    assert isinstance(encode_rule, WaaEncodeRule)
+    return ToDecodePool(comm, encode_rule, decode_rule, decode_head)
 
 
-def _of_head(plan: RunPlan, world: World, loaded: Loaded) -> dict[str, Any]:
-    """What any head is made of."""
+def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
     is_encoder_decoder = loaded.executor.model.spec.is_encoder_decoder
-    return {"executor": loaded.executor, "comm": world.comm, "route": loaded.route,
-            "eos_ids": eos_ids(plan.model_dir),
-            "start_token": start_token(plan.model_dir) if is_encoder_decoder else None,
-            "decode_text": TextTokenizer(plan.model_dir).decode}
+    return Vocabulary(eos_ids=eos_ids(plan.model_dir),
+                      decode_text=TextTokenizer(plan.model_dir).decode,
+                      start_token=start_token(plan.model_dir) if is_encoder_decoder else None)
 
 
 def _decode_head(schedule: Schedule) -> int | None:

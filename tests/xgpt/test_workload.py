@@ -142,7 +142,7 @@ _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
         st.sampled_from(["role", "content", "type", "text", "prompt", "messages"]), inner,
-        max_size=3), max_leaves=6)
+        max_size=3), max_goes_on=6)
 _RECORDS = st.dictionaries(st.sampled_from(
     ["id", "custom_id", "body", "url", "method", "prompt", "messages", "tokens", "max_tokens",
      "forced_tokens", "seed", "stop", "temperature", "top_k", "top_p", "n"]), _VALUES, max_size=5)

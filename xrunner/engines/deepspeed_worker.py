@@ -15,8 +15,9 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Schedule, load_schedule
 from xrunner.checkpoint.source import read_spec
-from xrunner.engine.baseline_heads import StaticHead
+from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.query import Vocabulary
 from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
 from xrunner.io.results import write_errors
@@ -48,10 +49,11 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     clock = Stopwatch()
     executor, load_s = _load(plan, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
-    head = StaticHead(
-        rule=static_rule(schedule.estimate), executor=executor, comm=world.comm,
-        route=routes(schedule.estimate.stages)[0], sink=sink, eos_ids=eos_ids(plan.model_dir),
-        decode_text=TextTokenizer(plan.model_dir).decode, clock=clock)
+    head = Head(
+        rule=static_rule(schedule.estimate), executor=executor, sink=sink, clock=clock,
+        neighbours=Neighbours(world.comm, routes(schedule.estimate.stages)[0]),
+        vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
+                              decode_text=TextTokenizer(plan.model_dir).decode))
     for place in order_of(len(queries), plan, before):
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
