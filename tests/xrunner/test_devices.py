@@ -89,11 +89,11 @@ def stages(spec: ModelSpec, *roles: str) -> list[StageAssignment]:
     return found
 
 
-def encode(*, leaves: bool = False) -> StepMessage:
+def encode(*, goes_on: bool = False) -> StepMessage:
     choices = (Sampling(), Sampling(), Sampling())
     return StepMessage(
         kind=StepKind.ENCODE, group=0, phase=0, iteration=0, removed=(), ended=(),
-        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, goes_on=leaves)
+        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, goes_on=goes_on)
                      for i, (n, s) in enumerate(zip(LENGTHS, choices, strict=True))))
 
 
