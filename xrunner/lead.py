@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
-from xgpt.core.schedule import Schedule
-from xgpt.core.workload import RequestError, read_requests
-from xrunner.checkpoint.source import read_spec
+from xgpt.core.spool import Spool
 from xrunner.engine.head import Head
 from xrunner.engine.measured import write_measured
 from xrunner.engine.pipeline import RankReport
-from xrunner.io.prepare import prepare
+from xrunner.io.prepare import queries_of
 from xrunner.io.progress import Progress, write_progress
 from xrunner.io.results import Answered, answered, count_results
 from xrunner.io.sink import RunSink
-from xrunner.io.tokenizer import TextTokenizer
-from xrunner.plan import RunPlan, write_atomically
+from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rank import Stopwatch
 from xrunner.rules.order import run_order
 from xrunner.world import World
 
 
-def read_work(plan: RunPlan, schedule: Schedule,
-              ) -> tuple[list[PreparedQuery], list[RequestError], Answered]:
-    """(all queries, error records, those of the queries that an earlier run answered)."""
+def read_work(plan: RunPlan) -> tuple[list[PreparedQuery], int, Answered]:
+    """(all queries, number of error records, those of the queries that an earlier run answered)"""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
         latency_p99_s=None))
-    requests, errors = read_requests(plan.requests)
-    spec = read_spec(plan.model_dir, plan.model_name)
-    queries, unusable = prepare(requests, TextTokenizer(plan.model_dir), plan, spec,
-                                most_input_tokens=plan.most_input_tokens or None)
-    # lets a later start tell a finished run from a stopped one
-    write_atomically(plan.output / "total.json", json.dumps({"queries": len(queries)}) + "\n")
-    results = plan.output / "results.jsonl"
+    spool, results = Spool(plan.output), plan.output / "results.jsonl"
     count_results(results)
-    return queries, errors + unusable, answered(results)
+    return list(queries_of(spool, plan)), spool.num_errors, answered(results)
 
 
 def order_of(num_queries: int, plan: RunPlan, before: Answered) -> list[int]:

@@ -19,7 +19,6 @@ from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.query import Vocabulary
 from xrunner.io.adjustments import Steering
-from xrunner.io.results import write_errors
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.lead import conduct, order_of, read_work
@@ -86,8 +85,7 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World) -> None:
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     """Rank 0: reads the requests, runs the (encode pool's) head, writes everything."""
-    queries, errors, before = read_work(plan, schedule)
-    write_errors(plan.output / "errors.jsonl", errors)
+    queries, num_errors, before = read_work(plan)
     clock, estimate = Stopwatch(), schedule.estimate
     loaded = load(plan, schedule, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
@@ -111,7 +109,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
         return report_of(loaded)
 
     conduct(head, sink, world, clock, report=report, queries_before=before.total,
-            num_errors=len(errors))
+            num_errors=num_errors)
 
 
 def _link(schedule: Schedule, rules: Sequence[BatchingRule], comm: Comm) -> Link | None:

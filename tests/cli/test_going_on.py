@@ -190,7 +190,7 @@ def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder
     for policy in POLICIES:
         session = opened(folder, policy, ranks=2)
         schedule = find(session, roofline(session))
-        plan = execution._plan(session, schedule)
+        plan = execution._plan(session, schedule, "digest")
         prints[policy] = plan.fingerprint
         assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
     assert len(set(prints.values())) == 1, prints

@@ -163,10 +163,10 @@ class Followed:
         rule = rra_rule(self.estimate, slots=self.own.slots)
         for change in self.changes:
             rule.change(change)
-        inputs = self.session.input_lengths
-        assert inputs is not None
+        known = self.session.problem.queries
+        assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
-                          inputs=inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
+                          inputs=known.inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
 
     def run(self) -> None:
         phase = 1

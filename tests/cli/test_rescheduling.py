@@ -38,10 +38,10 @@ def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", 
                     f"schedule: {{{schedule}}}\nrun: {{{run}}}\noutput: out\n")
     (folder / "out").mkdir(exist_ok=True)
     session = executable(open_session(path, (), fetch=False))
-    inputs = np.array([len(r.tokens or ()) for r in session.requests])
-    problem = resolve(session.job, requests=session.requests, token_lengths=inputs)
-    return replace(session, input_lengths=inputs,  # as a run has them, which fetches the model
-                   problem=replace(session.problem, queries=problem.queries))
+    assert session.requests is not None
+    requests = replace(session.requests, are_tokenised=True)  # as of a run, which fetches the model
+    problem = resolve(session.job, requests=requests)
+    return replace(session, problem=replace(session.problem, queries=problem.queries))
 
 
 def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60,
@@ -76,7 +76,8 @@ def latency_s(session: Session, schedule: Schedule, lengths: Sequence[int]) -> f
     from xsimulator.replay.job import replay_job
 
     own = np.array(lengths)
-    inputs = np.resize(session.input_lengths, len(own))  # type: ignore[arg-type]
+    assert session.problem.queries is not None
+    inputs = np.resize(session.problem.queries.inputs, len(own))
     result = replay_job(session.problem, timing_of(session), schedule.estimate, inputs=inputs,
                         outputs=own, max_outputs=200)
     long = own >= np.quantile(own, 0.985)
@@ -280,8 +281,9 @@ def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[Session, Sch
     session = replace(session, files=ModelFiles(
         directory=Path("/model"), spec=spec, served_by="test"))
     kv_tokens = schedule.estimate.kv_tokens
-    prints = {_plan(session, with_estimate(schedule, kv_tokens=tokens)).fingerprint
+    prints = {_plan(session, with_estimate(schedule, kv_tokens=tokens), "of them").fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
     assert len(prints) == 1
     groups = schedule.estimate.decode_micro_batches
-    assert _plan(session, with_estimate(schedule, kv_tokens=100 * groups)).fingerprint not in prints
+    small = with_estimate(schedule, kv_tokens=100 * groups)
+    assert _plan(session, small, "of them").fingerprint not in prints

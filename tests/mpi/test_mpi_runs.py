@@ -23,9 +23,8 @@ import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -117,7 +116,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     reference = toys.make_model("t5", directory)
     queries = toys.random_queries(20, seed=3)
     job = write_job(tmp_path, directory, as_requests(queries), ranks=3)
-    problem = resolve(load_job(job, ()))
+    problem = open_session(job, (), fetch=False).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(
         encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
@@ -128,9 +127,10 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
         fingerprint=problem.fingerprint), out / "schedule.json")
     plan = RunPlan(
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=40, dtype="float32",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+    toys.write_spool(plan, tmp_path / "requests.jsonl")
     LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=3),
                         watch=lambda: None)
     check_layout(out, [[0, 1], [2]], (directory / "model.safetensors").stat().st_size)
@@ -157,7 +157,7 @@ def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
     """The run's steps are those of the simulator's replay with the lengths it recorded."""
     estimate = load_schedule(out / "schedule.json").estimate
     results = {r["id"]: r["output_tokens"] for r in read_lines(out / "results.jsonl")}
-    problem = resolve(load_job(job, ()))
+    problem = open_session(job, (), fetch=False).problem
     replayed = replay_job(
         problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
         inputs=np.array([len(q.input_ids) for q in queries]),

@@ -21,8 +21,7 @@ import namespaces  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -38,12 +37,11 @@ pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 LAUNCH = """
 import sys
 from pathlib import Path
-from xgpt.core.job_file import load_job
+from xgpt.app.session import open_session
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
-from xgpt.core.problem import resolve
-job = load_job(Path(sys.argv[1]), sys.argv[3:])
-hosts = launcher_of(job, resolve(job))
+session = open_session(Path(sys.argv[1]), sys.argv[3:], fetch=False)
+hosts = launcher_of(session.job, session.problem)
 assert not hosts.is_here and hosts.ranks_each == 1
 hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
           watch=lambda: None)
@@ -85,19 +83,21 @@ def on_first_host(hosts: namespaces.TwoHosts, *command: str, env: dict[str, str]
 def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     """What a run's ranks read, as the simulator plans it for this machine."""
     out.mkdir()
-    problem = resolve(load_job(job_file, ()))
+    problem = open_session(job_file, (), fetch=False).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
     save_schedule(Schedule(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
-    return RunPlan(
+    plan = RunPlan(
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests=job_file.with_name("requests.jsonl"), is_chat=False, max_tokens=40,
+        requests="test", is_chat=False, max_tokens=40,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
-        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches).save()
+        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+    toys.write_spool(plan, job_file.with_name("requests.jsonl"))
+    return plan.save()
 
 
 def answers(out: Path) -> dict[str, list[int]]:

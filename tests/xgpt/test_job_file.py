@@ -322,7 +322,7 @@ _JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([
         "mean", "std", "max", "file", "count", "device", "policy", "latency_s", "time", "modules",
         "requests", "input_tokens", "output_tokens", "task", "ranks", "flops_per_s", "x"]),
-        inner, max_size=4), max_goes_on=8)
+        inner, max_size=4), max_leaves=8)
 
 
 @given(st.dictionaries(st.sampled_from([

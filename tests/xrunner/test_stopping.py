@@ -69,7 +69,7 @@ def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama: tuple[Path
 def plan_of(output: Path) -> RunPlan:
     return RunPlan(
         name="toy", output=output, model_dir=output, model_name="toy", served_by="test",
-        requests=output / "requests.jsonl", is_chat=False, max_tokens=4, dtype="float32", seed=0,
+        requests="test", is_chat=False, max_tokens=4, dtype="float32", seed=0,
         temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=9)
 
@@ -95,7 +95,6 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
 def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str], number: int,
                                           is_users: bool, module: Any, work: str) -> None:
-    (tmp_path / "requests.jsonl").touch()
     ended: list[int] = []
     alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                   abort=ended.append, split=lambda group, place: pytest.fail("in no group"),

@@ -14,6 +14,7 @@ import torch
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
+from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.engine.head import Head, Link, Sink
@@ -21,9 +22,12 @@ from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
 from xrunner.engine.query import Vocabulary
 from xrunner.engine.stage import StageExecutor
-from xrunner.io.tokenizer import start_token
+from xrunner.io.intake import KnownVocabulary, take_in
+from xrunner.io.prepare import hand_on
+from xrunner.io.tokenizer import TextTokenizer, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
+from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
@@ -127,6 +131,13 @@ def _stir_norms_and_biases(model: Any, centre: float | None = None) -> None:
 
 def spec_of(directory: Path) -> ModelSpec:
     return read_spec(directory, directory.name)
+
+
+def write_spool(plan: RunPlan, requests: Path) -> None:
+    """What the launcher hands on of a file of requests."""
+    spec, spool = spec_of(plan.model_dir), SpoolWriter()
+    vocabulary = KnownVocabulary(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
+    hand_on(take_in(requests, vocabulary, spool), spool, plan, spec)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:

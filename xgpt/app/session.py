@@ -6,28 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
 from xgpt.app import deepspeed_engine
+from xgpt.app.intake import intake_of
 from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.core import catalog
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.job_file import LOCAL_CLUSTER, load_job
-from xgpt.core.lengths import IntArray
 from xgpt.core.local import why_no_torch
-from xgpt.core.problem import Problem, known_model, resolve
+from xgpt.core.problem import Problem, resolve
+from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
-from xgpt.core.workload import Request, RequestError, read_requests
+from xgpt.core.spool import SpoolWriter
 from xprofiler.match import match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
-from xrunner.checkpoint.random_model import SERVED_BY
-from xrunner.checkpoint.source import ModelFiles, find_model
+from xrunner.checkpoint.source import ModelFiles
 from xrunner.rules import registry
 from xscheduler.few_queries import plan_with_enough
 from xscheduler.planner import plan
@@ -41,9 +38,8 @@ class Session:
     job: Job
     problem: Problem
     files: ModelFiles | None
-    requests: tuple[Request, ...]
-    request_errors: tuple[RequestError, ...]
-    input_lengths: IntArray | None  # [requests], where they were tokenised
+    requests: Requests | None  # None where the job names only their number
+    spool: SpoolWriter | None  # of a run: the requests themselves
     tell: Teller = field(default_factory=LogTeller, compare=False)
 
     @property
@@ -55,28 +51,10 @@ def open_session(job_file: Path, overrides: Sequence[str], tell: Teller | None =
                  fetch: bool) -> Session:
     """Loads and resolves a job. `fetch`: the model's files are needed whatever the lengths say."""
     job, tell = load_job(job_file, overrides), tell or LogTeller()
-    requests: list[Request] = []
-    errors: list[RequestError] = []
-    if job.workload.requests is not None:
-        requests, errors = read_requests(job.workload.requests)
-        if not requests:
-            raise InputError([Mistake(
-                file=str(job.source), line=None, key="workload.requests",
-                value=str(job.workload.requests), allowed="holds no usable request"
-                + (f"; line {errors[0].line}: {errors[0].error}" if errors else ""))])
-    needs_tokens = (job.workload.input_tokens.kind == "from_requests"
-                    and any(r.tokens is None for r in requests))
-    if job.run.weights == "random":
-        files: ModelFiles | None = _random_model(job, requests)
-    elif fetch or needs_tokens or _is_unknown_shape(job):
-        files = find_model(job.model, tell.say)
-    else:
-        files = None
-    lengths = _input_lengths(requests, files, job) if requests and files else None
-    problem = resolve(job, model=files.spec if files else None,
-                      requests=requests or None, token_lengths=lengths)
-    return Session(job=job, problem=problem, files=files, requests=tuple(requests),
-                   request_errors=tuple(errors), input_lengths=lengths, tell=tell)
+    files, requests, spool = intake_of(job, tell.say, fetch=fetch)
+    problem = resolve(job, model=files.spec if files else None, requests=requests)
+    return Session(job=job, problem=problem, files=files, requests=requests, spool=spool,
+                   tell=tell)
 
 
 def timing_of(session: Session) -> TimingSource:
@@ -149,29 +127,3 @@ def find(session: Session, timing: TimingSource) -> Schedule:
             problem, lambda enough: deepspeed_engine.find(replace(session, problem=enough), timing),
             session.tell.say), problem)
     return plan(problem, timing, tell=session.tell.say)
-
-
-def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:
-    """A folder that execution will write. Raises InputError for requests of text."""
-    texts = [request for request in requests if request.tokens is None]
-    if texts:
-        raise InputError([Mistake(
-            file=str(job.source), line=None, key="run.weights", value="random",
-            allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
-            f"tokenizer, and line {texts[0].line} of {job.workload.requests} is text")])
-    return ModelFiles(directory=job.output / "model", spec=known_model(job), served_by=SERVED_BY)
-
-
-def _is_unknown_shape(job: Job) -> bool:
-    hub_ids = {catalog.model(name).hub_id for name in catalog.names("model")}
-    return (job.model not in catalog.names("model") and job.model not in hub_ids
-            and not Path(job.model).is_absolute())
-
-
-def _input_lengths(requests: Sequence[Request], files: ModelFiles, job: Job) -> IntArray:
-    """[requests] tokenised input lengths; 1 for a request that will become an error record."""
-    from xrunner.io.prepare import tokenise
-    from xrunner.io.tokenizer import TextTokenizer
-
-    tokens = tokenise(requests, TextTokenizer(files.directory), job.workload.chat)
-    return np.array([1 if isinstance(ids, str) else max(len(ids), 1) for ids in tokens])

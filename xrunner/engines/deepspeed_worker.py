@@ -20,7 +20,6 @@ from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_s
 from xrunner.engine.query import Vocabulary
 from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
-from xrunner.io.results import write_errors
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.lead import conduct, order_of, read_work
@@ -44,8 +43,7 @@ def run(plan: RunPlan, world: World) -> None:
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    queries, errors, before = read_work(plan, schedule)
-    write_errors(plan.output / "errors.jsonl", errors)
+    queries, num_errors, before = read_work(plan)
     clock = Stopwatch()
     executor, load_s = _load(plan, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
@@ -59,7 +57,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     head.start()
     conduct(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
-            queries_before=before.total, num_errors=len(errors))
+            queries_before=before.total, num_errors=num_errors)
 
 
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
