@@ -20,7 +20,8 @@ from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
-from xsimulator.occupancy import Occupancy, expected_maximum
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import Occupancy
 from xsimulator.plans import Plan
 from xsimulator.policies.continuous.paged_walk import Walk
 from xsimulator.stage_times import PerDegree

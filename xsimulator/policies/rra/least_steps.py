@@ -81,7 +81,7 @@ class LeastSteps:
                 least = self._least[key] = self._variance_by_block(*key, is_least_latency)
             variance[: len(least), place] = least
         if not is_least_latency:
-            return RangeOf(variance, np.full(len(rows), rra.flow.mean_context_read))
+            return RangeOf(variance, np.full(len(rows), rra.flow.course.mean_context_read))
         until = rra.flow.context_read_until(max(rra.seen_iterations, 1))
         return RangeOf(variance, np.array([until[low - 1:up].min() for low, up in zip(
             others[rows], own, strict=True)]))

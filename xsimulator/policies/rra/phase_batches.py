@@ -9,7 +9,8 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, Lengths
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
-from xsimulator.occupancy import expected_maximum, expected_maximum_z
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import expected_maximum_z
 from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
 

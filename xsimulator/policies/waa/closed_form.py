@@ -37,7 +37,8 @@ from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.handover import HandoverCost
-from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plans
 from xsimulator.policies.figures import BoolArray, EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
