@@ -41,7 +41,7 @@ from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import POLICIES, make_policy
 from xsimulator.policies.continuous.closed_form import IterationConfig
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.static.config import StaticConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks
 

@@ -29,7 +29,7 @@ from xrunner.rules.static import StaticRule, static_rule
 from xrunner.transport.comm import local_comms
 from xrunner.transport.route import Route
 from xsimulator.policies import make_policy
-from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.job import replay_job
 
 Made = Callable[[str], tuple[Path, Any]]
