@@ -185,7 +185,7 @@ class Followed:
                      if step.phase == phase), None)
 
     def write(self, now_s: float) -> None:
-        begin_s, took_s = self.result.encode_start_s, self.result.latency_s
+        begin_s, took_s = self.result.times.start_s, self.result.latency_s
         finished, active = [], []
         for query in np.flatnonzero(begin_s <= now_s).tolist():
             share = min((now_s - begin_s[query]) / took_s[query], 1.0)

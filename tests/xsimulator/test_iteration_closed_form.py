@@ -74,7 +74,7 @@ def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config
     found = policy_of(name, problem, padded=padded).estimate(config)
     result, outputs = replayed(name, problem, found, max(9000, int(14 * found.decode_batch)),
                                padded=padded)
-    start = result.encode_start_s
+    start = result.times.start_s
     begin, end = np.quantile(start, [0.4, 0.8])
     steady = (start >= begin) & (start < end)
     assert found.throughput_qps == pytest.approx(steady.sum() / (end - begin), rel=0.06)

@@ -15,7 +15,7 @@ from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import replay_job
-from xsimulator.replay.records import PoolRecords, ReplayResult
+from xsimulator.replay.records import PoolRecords, QueryTimes, ReplayResult
 from xsimulator.replay.sharing import slow_downs
 
 SHARING = 2.0
@@ -39,11 +39,12 @@ def recorded(start_s, end_s) -> ReplayResult:
     steps = tuple(Step(kind=StepKind.DECODE, group=0, phase=0, iteration=i + 1)
                   for i in range(len(start_s)))
     pool = PoolRecords(
-        name="both", stages=(0, 1), steps=steps, decoded=none, encoded=none, tokens=none,
+        name="both", role="both", stages=(0, 1), steps=steps, decoded=none, encoded=none, tokens=none,
         context=none, start_s=np.array(start_s, float), end_s=np.array(end_s, float),
         memory_s=none, memory_tokens=none, kv_tokens=1)
-    return ReplayResult(pools=(pool,), handovers=None, encode_start_s=none, latency_s=none,
-                        output_tokens=none, preemptions=0, makespan_s=3.0)
+    times = QueryTimes(arrival_s=none, start_s=none, first_token_s=none, last_token_s=none)
+    return ReplayResult(pools=(pool,), handovers=(), times=times, output_tokens=none,
+                        preemptions=0)
 
 
 def stages(degrees) -> list[StageAssignment]:

@@ -37,7 +37,8 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
     with the last token before the last encoding starts; both ends are times at which queries come
     out, so static batches are counted whole.
     """
-    done_s = np.sort(result.encode_start_s + result.latency_s)
+    start_s, latency_s = result.times.start_s, result.latency_s
+    done_s = np.sort(start_s + latency_s)
     if len(done_s) < 4:
         return None
     slow_s = float(np.quantile(result.latency_s, 0.99))
