@@ -78,7 +78,6 @@ def test_every_query_goes_in_and_comes_out_once(case):
     assert (times.arrival_s == 0).all() and (times.start_s >= 0).all()
     assert (times.first_token_s > times.start_s).all()
     assert (times.last_token_s >= times.first_token_s).all()
-    assert ((times.last_token_s == times.first_token_s) | (outputs > 1)).all()
     joined = [query for step in result.pools[0].steps for query in step.joined]
     assert sorted(set(joined)) == list(range(len(inputs)))
     assert len(joined) == len(inputs) + result.preemptions

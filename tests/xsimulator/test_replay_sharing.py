@@ -39,8 +39,8 @@ def recorded(start_s, end_s) -> ReplayResult:
     steps = tuple(Step(kind=StepKind.DECODE, group=0, phase=0, iteration=i + 1)
                   for i in range(len(start_s)))
     pool = PoolRecords(
-        name="both", role="both", stages=(0, 1), steps=steps, decoded=none, encoded=none, tokens=none,
-        context=none, start_s=np.array(start_s, float), end_s=np.array(end_s, float),
+        name="both", role="both", stages=(0, 1), steps=steps, decoded=none, encoded=none,
+        tokens=none, context=none, start_s=np.array(start_s, float), end_s=np.array(end_s, float),
         memory_s=none, memory_tokens=none, kv_tokens=1)
     times = QueryTimes(arrival_s=none, start_s=none, first_token_s=none, last_token_s=none)
     return ReplayResult(pools=(pool,), handovers=(), times=times, output_tokens=none,
