@@ -17,8 +17,8 @@ import torch
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xprofiler.measure.clock import Clock, clock_of
-from xprofiler.measure.probe import Parts, Probe, Whole
-from xprofiler.plan import MEAN_INPUT
+from xprofiler.measure.probe import Probe, StepParts, Whole
+from xprofiler.points import MEAN_INPUT
 from xrunner.engine.kv import KvCache
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
@@ -35,7 +35,7 @@ MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the
 _MAX_KV_BYTES, _SHARED_KV_BYTES = 2**30, 2**26
 GREEDY, DRAWN = Sampling(), Sampling(temperature=1.0, top_k=50, top_p=0.95)
 
-Measurement = Callable[[], Parts]  # executes the step once
+Measurement = Callable[[], StepParts]  # executes the step once
 
 
 class LayerBench:
@@ -66,7 +66,7 @@ class LayerBench:
         tokens = torch.ones(queries, dtype=torch.long, device=self.device)
         message = StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1)
 
-        def step() -> Parts:
+        def step() -> StepParts:
             cache.lengths = list(contexts)
             return self._probe.time(lambda: executor.execute(message, tokens))
 
@@ -83,7 +83,7 @@ class LayerBench:
                        for i, n in enumerate(lengths))
         message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=joined)
 
-        def step() -> Parts:
+        def step() -> StepParts:
             cache.queries, cache.lengths = [], []
             executor.adopt(0, [])
             if most_layers is None:

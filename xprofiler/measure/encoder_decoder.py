@@ -16,7 +16,7 @@ import torch
 from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction
 from xprofiler.measure.clock import clock_of
-from xprofiler.measure.probe import Parts
+from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
@@ -68,7 +68,7 @@ class EncoderDecoderBench:
         slots = slots.to(self.device)
         cache = self._cache(len(lengths), max(lengths))
 
-        def step() -> Parts:
+        def step() -> StepParts:
             watch = _Watch(self._clock)
             hidden = watch("embed", self._encoder_ends.embed, tokens, positions)
             bias = watch("rest", self._encoder_ends.prepare, positions, self.dtype)
@@ -95,7 +95,7 @@ class EncoderDecoderBench:
         choices, positions = [self._sampling] * queries, list(contexts)
         inputs = torch.tensor(encoder_tokens, device=self.device)
 
-        def step() -> Parts:
+        def step() -> StepParts:
             watch = _Watch(self._clock)
             context = decode_context(cached, self.dtype)
             across = cross_context(inputs, self.dtype)
@@ -140,13 +140,13 @@ class _Watch:
         self._spans.setdefault(part, []).append((begin, self._clock.mark()))
         return out
 
-    def parts(self, layers: int, *, cross_layers: int = 1) -> Parts:
+    def parts(self, layers: int, *, cross_layers: int = 1) -> StepParts:
         """Seconds of each part; of layers' parts, the mean over `layers` (`cross_layers`)."""
         end = self._clock.mark()
         self._clock.settle()
         total = {part: sum(self._clock.seconds(*span) for span in spans)
                  for part, spans in self._spans.items()}
-        return Parts(
+        return StepParts(
             whole_s=self._clock.seconds(self._begin, end), rest_s=total.get("rest", 0.0) / layers,
             attention_s=total.get("attention", 0.0) / layers, embed_s=total.get("embed", 0.0),
             head_s=total.get("head", 0.0), cross_s=total.get("cross", 0.0) / layers,

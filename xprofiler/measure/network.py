@@ -203,9 +203,9 @@ def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:
     tensor, other = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 1 - channel.rank
 
     def receive() -> None:
-        _, found = channel.receive(other)
-        assert found is not None
-        found.to(device)
+        _, block = channel.receive(other)
+        assert block is not None
+        block.to(device)
 
     return _ping_pong(channel.rank, lambda: channel.send(other, TokensMessage(group=0), tensor),
                       receive, channel.flush)
