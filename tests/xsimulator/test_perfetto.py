@@ -10,9 +10,10 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.perfetto import events, write_trace
-from xsimulator.replay.records import HandoverRecords, PoolRecords, QueryTimes, ReplayResult
+from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 NAMES = ["stage 0 · encode", "stage 1 · decode", "stage 2 · decode"]
 STEPS = 30

@@ -13,10 +13,11 @@ from problems import problem_of, roofline_of
 from xgpt.core.errors import InputError
 from xgpt.core.job import Constraint
 from xgpt.core.lengths import empirical, joint_empirical
+from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.replay.job import replay_job
-from xsimulator.replay.records import QueryTimes, ReplayResult
+from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
 
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}

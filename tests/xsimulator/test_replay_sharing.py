@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from problems import problem_of
 
+from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
@@ -15,7 +16,7 @@ from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import replay_job
-from xsimulator.replay.records import PoolRecords, QueryTimes, ReplayResult
+from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.sharing import slow_downs
 
 SHARING = 2.0

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from xgpt.core.query_times import QueryTimes
 from xsimulator.replay.flow import Arrivals, Handover, HandoverPlan
 from xsimulator.replay.kernel import Kernel
 from xsimulator.replay.pool import Pool, PoolPlan
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.records import QueryTimes, ReplayResult
+from xsimulator.replay.records import ReplayResult
 
 
 def run(queries: Queries, pools: Sequence[PoolPlan],

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import Role
 from xrunner.rules.steps import Step, StepKind
 
@@ -58,16 +59,6 @@ class HandoverRecords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class QueryTimes:
-    """[queries] seconds from the job's beginning; `start_s`: when its encoding started."""
-
-    arrival_s: FloatArray
-    start_s: FloatArray
-    first_token_s: FloatArray
-    last_token_s: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayResult:
     """A finite job, fill and drain included."""
 
@@ -79,8 +70,8 @@ class ReplayResult:
 
     @property
     def latency_s(self) -> FloatArray:
-        """[queries] seconds from the start of a query's encoding to its last token."""
-        return self.times.last_token_s - self.times.start_s
+        """[queries] from the start of a query's encoding to its last token."""
+        return self.times.latency_s
 
     @property
     def makespan_s(self) -> float:

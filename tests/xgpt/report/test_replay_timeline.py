@@ -8,12 +8,13 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord
 from xgpt.report.timeline import draw, memory_plot, stage_names, steady_window
 from xrunner.rules.steps import Step, StepKind
-from xsimulator.replay.records import HandoverRecords, PoolRecords, QueryTimes, ReplayResult
+from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 KINDS = {"E": StepKind.ENCODE, "D": StepKind.DECODE, "M": StepKind.MIXED}
 SVG = "{http://www.w3.org/2000/svg}"
