@@ -40,16 +40,16 @@ class SizeTable:
         top = int(index.max(initial=0))
         if top >= self._nodes.shape[1]:
             self._extend(top + (2 << SPLITS))
-        found = np.empty((len(self._nodes), *sizes.shape))
+        of_columns = np.empty((len(self._nodes), *sizes.shape))
         with np.errstate(invalid="ignore"):
-            for seconds, nodes, rises in zip(found, self._nodes, self._rises, strict=True):
+            for seconds, nodes, rises in zip(of_columns, self._nodes, self._rises, strict=True):
                 rises.take(index, out=seconds, mode="clip")
                 seconds *= beyond
                 seconds += nodes.take(index)
         if not self._is_finite:
-            unsure = ~np.isfinite(found).all(axis=0)
-            found[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
-        return found
+            unsure = ~np.isfinite(of_columns).all(axis=0)
+            of_columns[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
+        return of_columns
 
     def _extend(self, count: int) -> None:
         sizes = (np.arange(_FIRST, _FIRST + count + 1) << _SHIFT).view(np.float64)
@@ -90,6 +90,20 @@ class StepTable:
     def decode_s(self, queries: FloatArray, context: FloatArray) -> list[FloatArray]:
         """As StageTimes.decode_s."""
         return self.decode_rows_s(queries, self._times.decode_attention_s(queries, context))
+
+    def mixed_s(self, tokens: FloatArray, encoded: FloatArray, attention_s: PerDegree,
+                queries: FloatArray, context: FloatArray) -> list[FloatArray]:
+        """Steps that encode, as encode_s, and decode `queries` besides. A decoder-only model's
+        layers run all rows together, attention apart; an encoder-decoder model's run one after the
+        other."""
+        if self._times.is_encoder_decoder:
+            return [encode + np.where(queries > 0, decode - self._times.overhead_s, 0.0)
+                    for encode, decode in zip(self.encode_s(tokens, encoded, attention_s),
+                                              self.decode_s(queries, context), strict=True)]
+        work = self.encode_s(tokens + queries, encoded + queries, attention_s)
+        self._add_per_layer(work, self._times.decode_attention_s(queries, context),
+                            self._times.decoder_layers)
+        return work
 
     def decode_rows_s(self, queries: FloatArray, attention_s: PerDegree) -> list[FloatArray]:
         """The same with one layer's attention given."""

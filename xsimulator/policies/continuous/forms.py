@@ -101,20 +101,9 @@ class LoadTimes:
     def _encode_s(self, load: Load, context: FloatArray) -> FloatArray:
         """[configs, SIZES, kinds] of steps that encode, beside decoding where that has `context`
         tokens a query."""
-        times, tables, kind_of = self._times, self._tables, self._tables.kind_of
-        attention, queries = self._attention_s(load), load.beside[:, None]
-        if times.is_encoder_decoder:  # one after the other
-            encode = tables.encode_s(load.tokens, load.encoded, attention)
-            decode = tables.decode_s(queries, context[:, None])
-            return np.stack([a + np.where(queries > 0, b - times.overhead_s, 0.0)
-                             for a, b in zip(encode, decode, strict=True)], axis=-1)
-        # all rows together, attention apart
-        encode = tables.encode_s(load.tokens + queries, load.encoded + queries, attention)
-        own = times.decode_attention_s(queries, context[:, None])
-        stages = [kind_of.index(kind) for kind in range(max(kind_of) + 1)]
-        return np.stack([
-            seconds + own[times.stages[stage].tp_degree] * times.decoder_layers[stage]
-            for seconds, stage in zip(encode, stages, strict=True)], axis=-1)
+        return np.stack(self._tables.mixed_s(
+            load.tokens, load.encoded, self._attention_s(load), load.beside[:, None],
+            context[:, None]), axis=-1)
 
     def _attention_s(self, load: Load) -> PerDegree:
         """Of what one step encodes, in one layer."""
