@@ -29,6 +29,7 @@ from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.baselines import BASELINES, baseline_space, find_baseline
 from xscheduler.uncertainty import PlannedWithin, plan_within
+from xscheduler.untimed import plan_untimed
 
 # Of the policies that are searched, the one whose schedule can be changed while it runs.
 _CHANGEABLE = "rra"
@@ -40,11 +41,13 @@ class PlanOptions:
     """`gap`: share by which a schedule may be better than the one found. `max_nodes`: boxes of
     configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
+    `untimed`: why the times are not those of what will run ("" where they are).
     """
 
     gap: float = GAP
     max_nodes: int | None = None
     horizon: Horizon = "job"
+    untimed: str = ""
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -107,7 +110,7 @@ class Planner:
         return self._numberless
 
     def _for_its_horizon(self, problem: Problem) -> Schedule:
-        if self.options.horizon == "steady":
+        if self.options.horizon == "steady" or self.options.untimed:
             return self._steady(problem)
         try:
             schedule = self._steady(problem)
@@ -123,7 +126,8 @@ class Planner:
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
         if bound_s not in self._known:
-            self._known[bound_s] = (
+            self._known[bound_s] = plan_untimed(
+                problem, self.timing, self.options.untimed) if self.options.untimed else (
                 find_baseline(problem, self.timing) if problem.fixed.policy in BASELINES else
                 self._searched(problem))
         return self._known[bound_s]

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from xgpt.core import catalog
+from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.errors import InputError, Mistake, nearest
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import (
-    ENGINES,
-    OWN_ENGINE,
     RESCHEDULE,
     Adjustment,
     Constraint,
@@ -358,7 +357,8 @@ def _read_run(top: Section) -> RunSpec:
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
         reschedule=_read_reschedule(section),
-        engine=section.choice("engine", OWN_ENGINE, ENGINES),
+        engine=section.choice(
+            "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()),
     )
     _check_hosts(section, run, top.get("cluster"))
     section.finish()
