@@ -60,10 +60,10 @@ def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL, heads: slic
                       for slot in slots], dim=3)
 
 
-def unpack(cache: KvCache, queries: Sequence[int], lengths: Sequence[int], block: Tensor) -> None:
-    """Puts queries with these lengths, and their entries, into new slots of `cache`."""
+def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
+    """Puts the entries of queries with these lengths into new slots of `cache`."""
     assert block.shape[3] == sum(lengths), f"{block.shape = } {sum(lengths) = }"
-    first, start = cache.allocate(queries, lengths), 0
+    first, start = cache.allocate(lengths), 0
     for slot, length in enumerate(lengths, start=first):
         put(cache, slot, block[:, :, :, start:start + length])
         start += length
