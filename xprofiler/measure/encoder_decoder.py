@@ -17,7 +17,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction
 from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import StepParts
-from xrunner.engine.kv import KvCache
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
 from xrunner.models.t5 import SCALE
@@ -101,11 +101,12 @@ class EncoderDecoderBench:
             across = cross_context(inputs, self.dtype)
             hidden = watch("embed", self._decoder_ends.embed, tokens, context.positions)
             bias = watch("rest", self._decoder_ends.prepare, context.positions, self.dtype)
+            context = replace(context, mask=bias)
             for layer, (keys, values), (cross_keys, cross_values) in zip(
                     self._decoder, own.store, cross.store, strict=True):
                 query, key, value = watch("rest", layer.qkv, hidden, bias)
                 attended = watch("attention", attend_decode, query, key, value, keys, values,
-                                 context, bias, SCALE)
+                                 context, SCALE)
                 hidden, query = watch("rest", layer.cross_query, hidden, attended)
                 attended = watch("cross", attend_cross, query, cross_keys, cross_values, across,
                                  SCALE)
@@ -120,9 +121,8 @@ class EncoderDecoderBench:
         return compaction(self._cache(2 * rows, tokens), rows, tokens, self._clock)
 
     def _cache(self, queries: int, capacity: int) -> KvCache:
-        cache = KvCache(replace(self.spec, num_layers=self.num_layers), self.num_layers, self.dtype,
-                        slots=queries, capacity=capacity, kv_heads=self._kv_heads,
-                        device=self.device)
+        cache = KvCache(kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity,
+                                 num_layers=self.num_layers, kv_heads=self._kv_heads), self.device)
         cache.store.fill_(0.5)
         return cache
 

@@ -21,7 +21,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.measure.clock import clock_of
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
 from xrunner.devices import has_own_gpu_each
-from xrunner.engine.kv import KvCache
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.transport.collective import MpiGroup
 from xrunner.transport.comm import MpiComm, wait_politely
 from xrunner.transport.handover import pack, unpack
@@ -217,17 +217,17 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
     spec, device = subject.spec, subject.device
 
     def cache() -> KvCache:
-        return KvCache(spec, spec.num_layers, subject.dtype, slots=2, capacity=tokens,
-                       is_resident=True, device=device)
+        return KvCache(kv_shape(spec, subject.dtype, slots=2, capacity=tokens), device,
+                       is_resident=True)
 
     source, target, clock = cache(), cache(), clock_of(device)
-    source.allocate([0], [tokens])
+    source.allocate([tokens])
     like = pack(source, [0])
 
     def receive() -> None:
         block = channel.receive(like)
-        target.queries, target.lengths = [], []
-        unpack(target, [0], [tokens], block)
+        target.lengths = []
+        unpack(target, [tokens], block)
         clock.settle()
 
     return _ping_pong(channel.rank, lambda: channel.send(pack(source, [0])), receive,

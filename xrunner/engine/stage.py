@@ -13,7 +13,7 @@ from torch import Tensor
 from xrunner.devices import settle
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.ops.attention import Span, cross_context, decode_context, decode_context_of
+from xrunner.ops.attention import cross_context, decode_context, decode_context_of
 from xrunner.ops.sampling import sample_shards
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
@@ -82,7 +82,7 @@ class StageExecutor:
         inputs, group = inputs.to(self.model.device), self.groups[message.group]
         if message.removed:
             self.rows_compacted += group.remove(message.removed)
-        if message.parts or message.resting:
+        if message.spans or message.resting:
             queries, out = self._mix(group, message, inputs)
         elif message.kind is StepKind.ENCODE:
             queries, out = len(message.joined), self._encode(group, message, inputs)
@@ -157,7 +157,7 @@ class StageExecutor:
              inputs: Tensor) -> tuple[int, Tensor | None]:
         """A step of continuous batching: who decodes, then what is encoded, in one pass. How many
         queries get a token, and what `execute` returns."""
-        model, cache, parts = self.model, group.cache, message.parts
+        model, cache, spans = self.model, group.cache, message.spans
         assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
         taken = {*message.replaced, *message.resting}
         decoding = [] if message.kind is StepKind.ENCODE else [
@@ -165,16 +165,16 @@ class StageExecutor:
         group.place(message.joined, message.replaced)
         step = decode_context_of(decoding, cache.lengths, model.dtype,
                                  inputs.device) if decoding else None
-        hidden = model.mixed(inputs, cache.store, step, [Span(*part[:3]) for part in parts])
+        hidden = model.mixed(inputs, cache.store, step, spans)
         for slot in decoding:
             cache.grow(slot)
-        for part in parts:
-            cache.grow(part.slot, part.tokens)
-        given = decoding + [part.slot for part in parts if part.is_last]
+        for span in spans:
+            cache.grow(span.slot, span.tokens)
+        given = decoding + [span.slot for span in spans if span.is_last]
         if not model.is_last:
             return len(given), hidden
-        ends = torch.tensor([part.tokens for part in parts], dtype=torch.long).cumsum(0)
-        ends = ends[[part.is_last for part in parts]] + len(decoding) - 1
+        ends = torch.tensor([span.tokens for span in spans], dtype=torch.long).cumsum(0)
+        ends = ends[[span.is_last for span in spans]] + len(decoding) - 1
         rows = torch.cat([torch.arange(len(decoding)), ends]).to(hidden.device)
         if not given:  # an input that is encoded in part gives no token
             return 0, None if model.shard.index else rows
