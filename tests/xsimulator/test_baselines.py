@@ -14,7 +14,8 @@ from xgpt.core.job import Constraint, FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.spaces import grid_search as baselines
-from xsimulator.policies.continuous.closed_form import IterationConfig, Orca, Sarathi, Vllm
+from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
+from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.static.closed_form import dsi, ft
 from xsimulator.policies.static.config import StaticConfig
@@ -60,12 +61,13 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
         assert found.throughput_qps >= 0.995 * most, f"{bound_s = }"
 
 
-@pytest.mark.parametrize("policy", [Orca, Vllm, Sarathi])
+@pytest.mark.parametrize("policy", [orca, vllm, sarathi])
 def test_nothing_that_a_finer_grid_finds_is_better(policy):
     ours = static_of(policy, 90)
-    budgets = [0] if policy is Orca else [64, 96, 128, 160, 200, 256, 320, 400, 512, 640, 800, 1024,
+    budgets = [0] if policy is orca else [64, 96, 128, 160, 200, 256, 320, 400, 512, 640, 800, 1024,
                                           1280, 1600, 2048, 3000, 4096, 8192]
-    configs = [IterationConfig(max_active=most, tp_degree=degree, tp_gpus=gpus, token_budget=budget)
+    configs = [ContinuousConfig(max_active=most, token_budget=budget, tp_degree=degree,
+                                tp_gpus=gpus)
                for most, budget, (degree, gpus) in itertools.product(range(1, 91), budgets, PLANS)]
     figures = ours.evaluate(configs)
     for bound_s in (*np.quantile(figures.latency_s, [0.05, 0.3, 0.7]), math.inf):
