@@ -127,7 +127,8 @@ def problem_of(case: Case) -> Problem:
 
 def configs_of(case: Case, problem: Problem) -> Any:
     """Every plan x every batch x the policy's own variables."""
-    plans = [plan for plan in tensor_plans(problem.model, problem.cluster, problem.fixed)
+    plans = [plan for plan in tensor_plans(
+        problem, Roofline(problem.model, problem.cluster.device, problem.dtype))
              if plan.tp_degree in case.degrees]
     if case.policy == "rra":
         return rra_configs(case, problem, plans)

@@ -12,9 +12,10 @@ from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.spaces.grid_search import MOST_QUERIES, best
+from xscheduler.spaces.grid import MOST_QUERIES, best
 from xsimulator.policies import make_config, make_policy
 
 
@@ -24,9 +25,9 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
     began, fixed, constraint = time.monotonic(), problem.fixed, problem.constraint
     policy: Any = make_policy(str(fixed.policy), problem, timing)
     if fixed.encode_batch is not None:
-        estimate, nodes, status = _given(problem, policy), 1, "given"
+        estimate, nodes, status = _given(problem, policy), 1, Status.GIVEN
     else:
-        (estimate, nodes), status = _best(problem, policy), "best seen"
+        (estimate, nodes), status = _best(problem, policy), Status.BEST_SEEN
     estimate = replace(estimate, notes=(*estimate.notes, note))
     return Schedule(
         estimate=estimate, latency_bound_s=constraint.latency_s, constraint_kind=constraint.kind,

@@ -20,10 +20,11 @@ from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule, load_schedule, save_schedule, with_estimate
+from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
 from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
 from xrunner.rules.rra import most_active, rra_change, rra_rule
-from xscheduler.beginning import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
+from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
@@ -49,7 +50,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
-    assert schedule.status == QUICKEST and schedule.latency_bound_s == BOUND_S
+    assert schedule.status == Status.BEGINNING and schedule.latency_bound_s == BOUND_S
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
@@ -65,7 +66,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
     save_schedule(schedule, tmp_path / "s.json")
     assert said_of(load_schedule(tmp_path / "s.json")) == said, "`xgpt run` says it too"
     table = schedule_table(schedule)
-    assert "OVER the bound of 4.00 s" in table and QUICKEST in table
+    assert "OVER the bound of 4.00 s" in table and Status.BEGINNING in table
 
 
 def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(

@@ -16,7 +16,8 @@ from xgpt.cli import schedule as command
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule, load_schedule, with_estimate
 from xscheduler import drift
-from xscheduler.planner import Planner, PlanOptions, in_the_same_lengths
+from xscheduler.alternatives import in_the_same_lengths
+from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import Offer, price
 
 OPT_13B = """

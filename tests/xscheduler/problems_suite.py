@@ -20,7 +20,7 @@ from xprofiler.profile import STEP_OVERHEAD, Profile, ProfileMetadata, Sample, T
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
-from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import policy_class
 from xsimulator.policies.envelope import SINGLES
 from xsimulator.policies.waa.closed_form import WaaConfig
@@ -228,8 +228,7 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
     timing: TimingSource = roofline_of(problem)
     if is_planted:
         timing = planted(rng, roofline_of(problem))
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
-                        problem.cluster, timing)
+    plans = tensor_plans(problem, timing)
     fixed, way, longest = problem.fixed, int(rng.integers(3)), lengths.outputs.max
     if policy != "rra":
         # present are about as many batches as a query has tokens

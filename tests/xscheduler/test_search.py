@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from brute_force import evaluate_grid
 from problems_suite import (
     POLICIES,
     SLOW,
@@ -25,8 +26,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import schedule_from_dict
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
-from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import Scheduler, find_schedule
+from xscheduler.spaces.space import Effort
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 
@@ -79,7 +80,7 @@ def test_without_a_gap_it_is_the_optimum():
     problem = toy_problem(num_queries=QUERIES)
     grids = oracles(problem, roofline_of(problem))
     bound_s = 1.4 * tightest(grids)
-    found = Scheduler(problem, roofline_of(problem), gap=0.0).find(bound_s)
+    found = Scheduler(problem, roofline_of(problem), Effort(gap=0.0)).find(bound_s)
     assert found.estimate.throughput_qps == pytest.approx(optimum(grids, bound_s), rel=1e-9)
     assert found.status == "optimal" and found.gap <= 1e-9
 
@@ -128,8 +129,8 @@ def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
     problem = toy_problem(num_queries=400, outputs=(20, 12, 50), fixed=FixedSchedule(
         policy=policy))
     timing = planted(np.random.default_rng(5), roofline_of(problem))
-    whole = find_schedule(problem, timing, gap=0.0)
-    cut, again = (find_schedule(problem, timing, gap=0.0, max_nodes=1) for _ in range(2))
+    whole = find_schedule(problem, timing, Effort(gap=0.0))
+    cut, again = (find_schedule(problem, timing, Effort(gap=0.0, max_nodes=1)) for _ in range(2))
     assert cut.status == "stopped at its limit"
     assert replace(cut, seconds=0) == replace(again, seconds=0)
     assert cut.nodes <= whole.nodes

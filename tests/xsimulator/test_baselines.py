@@ -13,7 +13,8 @@ from xgpt.core import catalog
 from xgpt.core.job import Constraint, FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xscheduler.spaces import grid_search as baselines
+from xscheduler.spaces import grid as baselines
+from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.figures import EstimateArrays
@@ -94,8 +95,7 @@ def test_none_where_no_configuration_is_quick_enough():
 
 def test_all_plans_are_considered_by_default():
     ours = static_of(ft, 75)
-    plans = baselines.tensor_plans(ours.problem.model, ours.problem.cluster, ours.timing)
-    assert plans == [(1, 0), (2, 2), (2, 4), (4, 4)]
+    assert all_tensor_plans(ours.problem, ours.timing) == [(1, 0), (2, 2), (2, 4), (4, 4)]
     found, of_few = baselines.best(ours, math.inf), baselines.best(ours, math.inf, plans=PLANS)
     assert found is not None and of_few is not None
     assert found.throughput_qps >= of_few.throughput_qps

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from brute_force import evaluate_grid
 
 from xgpt.core.cluster import Cluster, Device, Link
 from xgpt.core.errors import InfeasibleError
@@ -26,8 +27,8 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
-from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
+from xscheduler.spaces.space import Effort
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 
@@ -162,7 +163,7 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
         problem = replace(problem, constraint=Constraint(
             latency_s=grid.tightest_latency_s * tightness))
     _, expected = grid.best(problem.constraint.latency_s)
-    found = find_schedule(problem, timing, gap=0.0)
+    found = find_schedule(problem, timing, Effort(gap=0.0))
     assert found.estimate.throughput_qps == pytest.approx(expected, rel=1e-9)
     assert found.estimate.encode_batch < GRID[-1] and found.estimate.fits
     assert found.bound_qps >= expected
@@ -189,7 +190,7 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
                       contexts=(10, 100, 300), lengths=(5, 60, 250))
     _, expected = evaluate_grid("rra", problem, timing, encode_batches=range(1, 140),
                                 others=range(1, outputs[-1])).best(math.inf)
-    found = find_schedule(problem, timing, gap=0.0)
+    found = find_schedule(problem, timing, Effort(gap=0.0))
     assert found.estimate.throughput_qps >= expected * (1 - 1e-9)
     assert found.bound_qps >= expected
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xgpt.core.errors import InputError, Mistake
+from xgpt.core.status import Status
 
 # History of the file format.
 #   1: first version
 #   2: pruned, margin, explanation
 SCHEDULE_VERSION = 2
 # of a schedule that a short job is done with soonest, though others are quicker in steady state
-JOB_STATUS = "quickest for this job"
+JOB_STATUS = Status.JOB
 
 Role = Literal["both", "encode", "decode"]
 
