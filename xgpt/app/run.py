@@ -278,10 +278,10 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
 
     def pair(key: str) -> dict[str, float | None]:
         expected = getattr(prediction, key, None) if is_whole else None
-        return {"measured": measured[key], "predicted": expected}
+        return {"measured": measured.get(key), "predicted": expected}
 
-    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "wall_s",
-            "load_s", "overhead_share")
+    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p50_s",
+            "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
     cluster = session.problem.cluster
     assert session.files is not None
     return {
