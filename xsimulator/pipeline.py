@@ -84,9 +84,9 @@ def sorted_timeline(work: Sequence[StageWork], blocks: IntArray,
 
 def least_timeline(work: Sequence[StageWork], blocks: IntArray,
                    widths: FloatArray | IntArray) -> Timeline:
-    """As sorted_timeline, but times that no longer steps make shorter: the period as it is, and
-    the longest paths from the start of a query's encoding alone, as if nothing were under way on
-    the stages before it (what is only makes it later)."""
+    """The timeline of sorted_timeline with times that no longer steps make shorter: the period is
+    the same, and a query's times are the longest paths from the start of its encoding, as if
+    nothing were under way on the stages before it (what is only makes it later)."""
     assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
     configs, most = len(blocks), int(blocks[0])
     rounds = _Rounds(work, blocks, widths, slice(0, configs))
@@ -118,7 +118,7 @@ class _Round:
             self.skip_s[-1] = np.maximum(self.skip_s[-1], self.around_s)
 
     def stack(self) -> None:
-        """For few configurations over many stages: whole arrays [stages, configs]."""
+        """Whole arrays [stages, configs] serve few configurations over many stages."""
         self.one = np.stack(self.one_s)
         self.rest = np.stack(self.rest_s)
         self.through = np.cumsum(self.one, axis=0)
@@ -127,7 +127,7 @@ class _Round:
 
 
 class _State:
-    """Where the pipeline stands after a round: stages' ends, of which the last is the return of
+    """The state after a round: stages' ends, of which the last is the return of
     the last group's tokens, and the return of the first group's."""
 
     def __init__(self, *, configs: int, stages: int) -> None:
@@ -233,7 +233,8 @@ class _Rounds:
         last_start = np.maximum(state.last, first_start + self._encode.rest_s[0])
 
         def seen(before_last: FloatArray) -> FloatArray:
-            """Until the head takes up the tokens; the last group waits for the others' steps."""
+            """Seconds until the head takes up the tokens; the last group waits for the others'
+            steps."""
             again = state.next_start()
             last: FloatArray = np.maximum(state.last, again + before_last) - last_start
             return 0.5 * (again - first_start + last)

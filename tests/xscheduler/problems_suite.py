@@ -21,8 +21,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xsimulator.envelope import SINGLES
 from xsimulator.policies import policy_class
-from xsimulator.policies.envelope import SINGLES
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
@@ -83,7 +83,7 @@ def as_padded(timing: Any, is_padded: bool) -> Any:
 def planted(rng: np.random.Generator, source: Roofline, *, largest: float = 4000.0) -> Planted:
     """Dips and jumps of 5 to 40 % in all operators: at single sizes, and over ranges. Those at a
     single number of queries or rows are of up to 256 where a time depends on two sizes: bounds look
-    at every count up to there (xsimulator.policies.envelope.SINGLES)."""
+    at every count up to there (xsimulator.envelope.SINGLES)."""
     found = {}
     for operator in PLANTED:
         defects = []

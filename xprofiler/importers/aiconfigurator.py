@@ -183,7 +183,7 @@ def _add_products(draft: ProfileDraft, times: GemmTimes, model: ModelSpec, degre
 
 def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
                    operator: Operator) -> None:
-    """Of each degree whose heads of one GPU were measured; the others are refused."""
+    """Each degree whose heads of one GPU were measured gets a table; the others are refused."""
     beyond_peak = []
     for degree in draft.degrees:
         heads = (model.num_heads // degree, model.kv_heads // degree, model.head_dim)
@@ -232,8 +232,8 @@ def _completed(table: list[TablePoint]) -> list[TablePoint]:
 
 
 def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> None:
-    """With the analytic skew of the ranks: the kernel was timed with all ranks ready. Of kernels
-    launched singly and from a CUDA graph, the graph's."""
+    """The analytic skew of the ranks is added: the kernel was timed with all ranks ready. Of
+    kernels launched singly and from a CUDA graph, the graph's are taken."""
     kernel = np.array(table.kernel)
     wanted = np.char.endswith(kernel, "_graph") if any(table.kernel) else np.ones(len(kernel), bool)
     for degree in draft.degrees:
@@ -267,7 +267,7 @@ def _source(origin: Origin) -> Source:
 
 
 def _geometries(table: AttentionTable, num_heads: int) -> str:
-    """What there is of `num_heads`, else of which heads there is anything."""
+    """A sentence says what was measured of `num_heads`, or else of which heads anything was."""
     of_heads = table.num_heads == num_heads
     measured = zip(table.kv_heads[of_heads].tolist(), table.head_dim[of_heads].tolist(),
                    strict=True)

@@ -86,7 +86,8 @@ class ProfileDraft:
         return kept
 
     def fill_from_roofline(self) -> None:
-        """What each degree lacks. A paged cache moves no rows: compaction is free."""
+        """The roofline gives what a degree lacks. A paged cache moves no rows, so compaction is
+        free."""
         for degree in self.degrees:
             for operator in OPERATORS:
                 key = TableKey(operator.value, degree)
@@ -158,7 +159,7 @@ def check_supported(path: Path, source: Source, model: ModelSpec, dtype: str) ->
 
 
 def points(table: Iterable[TablePoint]) -> tuple[Sample, ...]:
-    """In the order of a profile's file."""
+    """The samples stand in the order of a profile's file."""
     return tuple(Sample(x=p.x, y=p.y, samples_s=p.samples_s)
                  for p in sorted(table, key=lambda p: (p.y, p.x)))
 
@@ -180,8 +181,8 @@ def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> 
 
 
 def undisturbed(table: Sequence[TablePoint], *, grows_with_y: bool) -> list[TablePoint]:
-    """Without the points that took `_DISTURBED` times as long as one of more work did: something
-    else ran. Each would raise all larger ones, since times are taken to grow with size."""
+    """Points that took `_DISTURBED` times as long as one of more work are left out: something else
+    ran. Each would raise all larger ones, since times are taken to grow with size."""
     xs, column = np.unique([p.x for p in table], return_inverse=True)
     ys, row = np.unique([p.y for p in table], return_inverse=True)
     medians = np.full((len(ys), len(xs)), np.nan)

@@ -52,7 +52,7 @@ _AROUND_ATTENTION = ("attn_input_reshape", "attn_output_reshape", "attn_kv_cache
 
 
 class LayerShape(NamedTuple):
-    """Of the whole model, not of a shard; Vidur's names."""
+    """The shape of the whole model's layer, not of a shard's, in Vidur's names."""
 
     n_head: int
     n_kv_head: int
@@ -256,7 +256,8 @@ def _find_mlp(compute: Path, model: ModelSpec) -> Path:
 
 
 def _peek_shape(path: Path) -> LayerShape | None:
-    """Of the first row; None where it has none (reading the whole file says what is wrong)."""
+    """The first row's shape, or None where it has none (reading the whole file says what is
+    wrong)."""
     with path.open(encoding="utf-8", newline="") as file:
         row = next(csv.DictReader(file), None) or {}
     try:

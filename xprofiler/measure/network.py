@@ -65,7 +65,7 @@ class Places:
 
 
 def places(world: Any) -> Places:
-    """By the nodes that MPI sees: ranks that could share memory."""
+    """Ranks share a node where MPI sees that they could share memory."""
     from mpi4py import MPI
 
     shared = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -90,7 +90,7 @@ class Subject:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in all layers."""
+        """One token's entries in all layers."""
         return (self.spec.kv_elements_per_token_layer * self.dtype.itemsize
                 * self.spec.num_layers)
 
@@ -160,7 +160,7 @@ class _Channel(Protocol):
 
 
 class _ThroughHosts:
-    """From the device to this host's memory, over MPI, and to the other's device."""
+    """Blocks go from the device to this host's memory, over MPI, and to the other's device."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = MpiComm(comm)
@@ -179,7 +179,7 @@ class _ThroughHosts:
 
 
 class _Directly:
-    """Between devices, by NCCL; for CPUs, in tests, by gloo."""
+    """Blocks go between devices by NCCL; between CPUs, in tests, by gloo."""
 
     def __init__(self, comm: Any) -> None:
         self._group = TorchGroup(comm, "nccl" if torch.cuda.is_available() else "gloo")
@@ -212,7 +212,7 @@ def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:
 
 
 def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> list[float]:
-    """From one rank's cache to the other's: packed, sent, unpacked."""
+    """Seconds from one rank's cache to the other's: entries are packed, sent and unpacked."""
     channel = way(comm)
     spec, device = subject.spec, subject.device
 
@@ -236,7 +236,8 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
 
 def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], object],
                end: Callable[[], object]) -> list[float]:
-    """Half of there and back, a round each, between ranks 0 and 1; of rank 0 alone."""
+    """Rank 0 measures half of there and back between ranks 0 and 1 in each round; rank 1 returns
+    nothing."""
     rounds = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()

@@ -73,8 +73,8 @@ class Recorder:
         return _samples(self._tables.get(TableKey(operator.value, degree), {}))
 
     def profile(self, *, spent_s: float, host_s: Sequence[float]) -> Profile:
-        """Everything so far. `host_s`: the head's own seconds a step, added to what a step takes
-        besides its parts."""
+        """The profile of everything so far. `host_s`: the head's own seconds a step, added to what
+        a step takes besides its parts."""
         tables = {key: _samples(places) for key, places in sorted(self._tables.items())
                   if key.name != STEP_OVERHEAD}
         overhead = TableKey(STEP_OVERHEAD)
