@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.app.session import Session
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.prediction import in_run_order, job_lengths
@@ -44,17 +44,17 @@ class Attribution:
                 f"{change(self.measured_s, self.with_times_s)}")
 
 
-def attribute(session: Session, timing: TimingSource, schedule: Schedule, output: Path,
+def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
               predicted_s: float) -> Attribution | None:
     """Of the whole run in `output`; None where its record does not tell: it was stopped or
     resumed, or is longer than the log."""
     estimate = schedule.estimate
     try:
         recording = load_recording(output, estimate.stages)
-        replayer = Replayer(session.problem, timing, estimate)
-        order = in_run_order(session.problem, estimate, len(recording.inputs))
+        replayer = Replayer(problem, timing, estimate)
+        order = in_run_order(problem, estimate, len(recording.inputs))
         inputs, outputs = recording.inputs[order], recording.outputs[order]
-        most = _most_outputs(session, schedule, len(inputs))
+        most = _most_outputs(problem, schedule, len(inputs))
         own = replayer.run(inputs, outputs, max_outputs=most)
         clocks = recording.clocks()
         timed = replayer.run(inputs, outputs, max_outputs=most, clocks=clocks)
@@ -67,9 +67,9 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
         same_steps=matched / max(sum(clock.num_steps for clock in clocks), 1))
 
 
-def _most_outputs(session: Session, schedule: Schedule, num_queries: int) -> IntArray:
+def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> IntArray:
     """[queries] tokens that each query reserved for its output: decides when it was admitted."""
-    known = job_lengths(session.problem, schedule.estimate)
+    known = job_lengths(problem, schedule.estimate)
     if known is None or len(known.inputs) != num_queries:
         raise XgptError(f"the run answered {num_queries} requests, others can run")
     return known.most_outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xgpt.app.session import Session
+from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError, Mistake
@@ -57,11 +57,11 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
                       "a run needs a file of requests, or {count: N}")
 
 
-def check_model(session: Session) -> None:
+def check_model(opened: OpenedJob) -> None:
     """Raises InputError where the model's files are broken, before anything is measured for it."""
-    files = session.files
+    files = opened.files
     assert files is not None, "a run needs the model's files"
-    if session.job.run.weights == "random" or shape_to_make(files.directory) is not None:
+    if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
         return
     check_weights(files.directory, files.spec)
     TextTokenizer(files.directory)

@@ -3,9 +3,10 @@ file of requests is opened."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, Mistake
@@ -15,9 +16,13 @@ from xgpt.core.requests import Requests
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.workload import Request
 from xrunner.checkpoint.random_model import SERVED_BY
-from xrunner.checkpoint.source import ModelFiles, find_model
+from xrunner.checkpoint.source import ModelFiles, find_model, model_at_hand
 from xrunner.io.intake import KnownVocabulary, Tokenised, make, take_in
 from xrunner.io.tokenizer import TextTokenizer
+
+# What a command needs of the model: its shape; the lengths of the requests too, as far as what is
+# on this machine tells them; or its files, fetched if need be, to run it.
+Need = Literal["shape", "lengths", "run"]
 
 
 class Intake(NamedTuple):
@@ -29,13 +34,12 @@ class Intake(NamedTuple):
     spool: SpoolWriter | None
 
 
-def intake_of(job: Job, say: Callable[[str], None], *, fetch: bool) -> Intake:
-    """`fetch`: the model's files are needed whatever the requests say, for a run. Raises
-    InputError."""
-    model, path = _Model(job, say, fetch), job.workload.requests
+def intake_of(job: Job, say: Callable[[str], None], need: Need) -> Intake:
+    """What there is of the job's requests and of its model. Raises InputError."""
+    model, path = _Model(job, say, need), job.workload.requests
     if path is None:
         return Intake(model.files(), None, None)
-    spool = SpoolWriter() if fetch else None
+    spool = SpoolWriter() if need == "run" else None
     requests = take_in(path, model, spool)
     if not requests:
         bad = requests.bad_lines
@@ -56,12 +60,13 @@ class _Model:
     """Finds the model's files when the first requests need them: what is wrong with the file of
     requests comes before what is wrong with the model."""
 
-    def __init__(self, job: Job, say: Callable[[str], None], fetch: bool) -> None:
-        self._job, self._say = job, say
+    def __init__(self, job: Job, say: Callable[[str], None], need: Need) -> None:
+        self._job, self._say, self._need = job, say, need
         self._is_random = job.run.weights == "random"
-        self._is_needed = fetch or self._is_random or _is_unknown_shape(job)
+        self._is_needed = need == "run" or self._is_random or _is_unknown_shape(job)
         self._files: ModelFiles | None = None
         self._known: KnownVocabulary | None = None
+        self._is_sought = need == "lengths"
 
     def files(self) -> ModelFiles | None:
         """None where neither the job nor a request needs them."""
@@ -78,16 +83,33 @@ class _Model:
                 allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
                 f"tokenizer, and line {texts[0].line} of {self._job.workload.requests} is text")])
         self._is_needed |= bool(texts) and self._job.workload.input_tokens.kind == "from_requests"
+        if self._is_sought and texts and self.files() is None:
+            self._seek()
         files = self.files()
         if files is None:
-            return None
+            return None if texts or self._need == "shape" else [
+                list(request.tokens or ()) for request in requests]
         self._known = self._known or KnownVocabulary(
             TextTokenizer(files.directory), self._job.workload.chat, files.spec.vocab_size)
         return self._known.tokenise(requests)
 
+    def _seek(self) -> None:
+        """Looks on this machine for what would tell the lengths."""
+        self._files, self._is_sought = _at_hand(self._job.model), False
+        if self._files is None:
+            self._say("note: the model is not on this machine, so nobody knows how long the "
+                      "requests are: `xgpt submit`, which fetches it, may choose another schedule")
+
     @property
     def size(self) -> int | None:
         return None if self._known is None else self._known.size
+
+
+def _at_hand(model: str) -> ModelFiles | None:
+    needed = ("tokenizers", *(() if Path(model).is_absolute() else ("huggingface_hub",)))
+    if any(importlib.util.find_spec(package) is None for package in needed):
+        return None
+    return model_at_hand(model)
 
 
 def _random_model(job: Job) -> ModelFiles:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from xgpt.app.session import Session
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.report import timeline
 from xgpt.report.canvas import Drawing
@@ -22,12 +22,11 @@ ROUNDS = 12  # that many times what is in the system at once is enough for a ste
 MOST_QUERIES = 50_000
 
 
-def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
+def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
                   num_queries: int | None = None) -> tuple[ReplayResult, SteadyFigures | None]:
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
     or of enough for a steady state; and the steady state in it."""
-    problem = session.problem
-    rng = np.random.default_rng(session.job.run.seed)
+    rng = np.random.default_rng(problem.seed)
     known = problem.queries if num_queries is not None else None
     inputs = None if known is None else known.inputs[
         in_run_order(problem, estimate, len(known.inputs))]
@@ -38,12 +37,12 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 
-def names_of(session: Session, estimate: Estimate) -> list[str]:
+def names_of(problem: Problem, estimate: Estimate) -> list[str]:
     """Of the stages, for a picture."""
-    kind = "GPU" if session.problem.cluster.device.kind == "gpu" else "worker"
+    kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
     return timeline.stage_names(estimate.stages, kind)
 
 
-def steady_timeline(session: Session, estimate: Estimate, result: ReplayResult) -> Drawing:
+def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Drawing:
     """A few periods from the middle of a replay."""
-    return timeline.draw(result, *timeline.steady_window(result), names_of(session, estimate))
+    return timeline.draw(result, *timeline.steady_window(result), names_of(problem, estimate))

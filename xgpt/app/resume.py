@@ -1,16 +1,25 @@
-"""What a run left whose ranks came to their end after their launcher was killed: all results, and
-no metrics.json. The next command takes them over instead of running everything again."""
+"""Taking over what a run left whose ranks came to their end after their launcher was killed: all
+results, and no metrics.json. Nothing is run again."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.metrics import explain, kept, metrics_of, write_metrics
+from xgpt.app.opened import OpenedJob
+from xgpt.core.job_file import CONTROLS
+from xgpt.core.schedule import Estimate, Schedule, load_schedule
 from xgpt.core.spool import num_queries
+from xgpt.report.table import WIDTH
+from xprofiler.timing import TimingSource
+from xrunner.engines.engine import engine_of
 from xrunner.io.results import ResultWriter, answered, count_results
 from xrunner.io.tally import TIMES, percentiles_of
 from xrunner.plan import RunPlan, saved_fingerprint
+from xscheduler.prediction import predict
 
 TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
               "wrote metrics.json: these results are taken over, and nothing is run again")
@@ -31,7 +40,7 @@ def is_left_whole(plan: RunPlan) -> bool:
     return count_results(results) == total
 
 
-def account(output: Path) -> dict[str, Any]:
+def _account(output: Path) -> dict[str, Any]:
     """measured.json of the run, if it wrote one; else one of what results.jsonl tells, with None
     for what only the run knew."""
     total = num_queries(output)
@@ -62,3 +71,26 @@ def _times_s(results: Path) -> dict[str, list[float]]:
 
 def _num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
+    """What `execute` returns, of results that are all there."""
+    output = opened.job.output
+    opened.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
+    measured, executed = _account(output), load_schedule(output / "schedule.json")
+    is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
+               and engine_of(opened.job).is_predicted)
+    # of another schedule, or by other times, it would not be what this run was expected to take
+    prediction = (predict(opened.problem, timing, executed.estimate)
+                  if is_same and measured["stages"] else None)
+    metrics = metrics_of(opened, executed, measured, prediction)
+    metrics |= {"others_cpu_share": None, "rescheduling": []}
+    explain(metrics, opened, timing, executed, measured, prediction)
+    write_metrics(metrics, output, opened.tell)
+    return {**metrics, **kept(opened.job)}
+
+
+def _controls(estimate: Estimate) -> tuple[object, ...]:
+    """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
+    names = {name for own in CONTROLS.values() for name in own}
+    return estimate.policy, estimate.stages, *(getattr(estimate, name) for name in sorted(names))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.app.session import Session
+from xgpt.app.opened import OpenedJob
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
@@ -268,10 +268,10 @@ class _Work:
         return f"output lengths {what}: {figures} after {self.done} queries"
 
 
-def rescheduler_of(session: Session, timing: TimingSource,
+def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """None where the job does not want it, or there is nothing to observe or to change."""
-    job, problem, estimate = session.job, session.problem, schedule.estimate
+    job, problem, estimate = opened.job, opened.problem, schedule.estimate
     known, fixed = problem.queries, job.schedule
     is_fixed = fixed.encode_batch is not None and (
         estimate.policy != "rra" or fixed.decode_iterations is not None)

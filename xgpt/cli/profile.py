@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from xgpt.app.local_profile import local_profile, wanted_profile
-from xgpt.app.session import open_session
+from xgpt.app.opened import open_file
 from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core import catalog
@@ -90,16 +90,16 @@ def profile() -> None:
 def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
             again: bool, budget: float | None, degrees: tuple[int, ...] | None) -> None:
     """Time the layers of JOB.yaml's model on this machine."""
-    session = open_session(job_file, overrides, Terminal(), fetch=False)
-    if not session.is_local:
+    opened = open_file(job_file, overrides, Terminal())
+    if not opened.is_local:
         raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="cluster", value=session.job.cluster,
+            file=str(opened.job.source), line=None, key="cluster", value=opened.job.cluster,
             allowed="`local`: a profile is measured on the machine itself (--set cluster=local); "
             "other clusters are planned from a profile file (`profile: FILE`) or from the "
             "roofline of their device")])
     if out is not None:
         writable_file(out, "--out")
-    found = local_profile(wanted_profile(session.job, session.problem, degrees), session.tell,
+    found = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
                           budget_s=budget, again=again)
     if out is not None:
         save_profile(found, out)

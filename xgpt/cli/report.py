@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from xgpt.app.report import report_job
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job
 
 
@@ -15,12 +15,7 @@ from xgpt.core.job_file import load_job
 @job_arguments
 def report(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Write report.html from what the job's output folder holds."""
-    from xgpt.report.page import write_report
-
-    job = load_job(job_file, overrides)
-    if not (job.output / "schedule.json").is_file():
-        raise XgptError(f"{job.output}: no run has started there")
-    path = write_report(job.output)
+    path = report_job(load_job(job_file, overrides))
     if as_json:
         print_json({"report": path})
     else:

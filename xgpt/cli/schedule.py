@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
-from xgpt.app.session import Session, open_session, timing_of
+from xgpt.app.opened import open_job
+from xgpt.app.plan import default_horizon
+from xgpt.app.what_if import Questions, answers_for
 from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.job_file import load_job
 from xgpt.core.json_values import plain
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import load_schedule, save_schedule
 from xgpt.core.units import parse_share
-from xgpt.report.choice_table import choice_table
-from xgpt.report.table import schedule_table, stage_table
-from xgpt.report.what_if_tables import drift_table, offers_table, reschedule_table
-from xprofiler.timing import TimingSource
-from xscheduler.beginning import hint
-from xscheduler.drift import DriftRow, drift_rows
-from xscheduler.live.reschedule import Reschedule, reschedule
-from xscheduler.planner import Horizon, Planner, PlanOptions
-from xscheduler.price import AS_IT_IS, Offer, price
-from xscheduler.room import with_room
+from xscheduler.planner import Horizon, PlanOptions
 from xscheduler.search import GAP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What was asked for; None where it was not, or where there is no schedule."""
-
-    schedule: Schedule | None
-    infeasible: InfeasibleError | None
-    offers: Sequence[Offer] | None = None
-    drift: Sequence[DriftRow] | None = None
-    ways: Reschedule | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """One flat object: the schedule's keys, then those asked for."""
-        found: dict[str, Any] = {} if self.schedule is None else self.schedule.to_dict()
-        if self.infeasible is not None:
-            found["infeasible"] = str(self.infeasible)
-        for key, value in (("price", self.offers), ("drift", self.drift),
-                           ("reschedule", self.ways)):
-            if value is not None:
-                found[key] = value
-        return found
 
 
 def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
@@ -76,92 +45,29 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> f
               help="Stop once no schedule can be better by more than this.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Stop each policy's search after N boxes of configurations.")
-@click.option("--horizon", type=click.Choice(("job", "steady")), default="job", show_default=True,
-              help="Plan for the job's own queries, as submit does, or for a job without end.")
+@click.option("--horizon", type=click.Choice(("job", "steady")),
+              help="Plan for the job's own queries, as submit does (default, where it has any), or "
+              "for the steady state of a job without end.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float,
-             max_nodes: int | None, horizon: Horizon) -> None:
+             max_nodes: int | None, horizon: Horizon | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
         writable_file(out, "--out")
-    current = None if from_file is None else load_schedule(from_file)
-    session = open_session(job_file, overrides, Terminal(), fetch=False)
-    timing = timing_of(session)
-    planner = Planner(session.problem, timing, PlanOptions(
-        gap=gap, max_nodes=max_nodes, horizon=horizon), tell=say)
-    answer = _found(planner)
-    if with_price:
-        answer = replace(answer, offers=_offers(planner))
-    if current is not None:
-        answer = replace(answer, ways=_ways(planner, current))
-    if with_drift and answer.schedule is not None:
-        say("replaying the schedule, and the best one, on 13 changed distributions ...")
-        answer = replace(answer, drift=drift_rows(
-            session.problem, timing, answer.schedule.estimate,
-            search=lambda problem: planner.without_margin(problem).estimate))
-    if out is not None:
-        _write(session, answer, out)
-    if not as_json:
-        _show(session, timing, answer)
-    if answer.infeasible is not None:
-        hinted = InfeasibleError(f"{answer.infeasible}{hint(session.problem, timing)}")
-        hinted.details = plain(answer.to_dict())
-        raise hinted
+    questions = Questions(price=with_price, drift=with_drift,
+                          deployed=None if from_file is None else load_schedule(from_file))
+    job = load_job(job_file, overrides)
+    options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
+    opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
+    answers = answers_for(opened, options, questions)
+    if out is not None and (recommended := answers.recommended) is not None:
+        save_schedule(recommended, out)
+        say(f"schedule written to {out}")
+    if not as_json and (text := str(answers)):
+        click.echo(text)
+    if answers.infeasible is not None:
+        refusal = InfeasibleError(f"{answers.infeasible}{answers.hint}")
+        refusal.details = plain(answers.to_dict())
+        raise refusal
     if as_json:
-        print_json(answer.to_dict())
-
-
-def _found(planner: Planner) -> _Answer:
-    try:
-        return _Answer(schedule=planner.plan(), infeasible=None)
-    except InfeasibleError as why:
-        return _Answer(schedule=None, infeasible=why)
-
-
-def _offers(planner: Planner) -> Sequence[Offer]:
-    offers = price(planner.problem, planner.of)
-    # the first says why there is no schedule now, which the command does anyway
-    return offers if offers[0].what != AS_IT_IS else offers[1:]
-
-
-def _ways(planner: Planner, current: Schedule) -> Reschedule:
-    try:
-        steady: Schedule | InfeasibleError = planner.steady()
-    except InfeasibleError as why:
-        steady = why
-    limit_s = None if isinstance(steady, InfeasibleError) else (
-        planner.problem.constraint.latency_s / steady.margin)
-    return reschedule(current, planner.problem, planner.timing, best=steady,
-                      latency_limit_s=limit_s)
-
-
-def _write(session: Session, answer: _Answer, out: Path) -> None:
-    found, ways = answer.schedule, answer.ways
-    if found is None:
-        return
-    if ways is not None and ways.chosen is not None and ways.choice != "redeploy":
-        qps = ways.chosen.throughput_qps
-        found = with_room(replace(
-            found, estimate=ways.chosen, gap=found.bound_qps / qps - 1, explanation=(),
-            rejected=()), session.problem)
-    save_schedule(found, out)
-    say(f"schedule written to {out}")
-
-
-def _show(session: Session, timing: TimingSource, answer: _Answer) -> None:
-    problem, found = session.problem, answer.schedule
-    parts = []
-    if found is not None:
-        cluster = problem.cluster
-        head = (f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
-                f"{cluster.device.name}), {problem.dtype}\ntimes: {timing.provenance()}")
-        tables = [head, schedule_table(found), choice_table(found), stage_table(found)]
-        parts.append("\n".join(filter(None, tables)))
-    if answer.ways is not None:
-        parts.append(reschedule_table(answer.ways))
-    if answer.offers is not None:
-        parts.append(offers_table(answer.offers))
-    if answer.drift is not None:
-        parts.append(drift_table(answer.drift, problem.constraint))
-    if parts:
-        click.echo("\n\n".join(parts))
+        print_json(answers.to_dict())

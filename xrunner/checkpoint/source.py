@@ -44,19 +44,11 @@ def cache_dir() -> Path:
 
 def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
     """Files of `name` (directory, catalog row or hub id); downloads them once if need be."""
-    local = Path(name).expanduser()
-    if (local / "config.json").is_file():
-        return _described(local, name, f"local directory {local}")
-    row = catalog.model(name) if name in catalog.names("model") else None
-    hub_id = row.hub_id if row is not None else name
+    if (files := model_at_hand(name)) is not None:
+        return files
+    row, hub_id = _row(name)
+    converted = _converted(name)
     reasons: list[str] = []
-    if hub_id is not None and (found := _from_hub(hub_id, reasons, local_only=True)):
-        return _described(found, name, f"hub cache ({hub_id})")
-    converted = cache_dir() / "models" / name
-    if (converted / "config.json").is_file():
-        origin = catalog.wheel(row.wheel) if row is not None and row.wheel is not None else None
-        made_from = f", made from the wheel {origin.package} {origin.version}" if origin else ""
-        return _described(converted, name, f"xgpt's cache{made_from}")
     if hub_id is not None:
         say(f"model {name}: asking the hub for {hub_id}")
         if found := _from_hub(hub_id, reasons, local_only=False):
@@ -68,6 +60,32 @@ def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
         return _described(converted, name, f"package wheel {wheel.package} {wheel.version}")
     raise XgptError(f"model {name!r} is not to be had: no local directory of that name; "
                     + "; ".join(reasons or ["it names no hub id and no wheel"]))
+
+
+def model_at_hand(name: str) -> ModelFiles | None:
+    """Files of `name` that are on this machine; None where they would have to be fetched."""
+    local = Path(name).expanduser()
+    if (local / "config.json").is_file():
+        return _described(local, name, f"local directory {local}")
+    row, hub_id = _row(name)
+    if hub_id is not None and (snapshot := _from_hub(hub_id, [], local_only=True)):
+        return _described(snapshot, name, f"hub cache ({hub_id})")
+    converted = _converted(name)
+    if not (converted / "config.json").is_file():
+        return None
+    origin = catalog.wheel(row.wheel) if row is not None and row.wheel is not None else None
+    made_from = f", made from the wheel {origin.package} {origin.version}" if origin else ""
+    return _described(converted, name, f"xgpt's cache{made_from}")
+
+
+def _row(name: str) -> tuple[ModelSpec | None, str | None]:
+    """The catalog's row of the model, if there is one, and its hub id."""
+    row = catalog.model(name) if name in catalog.names("model") else None
+    return row, name if row is None else row.hub_id
+
+
+def _converted(name: str) -> Path:
+    return cache_dir() / "models" / name
 
 
 def read_spec(directory: Path, name: str) -> ModelSpec:

@@ -1,0 +1,97 @@
+"""metrics.json: what a run measured, beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xgpt.app.attribution import attribute
+from xgpt.app.opened import OpenedJob
+from xgpt.app.run_folder import RESULTS_FILE
+from xgpt.app.telling import Teller
+from xgpt.core.job import Job
+from xgpt.core.json_values import plain
+from xgpt.core.schedule import Schedule
+from xgpt.core.spool import num_queries
+from xgpt.launch.contention import in_words
+from xgpt.launch.launcher import threads_per_rank
+from xgpt.report.page import write_report
+from xgpt.report.table import summary_table
+from xprofiler.timing import TimingSource
+from xrunner.io.results import answered
+from xrunner.plan import write_atomically
+
+
+def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],
+             prediction: Any) -> dict[str, Any]:
+    """metrics.json: every measured figure beside its prediction (None where there is none)."""
+    # what was predicted is the whole job by one schedule: half of one, a resumed rest, or a job
+    # whose schedule changed, measures something else
+    is_whole = (measured["state"] == "done" and measured["queries_before"] == 0
+                and not measured.get("changes"))
+
+    def pair(key: str) -> dict[str, float | None]:
+        expected = getattr(prediction, key, None) if is_whole else None
+        return {"measured": measured.get(key), "predicted": expected}
+
+    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p50_s",
+            "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
+    job, cluster = opened.job, opened.problem.cluster
+    assert opened.files is not None
+    return {
+        "version": 1, "name": job.name, "status": measured["state"],
+        "engine": job.run.engine,
+        "queries": measured["queries_before"] + measured["queries"],
+        "queries_held": measured["queries_held"], "errors": measured["errors"],
+        "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
+        "steady_state_qps": schedule.estimate.throughput_qps,
+        "load_bytes_per_s": None if measured["load_s"] is None else (
+            measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
+        **{key: measured[key] for key in (
+            "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
+        "model_source": opened.files.served_by, "weights": job.run.weights,
+        "ranks": cluster.num_devices,
+        "dtype": opened.problem.dtype,
+        "date": datetime.now().astimezone().isoformat("T", "seconds"),
+        "machine": {"device": cluster.device.name,
+                    "threads_per_rank": threads_per_rank(job, opened.problem),
+                    "system": f"{platform.system()} {platform.machine()}",
+                    "python": platform.python_version(), "numpy": np.__version__},
+        "stages": measured["stages"],
+    }
+
+
+def explain(metrics: dict[str, Any], opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+             measured: Mapping[str, Any], prediction: Any) -> None:
+    # a replay of what was planned says nothing of a run that changed it
+    why = None if prediction is None or measured["changes"] else attribute(
+        opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
+    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+
+
+def write_metrics(metrics: dict[str, Any], output: Path, tell: Teller) -> None:
+    """metrics.json, the report, and a summary."""
+    write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
+    write_report(output)
+    tell.say(summary_table(metrics))
+    if (warning := in_words(metrics["others_cpu_share"])) is not None:
+        tell.say(f"note: {warning}")
+    tell.say(f"report: {output / 'report.html'}")
+
+
+def kept(job: Job) -> dict[str, Any]:
+    """What is known of a run that did not come to its end, by the keys of metrics.json."""
+    output = job.output
+    results = output / RESULTS_FILE
+    return {"name": job.name, "engine": job.run.engine,
+            "queries": answered(results).total, "queries_total": num_queries(output),
+            "results": results}
+
+

@@ -1,0 +1,120 @@
+"""The output folder of a run before its ranks start: what they are told, and what stays of earlier
+runs."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.app.intake import made
+from xgpt.app.opened import OpenedJob
+from xgpt.app.telling import Teller
+from xgpt.core.json_values import plain
+from xgpt.core.requests import Requests
+from xgpt.core.schedule import Schedule
+from xgpt.core.spool import SpoolWriter, num_queries
+from xgpt.launch.launcher import threads_per_rank
+from xrunner.checkpoint.random_model import write_random_model
+from xrunner.io.adjustments import ADJUST_FILE, OBSERVED_FILE
+from xrunner.io.held import HELD_FILE
+from xrunner.io.results import answered
+from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+from xrunner.rules.order import window_of
+
+STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
+
+
+def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPlan:
+    """What the ranks are told besides the schedule. `digest`: of the requests."""
+    job, files = opened.job, opened.files
+    assert files is not None, "a run needs the model's files"
+    if job.run.weights == "random":
+        write_random_model(files.directory, files.spec)
+    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
+    most_input = schedule.estimate.encode_kv_tokens
+    # what no request needs decides nothing: a run may go on by another schedule
+    if (longest := _longest(opened)) is not None:
+        query_tokens = min(query_tokens, longest.reserve_tokens)
+        most_input = 0 if most_input >= longest.input_tokens else most_input
+    return RunPlan(
+        name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
+        served_by=files.served_by, requests=f"{job.workload.requests or 'synthetic'} {digest}",
+        is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
+        dtype=opened.problem.dtype, seed=job.run.seed, temperature=job.run.temperature,
+        top_k=job.run.top_k, top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
+        threads_per_rank=threads_per_rank(job, opened.problem),
+        query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
+        device_kind=opened.problem.cluster.device.kind)
+
+
+class _Longest(NamedTuple):
+    """Tokens of the longest request that the model can answer."""
+
+    input_tokens: int
+    reserve_tokens: int
+
+
+def _longest(opened: OpenedJob) -> _Longest | None:
+    """None where lengths are not known. The other requests become error records whatever the
+    schedule is."""
+    known = opened.problem.queries
+    if known is None:
+        return None
+    requests, inputs, reserves = opened.requests, known.inputs, known.reserves
+    assert requests is not None, "their lengths are known"
+    least = inputs + np.maximum(requests.forced, 1)
+    fits = least <= (opened.problem.model.max_positions or np.inf)
+    fits[list(requests.unusable)] = False
+    return _Longest(int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1)))
+
+
+def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
+    """The job's requests, made where it names only their number."""
+    if opened.requests is None:
+        return made(opened.problem, opened.job.run.seed)
+    assert opened.spool is not None, "a run has its requests at hand"
+    return opened.requests, opened.spool
+
+
+def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
+    """A stopped run of the same job goes on; any other results are kept under another name."""
+    (output / STOP_FILE).unlink(missing_ok=True)
+    for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
+                 OBSERVED_FILE):
+        (output / name).unlink(missing_ok=True)
+    results = output / RESULTS_FILE
+    before, total = answered(results), num_queries(output)
+    if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
+        if before.total:
+            tell.say(f"going on after the {before.total} queries an earlier run answered")
+        return
+    for path in (results, output / HELD_FILE):
+        if path.is_file() and path.stat().st_size > 0:
+            kept = _free_name(path)
+            path.rename(kept)
+            tell.say(f"results of an earlier run kept as {kept.name}")
+
+
+def _free_name(path: Path) -> Path:
+    """Of the time of its last line, and like no other's: earlier results are never written over."""
+    stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+    free, count = path.with_name(f"{path.stem}-{stamp}{path.suffix}"), 1
+    while free.exists():
+        count += 1
+        free = path.with_name(f"{path.stem}-{stamp}-{count}{path.suffix}")
+    return free
+
+
+def write_job(opened: OpenedJob) -> None:
+    """Leaves what the job asks in job.json."""
+    job = opened.job
+    parts = {"name": job.name, "model": job.model, "cluster": job.cluster,
+            "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "adjustment": job.adjustment,
+            "run": job.run, "output": job.output, "source": job.source}
+    write_atomically(job.output / "job.json", json.dumps(plain(parts), indent=1) + "\n")

@@ -1,0 +1,151 @@
+"""Simulating a schedule of a job: its Estimate by closed form, and the replay that checks it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.plan import plan_job
+from xgpt.app.replays import names_of, replay_steady, steady_timeline
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
+from xgpt.report.table import estimate_table
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.timing import TimingSource
+from xrunner.engines.engine import mistake
+from xscheduler.planner import PlanOptions
+from xscheduler.search import POLICIES, find_schedule
+from xscheduler.spaces.grid import best as best_of_grid
+from xsimulator.policies import BASELINES, make_config, make_policy
+from xsimulator.replay.perfetto import write_trace
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import SteadyFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """An estimate, what its replay showed, and the best of other policies where they were asked
+    for. As text it is the table that `xgpt simulate` prints."""
+
+    problem: Problem
+    times: str  # where they come from
+    estimate: Estimate
+    figures: ReplayFigures
+    replay: ReplayResult
+    others: Mapping[str, Estimate | None] | None
+
+    def __str__(self) -> str:
+        constraint = self.problem.constraint
+        parts = [f"times: {self.times}\n{estimate_table(self.estimate, constraint)}\n"
+                 f"{replay_table(self.estimate, self.figures)}"]
+        if self.others is not None:
+            parts.append(policies_table([(self.estimate.policy, self.estimate),
+                                         *self.others.items()], constraint))
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat object: the estimate's keys, then the replay and the others."""
+        others = {} if self.others is None else {"baselines": {
+            name: None if other is None else asdict(other) for name, other in self.others.items()}}
+        return {**asdict(self.estimate), "replay": asdict(self.figures), **others}
+
+    def draw(self, picture: Path, trace: Path) -> None:
+        """Draws the steady state as SVG, and writes the whole replay as a trace for Perfetto."""
+        steady_timeline(self.problem, self.estimate, self.replay).write(picture)
+        write_trace(self.replay, trace, names_of(self.problem, self.estimate))
+
+
+def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None = None, *,
+                 with_others: bool = False) -> Simulation:
+    """Simulates the schedule given, or the job's own control variables, or what is planned where it
+    has none; with `with_others`, the best of every other policy within the bound too."""
+    problem = opened.problem
+    estimate = _estimate(opened, timing, given)
+    replay, steady = replay_steady(problem, timing, estimate, problem.num_queries)
+    return Simulation(
+        problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
+        figures=_figures(replay, steady),
+        others=_others(opened, timing, estimate.policy) if with_others else None)
+
+
+def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
+    fixed, problem = opened.problem.fixed, opened.problem
+    if given is None and fixed == FixedSchedule():
+        return plan_job(opened, timing, PlanOptions()).schedule.estimate
+    name = given.policy if given is not None else fixed.policy or "rra"
+    source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
+    config, missing = make_config(name, source)
+    if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
+        missing.append("tp_gpus")
+    policy: Any = make_policy(name, problem, timing)
+    if missing and given is None and replace(fixed, policy=None) == FixedSchedule():
+        return _best_or_refused(opened, timing, name)
+    if missing:
+        raise InputError([mistake(
+            opened.job, f"schedule.{variable}", None,
+            "simulate needs it where others are given (without any, the best is found)")
+            for variable in missing])
+    estimate: Estimate = policy.estimate(config)
+    if math.isinf(estimate.latency_s):
+        words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
+            "a size of this schedule lies beyond that"]
+        raise InputError([mistake(
+            opened.job, "schedule", None,
+            f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {why}")
+            for why in words])
+    return estimate
+
+
+def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigures:
+    p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
+    count, wall_s = len(result.latency_s), result.makespan_s
+    return ReplayFigures(
+        queries=count, throughput_qps=count / wall_s, wall_s=wall_s,
+        output_tokens_per_s=float(result.output_tokens.sum()) / wall_s,
+        latency_p50_s=float(p50), latency_p99_s=float(p99),
+        steady_throughput_qps=steady.throughput_qps if steady else None,
+        steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
+        utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
+        kv_peak_tokens=max(int(pool.memory_tokens.max(initial=0)) for pool in result.pools),
+        preemptions=result.preemptions)
+
+
+def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | None]:
+    """The best of every policy, but for the searched one that is shown already."""
+    best: dict[str, Estimate | None] = {}
+    for name in (*(name for name in POLICIES if name != shown), *BASELINES):
+        opened.tell.say(f"looking for the best {name} ...")
+        best[name] = _best(opened, timing, name)
+    return best
+
+
+def _best_or_refused(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate:
+    estimate = _best(opened, timing, name)
+    if estimate is None:
+        bound_s = opened.problem.constraint.latency_s
+        raise InputError([mistake(opened.job, "constraint.latency_s", bound_s,
+                                  f"no configuration of {name} fits and keeps it")])
+    return estimate
+
+
+def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | None:
+    """The best within the bound, RRA's and WAA's by the search, baselines' by their grids; without
+    a margin, so that all are measured alike."""
+    problem = opened.problem
+    if name in POLICIES:
+        try:
+            return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)),
+                                 timing).estimate
+        except InfeasibleError:
+            return None
+    policy: Any = make_policy(name, problem, timing)
+    return best_of_grid(policy, problem.constraint.latency_s)

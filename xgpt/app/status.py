@@ -1,0 +1,61 @@
+"""How far a run is, from the files it writes, and whether it is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from xgpt.core.spool import num_queries
+from xrunner.io.lock import is_locked
+from xrunner.io.progress import Progress, read_progress
+from xrunner.io.results import answered
+
+_UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
+                    latency_p50_s=None, latency_p99_s=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """`progress.state` as the run wrote it, or "died": nobody works on it, and it did not end in
+    good order. Of a run that ended before all was done, `progress.done` is what is on the disk: in
+    results.jsonl and, done but with one before it that is not, in held.jsonl."""
+
+    progress: Progress
+    is_alive: bool | None  # None: cannot be told
+    num_results: int  # in results.jsonl
+    num_held: int = 0  # in held.jsonl
+
+
+def run_status(output: Path) -> RunStatus | None:
+    """None where no run has started."""
+    # in this order: a run that ends in between is done, not dead
+    is_alive = is_locked(output)
+    progress_now = read_progress(output / "progress.json")
+    results = answered(output / "results.jsonl")
+    if progress_now is None and not is_alive and not (output / "run.json").is_file():
+        return None
+    progress = progress_now or _UNKNOWN
+    if is_alive is False and progress.state not in ("done", "stopped"):
+        progress = replace(progress, state="died")
+    if progress.state in ("died", "stopped"):
+        progress = replace(progress, done=results.total,
+                           total=progress.total or num_queries(output) or 0)
+    return RunStatus(progress=progress, is_alive=is_alive, num_results=results.written,
+                     num_held=len(results.held))
+
+
+def how_to_go_on(status: RunStatus, output: Path) -> str | None:
+    """What a person does next, in words; None where the run needs nothing."""
+    state, kept = status.progress.state, f"{status.num_results} results are in results.jsonl"
+    if status.num_held:
+        kept += f" and {status.num_held} in held.jsonl, until those before them are done"
+    if status.is_alive is False and 0 < status.progress.total <= status.progress.done and (
+            not (output / "metrics.json").is_file()):
+        return ("all results are there, but the command was killed before it wrote metrics.json "
+                "and the report: the same command writes them, and runs nothing again")
+    if state == "stopped":
+        return f"{kept}; the same command goes on after them"
+    if state == "died":
+        return ("no process works on it any more (it failed, or it or the machine was killed): "
+                f"{kept}; the same command goes on after them")
+    return None

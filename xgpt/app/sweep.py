@@ -1,0 +1,52 @@
+"""The best schedule at each of several latency bounds: the trade-off a user chooses on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.plan import executable, planner_of
+from xgpt.app.timing import timing_of
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schedule import Schedule
+from xgpt.report.sweep_table import sweep_table
+from xscheduler.planner import Planner, PlanOptions
+
+_SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """For each bound (in seconds) the best schedule, or why there is none. As text it is the table
+    that `xgpt sweep` prints."""
+
+    rows: tuple[tuple[float, Schedule | str], ...]
+
+    def __str__(self) -> str:
+        return sweep_table(self.rows)
+
+
+def sweep_job(opened: OpenedJob, bounds_s: Sequence[float] | None = None) -> Sweep:
+    """Plans the job's steady state under each bound; by default under shares of the latency at the
+    highest throughput. Raises InfeasibleError where there is no schedule at all to take shares of.
+    """
+    opened = executable(opened)
+    planner = planner_of(opened, timing_of(opened), PlanOptions(horizon="steady"))
+    bounds_s = _default_bounds(planner) if bounds_s is None else bounds_s
+    return Sweep(rows=tuple((bound_s, _at(planner, bound_s)) for bound_s in bounds_s))
+
+
+def _at(planner: Planner, bound_s: float) -> Schedule | str:
+    try:
+        return planner.plan(bound_s)
+    except InfeasibleError as why:
+        return str(why)
+
+
+def _default_bounds(planner: Planner) -> list[float]:
+    best = _at(planner, math.inf)
+    if isinstance(best, str):
+        raise InfeasibleError(best)
+    return [float(f"{share * best.estimate.latency_s:.3g}") for share in _SHARES] + [math.inf]

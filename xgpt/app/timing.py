@@ -1,0 +1,50 @@
+"""The times that a job is planned with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
+from xgpt.app.opened import OpenedJob
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.local import why_no_torch
+from xprofiler.match import match
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
+from xprofiler.verdict import judge
+
+
+def timing_of(opened: OpenedJob) -> TimingSource:
+    """The job's `profile:`, else this machine's measured one for `cluster: local`, else the
+    roofline of the device."""
+    job, problem = opened.job, opened.problem
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    if job.profile is not None:
+        return _given_timing(opened, job.profile, roofline)
+    if opened.is_local:
+        kind = problem.cluster.device.kind
+        why = why_no_torch(kind)
+        if why is None:
+            return ProfileTiming(local_profile(wanted_profile(job, problem), opened.tell))
+        of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
+        opened.tell.say(
+            f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
+            "and are rough")
+    return roofline
+
+
+def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:
+    """A profile file the job names. Raises InputError if it is of another model, device or dtype;
+    one of other kernels or libraries is used, and says so in every result."""
+    profile, wanted = load_profile(path), profile_metadata(opened.job, opened.problem)
+    refusals, marks = match(profile.metadata, wanted, is_here=opened.is_local,
+                            is_cpu=opened.problem.cluster.device.kind == "cpu")
+    if refusals:
+        raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
+                          for why in refusals])
+    opened.tell.say(f"profile: {path}, {judge(profile).sentence}")
+    for mark in marks:
+        opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")
+    return ProfileTiming(profile, fallback, marks)
