@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from xgpt.app.local_profile import local_profile, wanted_profile
-from xgpt.app.session import open_session
+from xgpt.app.opened import open_file
 from xgpt.core.lengths import empirical
 from xgpt.core.local import detect
 from xgpt.core.model import refuse_tp_degree
@@ -72,7 +72,7 @@ def one_model(name: str, arguments: argparse.Namespace) -> str:
                        "workload: {requests: {count: 64},\n"
                        "  input_tokens: {mean: 90, std: 60, max: 300},\n"
                        "  output_tokens: {mean: 60, std: 30, max: 200}}\n")
-        session = open_session(job, [], fetch=False)
+        session = open_file(job)
         spec = session.problem.model
         larger = next(d for d in (2, 3, 4, 5) if refuse_tp_degree(spec, d) is None)
         began = time.monotonic()

@@ -23,7 +23,7 @@ import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from xgpt.app.session import open_session  # noqa: E402
+from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
@@ -116,7 +116,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     reference = toys.make_model("t5", directory)
     queries = toys.random_queries(20, seed=3)
     job = write_job(tmp_path, directory, as_requests(queries), ranks=3)
-    problem = open_session(job, (), fetch=False).problem
+    problem = open_file(job).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(
         encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
@@ -157,7 +157,7 @@ def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
     """The run's steps are those of the simulator's replay with the lengths it recorded."""
     estimate = load_schedule(out / "schedule.json").estimate
     results = {r["id"]: r["output_tokens"] for r in read_lines(out / "results.jsonl")}
-    problem = open_session(job, (), fetch=False).problem
+    problem = open_file(job).problem
     replayed = replay_job(
         problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
         inputs=np.array([len(q.input_ids) for q in queries]),

@@ -21,7 +21,7 @@ import namespaces  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.app.session import open_session  # noqa: E402
+from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -37,10 +37,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 LAUNCH = """
 import sys
 from pathlib import Path
-from xgpt.app.session import open_session
+from xgpt.app.opened import open_file
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
-session = open_session(Path(sys.argv[1]), sys.argv[3:], fetch=False)
+session = open_file(Path(sys.argv[1]), sys.argv[3:])
 hosts = launcher_of(session.job, session.problem)
 assert not hosts.is_here and hosts.ranks_each == 1
 hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
@@ -83,7 +83,7 @@ def on_first_host(hosts: namespaces.TwoHosts, *command: str, env: dict[str, str]
 def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     """What a run's ranks read, as the simulator plans it for this machine."""
     out.mkdir()
-    problem = open_session(job_file, (), fetch=False).problem
+    problem = open_file(job_file).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
     save_schedule(Schedule(

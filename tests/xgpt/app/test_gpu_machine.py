@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app import checks, session
-from xgpt.app.session import open_session, timing_of
+from xgpt.app import checks, timing
+from xgpt.app.opened import open_file
+from xgpt.app.timing import timing_of
 from xgpt.cli.terminal import Terminal
 from xgpt.core import local
 from xgpt.core.errors import InputError
@@ -36,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_query_gpus", lambda: local.parse_smi(TWO_A40))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local, "usable_cores", lambda *_: 8)
-    for module in (checks, session):
+    for module in (checks, timing):
         monkeypatch.setattr(module, "why_no_torch", lambda kind: None)
 
 
@@ -78,11 +79,11 @@ def test_gpus_are_measured_where_they_can_be(
         asked.append(wanted)
         return wanted
 
-    monkeypatch.setattr(session, "local_profile", measure)
-    monkeypatch.setattr(session, "ProfileTiming", lambda profile: profile)
-    opened = open_session(job().source, (), Terminal(), fetch=False)
+    monkeypatch.setattr(timing, "local_profile", measure)
+    monkeypatch.setattr(timing, "ProfileTiming", lambda profile: profile)
+    opened = open_file(job().source, (), Terminal())
     assert timing_of(opened) is asked[0]
     assert asked[0].metadata.device == "A40" and asked[0].metadata.ranks == 2
-    monkeypatch.setattr(session, "why_no_torch", lambda kind: "PyTorch has no CUDA")
+    monkeypatch.setattr(timing, "why_no_torch", lambda kind: "PyTorch has no CUDA")
     assert isinstance(timing_of(opened), Roofline)
     assert "roofline of A40" in capsys.readouterr().err

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.session import find, open_session, timing_of
+from xgpt.app.opened import open_file
+from xgpt.app.plan import plan_job
+from xgpt.app.timing import timing_of
 from xscheduler.room import with_room_for
 
 
@@ -17,11 +19,11 @@ def session(tmp_path: Path) -> object:
     path.write_text("model: opt-13b\ncluster: a40-4\n"
                     "workload: {requests: {count: 2000}, task: S}\n"
                     "schedule: {encode_batch: 16, decode_iterations: 8}\n")
-    return open_session(path, (), fetch=False)
+    return open_file(path)
 
 
 def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: ignore[no-untyped-def]
-    schedule = find(session, timing_of(session))
+    schedule = plan_job(session, timing_of(session)).schedule
     before = schedule.estimate
     tokens = before.kv_tokens // before.decode_micro_batches + 100
     after = with_room_for(schedule, session.problem, tokens).estimate

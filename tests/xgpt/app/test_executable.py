@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 
 from xgpt.app.local_profile import wanted_profile
-from xgpt.app.session import Session, executable, find, open_session, timing_of
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.app.timing import timing_of
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import with_estimate
 from xscheduler.planner import Planner, plan
 
 
-def session_of(folder: Path, schedule: str, cluster: str = "local") -> Session:
+def session_of(folder: Path, schedule: str, cluster: str = "local") -> OpenedJob:
     path = folder / "job.yaml"
     path.write_text(f"model: opt-1.3b\ncluster: {cluster}\n"
                     "workload: {requests: {count: 20}, task: S}\n"
                     f"schedule: {{{schedule}}}\nrun: {{ranks: 4}}\n")
-    return open_session(path, (), fetch=False)
+    return open_file(path)
 
 
 @pytest.mark.parametrize(("schedule", "plan", "measured"), [
@@ -42,7 +44,7 @@ def test_a_run_measures_the_degrees_it_may_use(
 
 def test_a_schedule_to_execute_decides_for_the_job(tmp_path: Path) -> None:
     planned = session_of(tmp_path, "policy: rra, tp_degree: 2, tp_gpus: 2", cluster="a40-4")
-    schedule = find(planned, timing_of(planned))
+    schedule = plan_job(planned, timing_of(planned)).schedule
     fixed = executable(session_of(tmp_path, ""), schedule).problem.fixed
     assert (fixed.tp_degree, fixed.tp_gpus) == (2, 2)
 
@@ -71,7 +73,7 @@ def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
 
 def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
     planned = session_of(tmp_path, "", cluster="a40-4")
-    schedule = find(executable(planned), timing_of(planned))
+    schedule = plan_job(executable(planned), timing_of(planned)).schedule
     given = with_estimate(schedule, policy="waa-m")
     assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
 
@@ -88,7 +90,7 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
 def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
         tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
-    found = find(session, timing_of(session))
+    found = plan_job(session, timing_of(session)).schedule
     assert {name: getattr(found.estimate, name) for name in chosen} == chosen
     assert found.estimate.policy == session.problem.fixed.policy and found.estimate.fits
     assert found.fingerprint == session.problem.fingerprint
@@ -101,22 +103,22 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
 def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> None:
     session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
     timing = timing_of(session)
-    free = find(session, timing)
+    free = plan_job(session, timing).schedule
     bound_s = 0.9 * free.estimate.latency_s
 
-    def bounded(latency_s: float) -> Session:
+    def bounded(latency_s: float) -> OpenedJob:
         constraint = replace(session.problem.constraint, latency_s=latency_s)
         return replace(session, problem=replace(session.problem, constraint=constraint))
 
-    found = find(bounded(bound_s), timing)
+    found = plan_job(bounded(bound_s), timing).schedule
     assert found.estimate.latency_s * found.margin <= bound_s
     assert found.estimate.throughput_qps < free.estimate.throughput_qps
     assert found.estimate.encode_batch < free.estimate.encode_batch
     with pytest.raises(InfeasibleError, match="no configuration of ft keeps .* quickest seen"):
-        find(bounded(1e-6), timing)
+        plan_job(bounded(1e-6), timing)
     with pytest.raises(InfeasibleError, match="encode_batch 4000 fits"):
         fixed = replace(session.problem.fixed, encode_batch=4000)
-        find(replace(session, problem=replace(session.problem, fixed=fixed)), timing)
+        plan_job(replace(session, problem=replace(session.problem, fixed=fixed)), timing)
 
 
 @pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from xgpt.app.checks import refuse_what_cannot_run
-from xgpt.app.session import Session, executable, find, open_session
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
 from xgpt.core.job_file import load_job
@@ -22,18 +23,18 @@ from xrunner.engines.deepspeed import ENGINE
 
 
 def session_of(folder: Path, *, model: str = "opt-1.3b", schedule: str = "", run: str = "ranks: 2",
-               bound: str = "inf") -> Session:
+               bound: str = "inf") -> OpenedJob:
     path = folder / "job.yaml"
     path.write_text(f"model: {model}\ncluster: local\nconstraint: {{latency_s: {bound}}}\n"
                     "workload: {requests: {count: 40}, task: S}\n"
                     f"schedule: {{{schedule}}}\nrun: {{engine: deepspeed, {run}}}\n")
-    return open_session(path, (), fetch=False)
+    return open_file(path)
 
 
-def found(session: Session) -> Schedule:
+def found(session: OpenedJob) -> Schedule:
     problem = session.problem
-    return find(executable(session), Roofline(problem.model, problem.cluster.device,
-                                              problem.dtype))
+    return plan_job(executable(session), Roofline(problem.model, problem.cluster.device,
+                                              problem.dtype)).schedule
 
 
 def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from test_rescheduling import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
-from xgpt.app.session import Session, find, timing_of
+from xgpt.app.opened import OpenedJob
+from xgpt.app.plan import plan_job
+from xgpt.app.timing import timing_of
 from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
@@ -32,7 +34,7 @@ from xsimulator.replay.records import ReplayResult
 BOUND_S, COUNT = 4.0, 600  # at the caps of 200 tokens it takes 10 s at least
 
 
-def observing(folder: Path, **given: Any) -> Session:
+def observing(folder: Path, **given: Any) -> OpenedJob:
     """On stages of single devices, unless the job asks for groups: those could keep the bound."""
     given = {"outputs": "observe", "bound": "4", "count": COUNT, "schedule": "policy: rra"} | given
     if "tp_degree" not in given["schedule"]:
@@ -41,13 +43,13 @@ def observing(folder: Path, **given: Any) -> Session:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Schedule]:
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedJob, Schedule]:
     session = observing(tmp_path_factory.mktemp("job"))
-    return session, find(session, timing_of(session))
+    return session, plan_job(session, timing_of(session)).schedule
 
 
 def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
-        begun: tuple[Session, Schedule], tmp_path: Path) -> None:
+        begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
     assert schedule.status == Status.BEGINNING and schedule.latency_bound_s == BOUND_S
@@ -56,7 +58,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
                     "tokens; beginning with the quickest there is, until lengths are observed")
     assert estimate.decode_iterations == 199, "no query is interrupted"
     with pytest.raises(InfeasibleError, match="no schedule satisfies") as refusal:
-        find(replace(session, problem=replace(session.problem, is_revised=False)),
+        plan_job(replace(session, problem=replace(session.problem, is_revised=False)),
              timing_of(session))
     least_s = float(str(refusal.value).split("tightest that can be met is ")[1].split(" s")[0])
     assert least_s < estimate.latency_s <= 1.001 * (1 + NEAR) * least_s
@@ -70,7 +72,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
 
 
 def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
-        begun: tuple[Session, Schedule]) -> None:
+        begun: tuple[OpenedJob, Schedule]) -> None:
     session, problem = begun[0], begun[0].problem
     caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
                                                  outputs=empirical([80] * 99 + [120] * 9)))
@@ -88,7 +90,7 @@ def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
 def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
     session = observing(tmp_path, **given)
     with pytest.raises(InfeasibleError):
-        find(session, timing_of(session))
+        plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
 
 
@@ -98,7 +100,7 @@ def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
         session.problem.cluster, device=replace(session.problem.cluster.device,
                                                 memory_bytes=2**32))))
     with pytest.raises(InfeasibleError, match="memory binds"):
-        find(session, timing_of(session))
+        plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
 
 
@@ -107,7 +109,7 @@ def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
     ("policy: rra, encode_batch: 2", {"encode_batch": 2, "decode_iterations": 199})])
 def test_what_the_job_fixes_stays(tmp_path: Path, schedule: str, fixed: dict[str, int]) -> None:
     session = observing(tmp_path, schedule=schedule)
-    found = find(session, timing_of(session))
+    found = plan_job(session, timing_of(session)).schedule
     assert said_of(found) is not None
     assert {key: getattr(found.estimate, key) for key in fixed} == fixed
 
@@ -127,7 +129,7 @@ def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path: Path) -> 
 
 
 def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
-        begun: tuple[Session, Schedule]) -> None:
+        begun: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = begun
     small = observing_slots(session, schedule, encode_batch=1)
     assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
@@ -139,7 +141,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
     assert slots_for(estimate, session.problem, 259, math.inf) >= small
 
 
-def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int:
+def observing_slots(session: OpenedJob, schedule: Schedule, **changes: Any) -> int:
     tiny = replace(schedule, estimate=replace(schedule.estimate, decode_batch=1.0, **changes))
     made = rescheduler_of(session, timing_of(session), tiny)
     assert made is not None
@@ -152,7 +154,7 @@ def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int
 class Followed:
     """A job whose phases are replayed one after the other, as the Rescheduler has them."""
 
-    def __init__(self, session: Session, schedule: Schedule, lengths: list[int]) -> None:
+    def __init__(self, session: OpenedJob, schedule: Schedule, lengths: list[int]) -> None:
         self.session, self.estimate, self.lengths = session, schedule.estimate, np.array(lengths)
         self.own = follow(session, schedule)
         self.changes: list[Any] = []
@@ -196,7 +198,7 @@ class Followed:
             {"first": 0, "finished": finished, "active": active}))
 
 
-def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]) -> None:
+def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = begun
     drawn = np.random.default_rng(1).lognormal(math.log(16), 0.4, COUNT)
     job = Followed(session, schedule, np.clip(np.rint(drawn), 1, 200).astype(int).tolist())
@@ -215,14 +217,14 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]
     assert all(change.group_max_active <= job.own.slots for change in job.changes)
 
 
-def state_of(session: Session, lengths: list[int]) -> None:
+def state_of(session: OpenedJob, lengths: list[int]) -> None:
     """These queries are done, none is at work."""
     (session.job.output / OBSERVED_FILE).write_text(json.dumps({
         "first": 0, "active": [],
         "finished": [(i, 20 + i % 40, n) for i, n in enumerate(lengths)]}))
 
 
-def fresh(begun: tuple[Session, Schedule], folder: Path, **changes: Any) -> Rescheduler:
+def fresh(begun: tuple[OpenedJob, Schedule], folder: Path, **changes: Any) -> Rescheduler:
     session, schedule = begun
     output = folder / "out"
     output.mkdir()
@@ -230,12 +232,12 @@ def fresh(begun: tuple[Session, Schedule], folder: Path, **changes: Any) -> Resc
     return follow(session, schedule, **changes)
 
 
-def at(own: Rescheduler, begun: tuple[Session, Schedule], lengths: list[int]) -> bool:
+def at(own: Rescheduler, begun: tuple[OpenedJob, Schedule], lengths: list[int]) -> bool:
     state_of(replace(begun[0], job=replace(begun[0].job, output=own._output)), lengths)
     return own.update()
 
 
-def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[Session, Schedule],
+def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[OpenedJob, Schedule],
                                                      tmp_path: Path) -> None:
     own = fresh(begun, tmp_path)
     assert at(own, begun, outputs_of(20, 4, 19)) is False, "too few"
@@ -252,7 +254,7 @@ def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[Session, Sched
 
 
 def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
-        begun: tuple[Session, Schedule], tmp_path: Path) -> None:
+        begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
     start = begun[1].estimate
     own = fresh(begun, tmp_path, _needed=50, _running=with_estimate(
         begun[1], encode_batch=60, decode_iterations=20))  # as 24 short ones had it
@@ -269,7 +271,7 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
 
 
 def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
-        begun: tuple[Session, Schedule], tmp_path: Path) -> None:
+        begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
     own = fresh(begun, tmp_path)
     long = [150, 200] * 150
     assert at(own, begun, long[:30]) is False, "too early to tell"
@@ -283,7 +285,7 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
     assert load_adjustment(own._output) is None
 
 
-def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[Session, Schedule],
+def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[OpenedJob, Schedule],
                                                    tmp_path: Path) -> None:
     """Taken to run to its cap it would be the bound's quantile, and no schedule would do."""
     own = fresh(begun, tmp_path)
@@ -296,7 +298,7 @@ def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[Session, Schedul
 
 
 def test_caution_is_no_reason_to_leave_what_keeps_the_bound(
-        begun: tuple[Session, Schedule]) -> None:
+        begun: tuple[OpenedJob, Schedule]) -> None:
     """Planned for a quarter of the bound, a change would be slower than what runs."""
     session, schedule = begun
     problem = replace(session.problem, lengths=JointLengths(
@@ -305,7 +307,7 @@ def test_caution_is_no_reason_to_leave_what_keeps_the_bound(
     assert found.estimate is None and found.is_kept and found.keep.qps > 0
 
 
-def test_the_short_ones_alone_decide_nothing(begun: tuple[Session, Schedule],
+def test_the_short_ones_alone_decide_nothing(begun: tuple[OpenedJob, Schedule],
                                              tmp_path: Path) -> None:
     own = fresh(begun, tmp_path)
     session = replace(begun[0], job=replace(begun[0].job, output=own._output))

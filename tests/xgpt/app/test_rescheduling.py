@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xgpt.app.run import _plan
-from xgpt.app.session import Session, executable, find, open_session, timing_of
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.app.run_folder import plan_for_ranks
+from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
@@ -28,7 +30,7 @@ PLANNED_MEAN = 30.0
 
 def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", bound: str = "6",
                schedule: str = "policy: rra", count: int = 3000, request: str = "",
-               run: str = "") -> Session:
+               run: str = "") -> OpenedJob:
     lines = [f'{{"id": "q{i}", "tokens": {[7] * (20 + i % 40)}{request}}}' for i in range(count)]
     (folder / "requests.jsonl").write_text("\n".join(lines))
     path = folder / "job.yaml"
@@ -37,14 +39,14 @@ def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", 
                     f"max_tokens: 200}}\nconstraint: {{latency_s: {bound}}}\n"
                     f"schedule: {{{schedule}}}\nrun: {{{run}}}\noutput: out\n")
     (folder / "out").mkdir(exist_ok=True)
-    session = executable(open_session(path, (), fetch=False))
+    session = executable(open_file(path))
     assert session.requests is not None
     requests = replace(session.requests, are_tokenised=True)  # as of a run, which fetches the model
     problem = resolve(session.job, requests=requests)
     return replace(session, problem=replace(session.problem, queries=problem.queries))
 
 
-def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60,
+def write_state(session: OpenedJob, lengths: Sequence[int], *, per_phase: int = 60,
                 iterations: int = 10, phases: int = 16, first: int = 0) -> None:
     """As the head would, after so many phases of these outputs."""
     finished, active = [], []
@@ -57,7 +59,7 @@ def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60
         {"first": first, "finished": finished, "active": active}))
 
 
-def follow(session: Session, schedule: Schedule, **changes: Any) -> Rescheduler:
+def follow(session: OpenedJob, schedule: Schedule, **changes: Any) -> Rescheduler:
     made = rescheduler_of(session, timing_of(session), schedule)
     assert made is not None
     made._waits = True
@@ -71,7 +73,7 @@ def outputs_of(mean: float, std: float = 15.0, count: int = 3000, seed: int = 1)
     return np.clip(np.rint(drawn), 1, 200).astype(int).tolist()
 
 
-def latency_s(session: Session, schedule: Schedule, lengths: Sequence[int]) -> float:
+def latency_s(session: OpenedJob, schedule: Schedule, lengths: Sequence[int]) -> float:
     """Of the bound's quantile, in a replay of the lengths there really are."""
     from xsimulator.replay.job import replay_job
 
@@ -85,12 +87,12 @@ def latency_s(session: Session, schedule: Schedule, lengths: Sequence[int]) -> f
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Session, Schedule]:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedJob, Schedule]:
     session = session_of(tmp_path_factory.mktemp("job"))
-    return session, find(session, timing_of(session))
+    return session, plan_job(session, timing_of(session)).schedule
 
 
-def test_as_planned_nothing_happens(planned: tuple[Session, Schedule]) -> None:
+def test_as_planned_nothing_happens(planned: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = planned
     own = follow(session, schedule)
     assert own.update() is False, "the run has written nothing yet"
@@ -103,7 +105,7 @@ def test_as_planned_nothing_happens(planned: tuple[Session, Schedule]) -> None:
 
 @pytest.mark.parametrize("mean", [45.0, 18.0])
 def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
-        planned: tuple[Session, Schedule], mean: float) -> None:
+        planned: tuple[OpenedJob, Schedule], mean: float) -> None:
     session, schedule = planned
     (session.job.output / "adjust.json").unlink(missing_ok=True)
     lengths = outputs_of(mean)
@@ -141,7 +143,7 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
 
 def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_path: Path) -> None:
     session = session_of(tmp_path, outputs="observe", bound="12")
-    schedule = find(session, timing_of(session))
+    schedule = plan_job(session, timing_of(session)).schedule
     assert session.problem.lengths.outputs.mean == 200, "each at its cap"
     own = follow(session, schedule)
     lengths = outputs_of(30)
@@ -167,7 +169,7 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
 
 
 def test_of_queries_whose_companions_are_forgotten_none_is_counted(
-        planned: tuple[Session, Schedule]) -> None:
+        planned: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = planned
     own = follow(session, schedule)
     lengths = session.problem.lengths.outputs.sample(3000, np.random.default_rng(7)).tolist()
@@ -181,7 +183,7 @@ def test_of_queries_whose_companions_are_forgotten_none_is_counted(
     assert own.update() is True, "which would have been drift"
 
 
-def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[Session, Schedule]) -> None:
+def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = planned
     own = follow(session, schedule, _num_queries=1000)
     write_state(session, outputs_of(45))  # 960 of them admitted
@@ -189,7 +191,7 @@ def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[Session, Schedul
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failing_plan_leaves_the_run_alone(planned: tuple[Session, Schedule],
+def test_a_failing_plan_leaves_the_run_alone(planned: tuple[OpenedJob, Schedule],
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     session, schedule = planned
     own = follow(session, schedule)
@@ -205,7 +207,7 @@ def test_a_failing_plan_leaves_the_run_alone(planned: tuple[Session, Schedule],
 
 def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
     session = session_of(tmp_path, schedule="policy: waa-c")
-    schedule = find(session, timing_of(session))
+    schedule = plan_job(session, timing_of(session)).schedule
     own = follow(session, schedule)
     assert own.slots == 0
     lengths = outputs_of(60)
@@ -228,7 +230,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
     ({"schedule": "encode_batch: 8, decode_iterations: 4"}, False),
     ({"schedule": "encode_batch: 8"}, True)])
 def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bool,
-                          planned: tuple[Session, Schedule]) -> None:
+                          planned: tuple[OpenedJob, Schedule]) -> None:
     session = session_of(tmp_path, **given)
     found = rescheduler_of(session, timing_of(session), planned[1])
     assert (found is not None) == is_followed
@@ -254,7 +256,7 @@ def test_the_key_refuses(tmp_path: Path, text: str) -> None:
 
 
 def test_slots_leave_room_for_changes_within_memory_and_job(
-        planned: tuple[Session, Schedule]) -> None:
+        planned: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = planned
     problem, estimate = session.problem, schedule.estimate
 
@@ -274,16 +276,17 @@ def test_slots_leave_room_for_changes_within_memory_and_job(
     assert found > most_active(estimate) and held <= 10**12 - 0.99 * others
 
 
-def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[Session, Schedule]) -> None:
+def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[OpenedJob, Schedule]) -> None:
     """Other KV budgets change no answer, as long as all requests fit: a re-deployment needs it."""
     session, schedule = planned
     spec = session.problem.model
     session = replace(session, files=ModelFiles(
         directory=Path("/model"), spec=spec, served_by="test"))
     kv_tokens = schedule.estimate.kv_tokens
-    prints = {_plan(session, with_estimate(schedule, kv_tokens=tokens), "of them").fingerprint
+    prints = {plan_for_ranks(session, with_estimate(schedule, kv_tokens=tokens),
+                             "of them").fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
     assert len(prints) == 1
     groups = schedule.estimate.decode_micro_batches
     small = with_estimate(schedule, kv_tokens=100 * groups)
-    assert _plan(session, small, "of them").fingerprint not in prints
+    assert plan_for_ranks(session, small, "of them").fingerprint not in prints

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app.session import open_session, timing_of
+from xgpt.app import what_if
+from xgpt.app.opened import open_file
+from xgpt.app.timing import timing_of
 from xgpt.cli import schedule as command
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule, load_schedule, with_estimate
@@ -42,8 +44,8 @@ def run(job: Path, *arguments: str, **changes: object) -> Result:
 
 
 def planned(job: Path, **changes: object) -> Schedule:
-    session = open_session(job, [f"{key.replace('__', '.')}={value}"
-                                 for key, value in changes.items()], fetch=False)
+    session = open_file(job, [f"{key.replace('__', '.')}={value}"
+                                 for key, value in changes.items()])
     return Planner(session.problem, timing_of(session)).steady()
 
 
@@ -97,7 +99,7 @@ def test_alternatives_found_for_longer_outputs_keep_the_share_that_they_lose(job
 
 
 def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
-    session = open_session(job, ["constraint.drift=10%"], fetch=False)
+    session = open_file(job, ["constraint.drift=10%"])
     planner = Planner(session.problem, timing_of(session))
     for bound_s in (20.0, 8.0):
         together = planner.steady(bound_s)
@@ -120,7 +122,7 @@ def test_more_latency_gpus_and_memory_have_their_price(
             known.append(price(*arguments, **more))
         return known[0]
 
-    monkeypatch.setattr(command, "price", found_once)
+    monkeypatch.setattr(what_if, "price", found_once)
     found = json.loads(run(job, "--price", "--json", **one).stdout)
     offers = found["price"]
     assert [offer["what"].split(" (")[0] for offer in offers] == [
@@ -194,7 +196,7 @@ def test_what_is_adjusted_keeps_the_margin(job: Path, tmp_path: Path) -> None:
 def test_drifting_lengths_are_a_table(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "FACTORS", (0.7, 1.0, 1.3))
     monkeypatch.setattr(drift, "SKEWNESS_CHANGES", (0.0, 0.4))
-    monkeypatch.setattr(command, "drift_rows",
+    monkeypatch.setattr(what_if, "drift_rows",
                         functools.partial(drift.drift_rows, least_queries=300))
     fixed: dict[str, Any] = {"schedule__policy": "rra", "schedule__encode_batch": 2,
                              "schedule__tp_degree": 1, "schedule__decode_iterations": 16}
@@ -216,7 +218,7 @@ def test_a_limit_in_nodes_is_said_and_repeatable(job: Path) -> None:
     assert first == second and first["status"] == "stopped at its limit"
     full = json.loads(run(job, "--json").stdout)
     assert first["bound_qps"] >= full["throughput_qps"] >= first["throughput_qps"]
-    session = open_session(job, (), fetch=False)
+    session = open_file(job)
     wide = Planner(session.problem, timing_of(session), PlanOptions(gap=0.2)).steady()
     assert wide.gap <= 0.2 and wide.nodes <= full["nodes"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OPT_13B = """
 model: opt-13b
 cluster: a40-4

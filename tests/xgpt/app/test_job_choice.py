@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.session import Session, executable, find, open_session, timing_of
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.app.timing import timing_of
 from xgpt.core.schedule import JOB_STATUS, Schedule, load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.job_time import SHORT, WORTH, for_the_job
@@ -19,19 +21,19 @@ from xscheduler.uncertainty import margin
 
 
 def session_of(folder: Path, count: int, bound: str = "12",
-               schedule: str = "policy: rra") -> Session:
+               schedule: str = "policy: rra") -> OpenedJob:
     path = folder / "job.yaml"
     path.write_text(f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, "
                     f"task: S}}\nconstraint: {{latency_s: {bound}}}\n"
                     f"schedule: {{{schedule}, tp_degree: 1}}\n")
-    return executable(open_session(path, (), fetch=False))
+    return executable(open_file(path))
 
 
-def steady_of(session: Session) -> Schedule:
+def steady_of(session: OpenedJob) -> Schedule:
     return Planner(session.problem, timing_of(session), PlanOptions(horizon="steady")).plan()
 
 
-def wall_s(session: Session, schedule: Schedule) -> float:
+def wall_s(session: OpenedJob, schedule: Schedule) -> float:
     found = predict(session.problem, timing_of(session), schedule.estimate)
     assert found is not None
     return found.wall_s
@@ -43,7 +45,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
                                                           schedule: str) -> None:
     session = session_of(tmp_path, 100, bound, schedule)
     timing = timing_of(session)
-    steady, found = steady_of(session), find(session, timing)
+    steady, found = steady_of(session), plan_job(session, timing).schedule
     assert wall_s(session, found) <= wall_s(session, steady)
     own = margin(session.problem, timing, found.estimate)
     assert found.estimate.fits and found.estimate.latency_s * own.factor <= found.latency_bound_s
@@ -57,7 +59,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
-    found = find(session, timing_of(session))
+    found = plan_job(session, timing_of(session)).schedule
     assert found.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
     assert JOB_STATUS in schedule_table(found)
     save_schedule(found, tmp_path / "schedule.json")
@@ -79,7 +81,7 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
 def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
     fixed = "policy: rra, encode_batch: 10"
     session = session_of(tmp_path, 60, "inf", fixed)
-    assert find(session, timing_of(session)).estimate.encode_batch == 10
+    assert plan_job(session, timing_of(session)).schedule.estimate.encode_batch == 10
     (selection,) = Scheduler(session.problem, timing_of(session)).selections(60)
     assert {config.encode_batch for config in selection.configs} == {10}
     whole = session_of(tmp_path, 60, "inf", f"{fixed}, decode_iterations: 8")

@@ -14,8 +14,10 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
 from xgpt.app import run as execution  # noqa: E402
+from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
+from xgpt.app.plan import executable, plan_job  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
-from xgpt.app.session import Session, executable, find, open_session  # noqa: E402
+from xgpt.app.run_folder import plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import StoppedEarly  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
@@ -47,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, policy: str = "rra", ranks: int = 1) -> Session:
+def opened(folder: Path, policy: str = "rra", ranks: int = 1) -> OpenedJob:
     (folder / "job.yaml").write_text(f"""
 model: {folder / "model"}
 cluster: local
@@ -57,10 +59,10 @@ run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1, weights: random}}
 output: out
 """)
     (folder / "out").mkdir(exist_ok=True)
-    return executable(open_session(folder / "job.yaml", (), Terminal(), fetch=True))
+    return executable(open_file(folder / "job.yaml", (), Terminal(), "run"))
 
 
-def roofline(session: Session) -> Roofline:
+def roofline(session: OpenedJob) -> Roofline:
     problem = session.problem
     return Roofline(problem.model, problem.cluster.device, problem.dtype)
 
@@ -85,7 +87,8 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
                             lambda sink: len(sink.tally) >= stop_after)
         session = opened(folder)
-        return execution.execute(session, roofline(session), find(session, roofline(session)))
+        plan = plan_job(session, roofline(session))
+        return execution.execute(plan.opened, plan.timing, plan.schedule)
 
     return once
 
@@ -189,8 +192,8 @@ def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder
     prints = {}
     for policy in POLICIES:
         session = opened(folder, policy, ranks=2)
-        schedule = find(session, roofline(session))
-        plan = execution._plan(session, schedule, "digest")
+        schedule = plan_job(session, roofline(session)).schedule
+        plan = plan_for_ranks(session, schedule, "digest")
         prints[policy] = plan.fingerprint
         assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
     assert len(set(prints.values())) == 1, prints

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app.session import Session, executable, find, open_session, timing_of
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.app.timing import timing_of
 from xgpt.cli.schedule import schedule
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError
@@ -17,11 +19,11 @@ from xscheduler.few_queries import plan_with_enough
 NOTE = "batches will not fill"
 
 
-def opened(folder: Path, schedule: str, count: int, more: str = "") -> Session:
+def opened(folder: Path, schedule: str, count: int, more: str = "") -> OpenedJob:
     (folder / "job.yaml").write_text(
         f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, task: S}}\n"
         f"schedule: {{{schedule}}}\n{more}")
-    return executable(open_session(folder / "job.yaml", (), Terminal(), fetch=False))
+    return executable(open_file(folder / "job.yaml", (), Terminal()))
 
 
 @pytest.mark.parametrize(("schedule", "count"), [
@@ -33,10 +35,10 @@ def opened(folder: Path, schedule: str, count: int, more: str = "") -> Session:
 def test_what_only_the_number_of_queries_forbids_is_planned(
         tmp_path: Path, schedule: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     session = opened(tmp_path, schedule, count)
-    few = find(session, timing_of(session)).estimate
+    few = plan_job(session, timing_of(session)).schedule.estimate
     assert f"the job has {count} quer" in (said := capsys.readouterr().err) and NOTE in said
     session = opened(tmp_path, schedule, 5000)
-    many = find(session, timing_of(session)).estimate
+    many = plan_job(session, timing_of(session)).schedule.estimate
     assert NOTE not in capsys.readouterr().err
     for name in ("policy", "encode_batch", "decode_iterations", "max_active", "token_budget"):
         if f"{name}: " in schedule:
@@ -46,7 +48,7 @@ def test_what_only_the_number_of_queries_forbids_is_planned(
 def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     session = opened(tmp_path, "policy: rra", 3)
-    found = find(session, timing_of(session)).estimate
+    found = plan_job(session, timing_of(session)).schedule.estimate
     assert found.encode_batch <= 3 and NOTE not in capsys.readouterr().err
 
     def refuse(problem: Problem) -> None:
@@ -62,7 +64,7 @@ def test_what_more_queries_would_not_help_is_refused_as_before(
     session = opened(tmp_path, "policy: rra, encode_batch: 8, decode_iterations: 4", 6,
                      "constraint: {latency_s: 0.001}\n")
     with pytest.raises(InfeasibleError):
-        find(session, timing_of(session))
+        plan_job(session, timing_of(session))
     assert NOTE not in capsys.readouterr().err
 
 
