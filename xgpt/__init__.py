@@ -1,0 +1,18 @@
+"""xgpt as a library: load a job, plan it, simulate it, run it (docs/python.md). The names are
+imported when they are used: `import xgpt` alone loads nothing."""
+
+from importlib import import_module
+from typing import Any
+
+_LIBRARY = "xgpt.app.library"
+__all__ = ["load", "plan", "run", "simulate", "sweep", "write_report"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(_LIBRARY), name)
+    raise AttributeError(f"module 'xgpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

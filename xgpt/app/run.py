@@ -21,7 +21,7 @@ from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import Schedule, save_schedule
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
@@ -53,13 +53,12 @@ def open_to_run(job: Job, tell: Teller) -> OpenedJob:
     return executable(opened)
 
 
-def schedule_to_run(opened: OpenedJob, path: Path) -> Plan:
-    """The schedule of a file, as the job's engine executes it. Raises InputError for one of another
-    job, or that the engine does not execute."""
-    schedule = load_schedule(path)
+def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
+    """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
+    one of another job, or that the engine does not execute."""
     if schedule.fingerprint != opened.problem.fingerprint:
         raise InputError([Mistake(
-            file=str(path), line=None, key="fingerprint", value=schedule.fingerprint,
+            file=str(source), line=None, key="fingerprint", value=schedule.fingerprint,
             allowed=f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
             "of ranks; find a schedule for this job with `xgpt schedule`")])
     opened = executable(opened, schedule)

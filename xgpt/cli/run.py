@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from xgpt.app.plan import plan_job
-from xgpt.app.run import execute, open_to_run, schedule_to_run
+from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.job_file import load_job
+from xgpt.core.schedule import load_schedule
 from xgpt.report.table import schedule_table
 
 
@@ -34,7 +35,8 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         schedule_file: Path | None) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
     opened = open_to_run(load_job(job_file, overrides), Terminal())
-    plan = schedule_to_run(opened, schedule_file or opened.job.output / "schedule.json")
+    path = schedule_file or opened.job.output / "schedule.json"
+    plan = to_run(opened, load_schedule(path), path)
     metrics = execute(plan.opened, plan.timing, plan.schedule)
     if as_json:
         print_json(metrics)

@@ -1,0 +1,114 @@
+"""`import xgpt`: what it loads, and that every example of docs/python.md runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xgpt
+from xgpt.app.opened import OpenedJob
+from xgpt.core.errors import InputError
+from xgpt.core.schedule import load_schedule
+from xprofiler.roofline import Roofline
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = (ROOT / "docs" / "python.md").read_text()
+EXAMPLES = re.findall(r"^## ([^\n]*)$|^```python\n(.*?)^```", DOCS, re.M | re.S)
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+          "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128,
+          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+          "hidden_act": "silu"}
+HEAVY = ("torch", "mpi4py", "transformers", "click")
+
+
+def loaded(program: str, names: tuple[str, ...]) -> set[str]:
+    """Which of the modules a program of its own has loaded at its end; it prints something else
+    before."""
+    code = f"import sys\n{program}\nprint('LOADED', *({set(names)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=True)
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_import_alone_loads_nothing() -> None:
+    assert not loaded("import xgpt", ("numpy", "scipy", "yaml", *HEAVY))
+
+
+def test_the_plan_prints_without_torch_or_mpi() -> None:
+    program = "import xgpt; print(xgpt.plan(xgpt.load('jobs/opt-13b-summarise.yaml')))"
+    assert not loaded(program, HEAVY)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                          check=True)
+    assert done.stdout.startswith("opt-13b on a40-4") and "this job's 2,000 queries" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80 and not done.stderr
+
+
+def test_the_names_are_there_and_no_others() -> None:
+    assert all(callable(getattr(xgpt, name)) and name in dir(xgpt) for name in xgpt.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'plans'"):
+        xgpt.plans  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_keys_are_overridden_by_values_of_python() -> None:
+    path = ROOT / "jobs" / "opt-13b-summarise.yaml"
+    job = xgpt.load(path, {"constraint.latency_s": float("inf"), "run.top_k": 3,
+                           "run.ignore_eos": True, "schedule": {"policy": "rra"}}).job
+    assert (job.constraint.latency_s, job.run.top_k) == (float("inf"), 3)
+    assert job.run.ignore_eos and job.schedule.policy == "rra"
+    with pytest.raises(InputError, match="run.top_k"):
+        xgpt.load(path, {"run.top_k": -1, "run.top_p": 0.5})
+
+
+def roofline(opened: OpenedJob) -> Roofline:
+    problem = opened.problem
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+def examples() -> dict[str, list[str]]:
+    """Section -> its examples."""
+    sections: dict[str, list[str]] = {}
+    for title, code in EXAMPLES:
+        if title:
+            section = title
+        else:
+            sections.setdefault(section, []).append(code)
+    return sections
+
+
+@pytest.mark.parametrize("section", examples())
+def test_every_example_of_the_docs_runs(section: str, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"xgpt": xgpt}
+    for code in examples()[section]:
+        exec(compile(code, f"docs/python.md, {section}", "exec"), names)
+    assert capsys.readouterr().out
+
+
+def test_a_plan_runs_and_its_report_is_written(tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="runs need the extra `run`")
+    monkeypatch.setattr("xgpt.app.plan.timing_of", roofline)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "job.yaml").write_text(f"""
+model: {tmp_path}
+cluster: local
+workload: {{requests: {{count: 6}}, input_tokens: {{mean: 20, std: 5, max: 30}},
+           output_tokens: {{mean: 6, std: 2, max: 10}}}}
+run: {{ranks: 1, dtype: float32, threads_per_rank: 1, weights: random}}
+output: out
+""")
+    job = xgpt.load(tmp_path / "job.yaml")
+    plan = xgpt.plan(job)
+    metrics = xgpt.run(job, plan)
+    assert metrics["queries"] == 6 and metrics["throughput_qps"]["measured"] > 0
+    assert load_schedule(tmp_path / "out" / "schedule.json") == plan.schedule
+    assert xgpt.write_report(job) == tmp_path / "out" / "report.html"
