@@ -24,8 +24,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from xgpt.core import catalog
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
@@ -61,7 +62,7 @@ def problem_of(rng: np.random.Generator, model: str, task: str) -> Problem:
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(CLUSTERS[model]), lengths=joint,
         dtype="float16", num_queries=None, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=math.inf, kind=kind, quantile=QUANTILE),  # type: ignore[arg-type]
+        constraint=latency_constraint(latency_s=math.inf, kind=kind, quantile=QUANTILE),  # type: ignore[arg-type]
         default_max_tokens=joint.outputs.max)
 
 

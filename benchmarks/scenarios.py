@@ -281,7 +281,7 @@ def _gain(value: float) -> str:
 
 
 def _qps(estimate: Estimate | None) -> str:
-    return "none" if estimate is None else f"{estimate.throughput_qps:.3g}"
+    return "none" if estimate is None else f"{estimate.figures.throughput_qps:.3g}"
 
 
 def _seconds(value: float) -> str:

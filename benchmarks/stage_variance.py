@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -165,7 +166,7 @@ def replayed() -> Iterator[Row]:
         problem = Problem(
             model=catalog.model(MODEL), cluster=catalog.cluster(CLUSTER), lengths=joint,
             dtype="float16", num_queries=None, fixed=FixedSchedule(),
-            constraint=Constraint(latency_s=math.inf), default_max_tokens=joint.outputs.max)
+            constraint=latency_constraint(latency_s=math.inf), default_max_tokens=joint.outputs.max)
         timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
         for policy in ("rra", "waa-c"):
             found = bounded(replace(problem, fixed=FixedSchedule(policy=policy)), timing)
@@ -176,7 +177,7 @@ def replayed() -> Iterator[Row]:
 def bounded(problem: Problem, timing: Roofline) -> Estimate | None:
     try:
         free = find_schedule(problem, timing).estimate
-        bound = replace(problem.constraint, latency_s=BOUND_SHARE * free.latency_s)
+        bound = problem.constraint.with_latency(latency_s=BOUND_SHARE * free.latency_s)
         return find_schedule(replace(problem, constraint=bound), timing).estimate
     except InfeasibleError:
         return None

@@ -20,7 +20,9 @@ import torch
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Schedule, StageAssignment, load_schedule
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Schedule, StageAssignment
+from xgpt.core.schedule_file import load_schedule
 from xgpt.core.workload import RequestError, read_requests
 from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
@@ -42,7 +44,7 @@ from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.plan import RunPlan, load_plan, write_atomically
 from xrunner.rules.order import run_order
-from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
+from xrunner.rules.registry import rules_for
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.waa import waa_rules
 from xrunner.transport.comm import Comm
@@ -208,7 +210,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     loaded = _load(plan, schedule, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
     rule = rra_rule(schedule.estimate, slots=plan.slots) if (
-        schedule.estimate.policy == "rra") else None
+        policy(schedule.estimate.policy).is_changeable) else None
     head = _first_head(schedule, rule, sink=sink, clock=clock, **_of_head(plan, world, loaded))
     order = order_of(len(queries), plan, before)
     if plan.is_watched:
@@ -219,7 +221,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     estimate = schedule.estimate
-    head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))
+    head.start(spare_bytes=max(estimate.figures.memory_capacity_bytes - max(estimate.figures.memory_bytes), 0))
 
     def report() -> RankReport:
         loaded.executor.close()
@@ -266,7 +268,7 @@ def _of_head(plan: RunPlan, world: World, loaded: Loaded) -> dict[str, Any]:
 
 def _decode_head(schedule: Schedule) -> int | None:
     """First rank of WAA's decode pool."""
-    both = pools(schedule.estimate.stages)
+    both = pools(schedule.estimate.deployment.stages)
     return None if len(both) == 1 else both[1][0].ranks[0]
 
 
@@ -294,7 +296,7 @@ def order_of(num_queries: int, plan: RunPlan, before: Answered) -> list[int]:
 
 
 def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> Loaded:
-    stages, rank = schedule.estimate.stages, world.comm.rank
+    stages, rank = schedule.estimate.deployment.stages, world.comm.rank
     stage = next(stage for stage in stages if rank in stage.ranks)
     shard = WHOLE
     if any(stage.tp_degree > 1 for stage in stages):
@@ -320,10 +322,10 @@ def _load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> 
 def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
               world: World) -> tuple[EntrySender | None, EntryReceiver | None]:
     """This rank's end of the handover, under WAA."""
-    both = pools(schedule.estimate.stages)
+    both = pools(schedule.estimate.deployment.stages)
     if len(both) == 1:
         return None, None
-    comm, found = world.duplicate(), parts(schedule.estimate.stages, spec)
+    comm, found = world.duplicate(), parts(schedule.estimate.deployment.stages, spec)
     abort = partial(world.abort, 1)
     if stage.role == "encode":
         return EntrySender(comm, found, abort=abort), None
@@ -333,20 +335,17 @@ def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
     estimate = schedule.estimate
-    if estimate.policy not in EXECUTED:
-        raise XgptError(f"policy {estimate.policy!r} cannot be executed; can be: "
-                        f"{', '.join(EXECUTED)}")
-    roles = [pool[0].role for pool in pools(estimate.stages)]
-    expected = ["encode", "decode"] if estimate.policy in TWO_POOLS else ["both"]
+    roles = [pool[0].role for pool in pools(estimate.deployment.stages)]
+    expected = list(policy(estimate.policy).pools)
     if roles != expected:
         raise XgptError(f"the schedule's stages have the roles {roles}; {estimate.policy} has "
                         f"{expected}")
-    ranks = sorted(rank for stage in estimate.stages for rank in stage.ranks)
+    ranks = sorted(rank for stage in estimate.deployment.stages for rank in stage.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
                         f"{comm.size}")
-    if estimate.stages[0].ranks[0] != 0:
-        raise XgptError(f"the schedule's first stage has the ranks {estimate.stages[0].ranks}: "
+    if estimate.deployment.stages[0].ranks[0] != 0:
+        raise XgptError(f"the schedule's first stage has the ranks {estimate.deployment.stages[0].ranks}: "
                         "rank 0 must be its first, since it decides")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import JOB_STATUS, Estimate, Rejected, Schedule
+from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search import POLICIES
@@ -74,10 +75,10 @@ def for_the_job(schedule: Schedule, count: int, wall_s: Callable[[Estimate, int]
     run it. judge: an estimate's margin, times which its latency must keep the bound.
     """
     own = schedule.estimate
-    if count >= SHORT * max(own.decode_batch + own.encode_batch, own.max_in_system):
+    if count >= SHORT * own.most_in_system:
         return schedule
     clock = _Counted(wall_s)
-    first = _first_round(_admissible(spaces(), schedule.latency_bound_s, count), clock, count,
+    first = _first_round(_admissible(spaces(), schedule.bound.limit_s, count), clock, count,
                          clock(own, 1))
     replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
@@ -87,7 +88,7 @@ def for_the_job(schedule: Schedule, count: int, wall_s: Callable[[Estimate, int]
         if found_s > (1 - WORTH) * steady_s:
             break
         margin = judge(estimate)
-        if estimate.latency_s * margin.factor <= schedule.latency_bound_s:
+        if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
             return _taken(schedule, estimate, margin, count, found_s, steady_s, clock.num_replayed)
     return schedule
 
@@ -140,16 +141,14 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: Margin, count: int, w
     longer = steady_s / wall_s - 1
     note = (f"Chosen for this job's {count} queries, which it is expected to answer in "
             f"{format_seconds(wall_s)}, ramp and drain included: the quickest of {replayed} "
-            f"replayed. The highest throughput in steady state ({before.throughput_qps:.4g} "
+            f"replayed. The highest throughput in steady state ({before.figures.throughput_qps:.4g} "
             f"queries/s by {_words(before)}) would take {format_seconds(steady_s)}.")
     row = Rejected(label=f"highest in steady state: {_words(before)}",
-                   throughput_qps=before.throughput_qps, latency_s=before.latency_s,
+                   throughput_qps=before.figures.throughput_qps, latency_s=before.figures.latency_s,
                    reason=f"takes {longer:.0%} longer for {count} queries")
-    gap = schedule.bound_qps / estimate.throughput_qps - 1
-    return replace(
-        schedule, estimate=estimate, gap=gap, status=JOB_STATUS, explanation=(note,),
-        rejected=(row, *schedule.rejected), margin=margin.factor, margin_cost=0.0,
-        margin_note=margin.sentence)
+    gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
+    return schedule.changed(estimate=estimate, gap=gap, status=JOB_STATUS, explanation=(note,),
+        rejected=(row, *schedule.rejected), margin=KeptMargin(factor=margin.factor, note=margin.sentence))
 
 
 def _words(estimate: Estimate) -> str:

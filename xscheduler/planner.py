@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.schedule import Rejected, Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.branch_and_bound import Status
@@ -55,12 +56,10 @@ class Planner:
         schedule = _compared(planned, [found for search in (self._own, *longer)
                                        for found in search.found])
         # what does not keep its margin is explained by what it does use
-        limit_s = max(bound_s / planned.margin.factor, min(schedule.estimate.latency_s, bound_s))
+        limit_s = max(bound_s / planned.margin.factor, min(schedule.estimate.figures.latency_s, bound_s))
         explanation = explain_choice(schedule, _bounded(self._explained, bound_s), self.timing,
                                      latency_limit_s=limit_s)
-        return replace(
-            schedule, margin=planned.margin.factor, margin_cost=max(planned.cost, 0.0),
-            margin_note=planned.margin.sentence,
+        return schedule.changed(margin=KeptMargin(     factor=planned.margin.factor, cost=max(planned.cost, 0.0),     note=planned.margin.sentence),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
             nodes=self._own.nodes - before + sum(search.nodes for search in longer),
             seconds=time.monotonic() - began)
@@ -90,7 +89,7 @@ class _Search:
     @property
     def nodes(self) -> int:
         """Configurations evaluated up to the last schedule found."""
-        return self.found[-1].nodes if self.found else 0
+        return self.found[-1].proof.nodes if self.found else 0
 
     def find(self, latency_bound_s: float) -> Schedule:
         self.found.append(self._scheduler.find(latency_bound_s))
@@ -100,15 +99,15 @@ class _Search:
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
     if latency_bound_s is None:
         return problem
-    return replace(problem, constraint=replace(problem.constraint, latency_s=latency_bound_s))
+    return replace(problem, constraint=problem.constraint.with_latency(latency_s=latency_bound_s))
 
 
 def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
     """The schedule planned, its alternatives beside it in the same currency: a schedule found under
     a margin was searched for longer outputs, and so were they."""
     schedule = planned.schedule
-    free = next(found for found in searched if found.latency_bound_s == schedule.latency_bound_s
-                and found.bound_qps == schedule.bound_qps)
+    free = next(found for found in searched if found.bound.limit_s == schedule.bound.limit_s
+                and found.proof.bound_qps == schedule.proof.bound_qps)
     if schedule.estimate == free.estimate:
         return schedule
     origin = next(found for found in searched if found.rejected is schedule.rejected)
@@ -117,11 +116,11 @@ def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
         rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
     rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
     rows.append(Rejected(
-        label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.latency_s,
-        throughput_qps=free.estimate.throughput_qps,
+        label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.figures.latency_s,
+        throughput_qps=free.estimate.figures.throughput_qps,
         reason="keeps the bound only if all is as expected"))
-    status = schedule.status if schedule.status == Status.LIMIT.value else Status.WITHIN_GAP.value
-    return replace(schedule, rejected=tuple(rows), status=status)
+    status = schedule.proof.status if schedule.proof.status == Status.LIMIT.value else Status.WITHIN_GAP.value
+    return schedule.changed(rejected=tuple(rows), status=status)
 
 
 def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:
@@ -129,7 +128,7 @@ def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> 
     is the same with the problem's own: with the share that it loses there."""
     if row.throughput_qps is None:
         return row
-    share = row.throughput_qps / origin.estimate.throughput_qps
-    return replace(row, throughput_qps=share * schedule.estimate.throughput_qps, latency_s=None,
+    share = row.throughput_qps / origin.estimate.figures.throughput_qps
+    return replace(row, throughput_qps=share * schedule.estimate.figures.throughput_qps, latency_s=None,
                    reason="no better, with the margin" if share >= 1 else
                    f"lower throughput by {1 - share:.1%}, with the margin")

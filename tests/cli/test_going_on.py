@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
+from xgpt.app import run as execution  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.session import Session, executable, find, open_session  # noqa: E402
-from xgpt.app import run as execution  # noqa: E402
 from xgpt.core.errors import StoppedEarly  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402

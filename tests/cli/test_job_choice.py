@@ -11,7 +11,8 @@ import pytest
 from xgpt.app.job_choice import choose_for_the_job
 from xgpt.app.prediction import predict
 from xgpt.app.session import Session, executable, find, open_session, timing_of, with_room
-from xgpt.core.schedule import JOB_STATUS, Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import JOB_STATUS, Schedule
+from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.job_time import SHORT, WORTH, searched_spaces
 from xscheduler.planner import Planner
@@ -47,13 +48,13 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     steady, found = steady_or_baseline(session), find(session, timing)
     assert wall_s(session, found) <= wall_s(session, steady)
     own = margin(session.problem, timing, found.estimate, padded=timing.is_padded)
-    assert found.estimate.fits and found.estimate.latency_s * own.factor <= found.latency_bound_s
+    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.latency_bound_s
     assert found.latency_bound_s == steady.latency_bound_s
     if found.estimate != steady.estimate:
         assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
-        assert found.estimate.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
+        assert found.estimate.figures.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
         assert "this job's 100 queries" in found.explanation[0]
-        assert found.rejected[0].throughput_qps == steady.estimate.throughput_qps
+        assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
 
 def steady_or_baseline(session: Session) -> Schedule:
@@ -76,7 +77,7 @@ def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
 def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     steady = steady_of(session)
-    present = steady.estimate.decode_batch + steady.estimate.encode_batch
+    present = steady.estimate.figures.decode_batch + steady.estimate.figures.encode_batch
     long = replace(session, problem=replace(session.problem,
                                             num_queries=math.ceil(SHORT * present)))
     asked: list[object] = []
@@ -88,7 +89,7 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
 def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
     fixed = "policy: rra, encode_batch: 10"
     session = session_of(tmp_path, 60, "inf", fixed)
-    assert find(session, timing_of(session)).estimate.encode_batch == 10
+    assert find(session, timing_of(session)).estimate.figures.encode_batch == 10
     (space,) = searched_spaces(session.problem, timing_of(session))
     assert {config.encode_batch for config in space.configs} == {10}
     whole = session_of(tmp_path, 60, "inf", f"{fixed}, decode_iterations: 8")

@@ -13,7 +13,8 @@ import pytest
 from xgpt.app.prediction import predict
 from xgpt.app.session import Session
 from xgpt.core import catalog
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.workload import Request
 from xprofiler.roofline import Roofline
@@ -30,7 +31,7 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
     problem = Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
         dtype="float16", num_queries=200, fixed=FixedSchedule(), default_max_tokens=80,
-        constraint=Constraint(latency_s=math.inf), adjustment=Adjustment(shuffle=shuffle))
+        constraint=latency_constraint(latency_s=math.inf), adjustment=Adjustment(shuffle=shuffle))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     inputs = np.arange(1, 201)
     inputs[17] = 10**6  # cannot run, and so has no place in the order

@@ -15,7 +15,7 @@ from job_folder import XGPT, read_lines  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
-from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.local import run_ranks  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.random_model import SERVED_BY, write_random_model  # noqa: E402
@@ -109,7 +109,7 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     write_random_model(out / "model", problem.model)
     (tmp_path / "requests.jsonl").write_text("".join(
         json.dumps({"tokens": [i, 7, 9], "forced_tokens": 3 + i % 5}) + "\n" for i in range(20)))
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
@@ -118,7 +118,7 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
         served_by=SERVED_BY, requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=16,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
-        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+        query_kv_tokens=estimate.deployment.group_kv_tokens)
     run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
     results = read_lines(out / "results.jsonl")
     assert [len(r["output_ids"]) for r in results] == [3 + i % 5 for i in range(20)]

@@ -23,7 +23,7 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
-from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.local import run_ranks  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
@@ -86,7 +86,7 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     problem = resolve(load_job(job_file, ()))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
@@ -95,7 +95,7 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
         requests=job_file.with_name("requests.jsonl"), is_chat=False, max_tokens=40,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
-        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches).save()
+        query_kv_tokens=estimate.deployment.group_kv_tokens).save()
 
 
 def answers(out: Path) -> dict[str, list[int]]:

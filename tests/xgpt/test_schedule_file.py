@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.schedule import (
-    Estimate,
-    Rejected,
-    Schedule,
-    StageAssignment,
+from xgpt.core.schedule import Rejected, Schedule, StageAssignment
+from xgpt.core.schedule_file import (
+    estimate_of,
+    from_json,
     load_schedule,
     save_schedule,
-    schedule_from_dict,
-    with_estimate,
+    schedule_of,
 )
 
 
 def _schedule(**changes: Any) -> Schedule:
     stages = (StageAssignment(index=0, ranks=(0, 1), first_layer=0, num_layers=3),
               StageAssignment(index=1, ranks=(2,), first_layer=3, num_layers=2, role="decode"))
-    estimate = Estimate(
+    estimate = estimate_of(
         policy="rra", encode_batch=8, decode_batch=31.5, decode_iterations=4, tp_degree=2,
         decode_micro_batches=1, tp_gpus=2, throughput_qps=3.25, output_tokens_per_s=104.0,
         latency_s=2.5, encode_s=0.5, decode_iteration_s=0.03, period_s=0.62, fits=True,
@@ -36,7 +34,7 @@ def _schedule(**changes: Any) -> Schedule:
         "quantile": 0.99, "status": "optimal", "bound_qps": 3.3, "gap": 0.0154, "nodes": 17,
         "seconds": 0.2, "fingerprint": "0123456789abcdef", "rejected": (
             Rejected(label="tp 4", throughput_qps=None, latency_s=None, reason="memory"),)}
-    return Schedule(**{**values, **changes})
+    return schedule_of(**{**values, **changes})
 
 
 @pytest.mark.parametrize("changes", [
@@ -78,13 +76,13 @@ def test_a_missing_file_is_wrong_input(tmp_path: Path) -> None:
 
 def test_foreign_keys_are_refused() -> None:
     with pytest.raises(TypeError):
-        schedule_from_dict({**_schedule().to_dict(), "color": "red"})
+        from_json({**_schedule().to_dict(), "color": "red"})
 
 
 def test_an_estimate_is_replaced_in_place() -> None:
-    changed = with_estimate(_schedule(), throughput_qps=9.0)
-    assert changed.estimate.throughput_qps == 9.0 and changed.nodes == 17
+    changed = _schedule().changed(throughput_qps=9.0)
+    assert changed.estimate.figures.throughput_qps == 9.0 and changed.nodes == 17
 
 
 def test_a_stages_degree_is_its_number_of_ranks() -> None:
-    assert [stage.tp_degree for stage in _schedule().estimate.stages] == [2, 1]
+    assert [stage.tp_degree for stage in _schedule().estimate.deployment.stages] == [2, 1]

@@ -16,7 +16,8 @@ import pytest
 from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
@@ -127,7 +128,7 @@ def problem_of(directory: Path, pairs: Any) -> Problem:
     return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
                    cluster=replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=2),
                    lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
-                   constraint=Constraint(latency_s=math.inf))
+                   constraint=latency_constraint(latency_s=math.inf))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core import catalog
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
@@ -108,7 +109,7 @@ def problem_of(adjustment: Adjustment) -> Problem:
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=catalog.task("S"),
         dtype="float16", num_queries=None, fixed=FixedSchedule(), default_max_tokens=80,
-        constraint=Constraint(latency_s=math.inf), adjustment=adjustment)
+        constraint=latency_constraint(latency_s=math.inf), adjustment=adjustment)
 
 
 @pytest.mark.parametrize(("adjustment", "rra_leads", "waa_leads", "share"), [

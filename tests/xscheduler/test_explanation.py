@@ -133,15 +133,15 @@ def test_with_times_the_next_batch_is_looked_at(policy):
     variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
     estimate = estimate_of(problem, policy, encode_batch=6, **variables)
     next_one = estimate_of(problem, policy, encode_batch=7, **variables)
-    between = (estimate.latency_s + next_one.latency_s) / 2
-    assert estimate.latency_s < next_one.latency_s
+    between = (estimate.figures.latency_s + next_one.latency_s) / 2
+    assert estimate.figures.latency_s < next_one.latency_s
     for bound_s, broken in ((between, ["the latency bound"]), (next_one.latency_s * 1.01, [])):
         bounded = toy_problem(latency_s=bound_s)
         schedule = schedule_of(bounded, estimate)
         assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken
         words = explain_choice(schedule, bounded, timing)[2]
         assert words.startswith("The latency bound binds" if broken else "No limit binds")
-    schedule = schedule_of(problem, estimate, memory_capacity_bytes=max(estimate.memory_bytes))
+    schedule = schedule_of(problem, estimate, memory_capacity_bytes=max(estimate.figures.memory_bytes))
     assert next_batch_breaks(schedule, problem, timing, math.inf) == ["memory"]
 
 

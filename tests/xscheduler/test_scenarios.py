@@ -70,7 +70,7 @@ def test_ft_is_the_papers_and_its_best_is_no_worse(row):
 
 
 def test_the_schedule_meets_its_bound_and_gains(row):
-    assert row.found.estimate.latency_s <= row.bound_s and row.found.estimate.fits
+    assert row.found.estimate.figures.latency_s <= row.bound_s and row.found.estimate.figures.fits
     assert row.found.nodes > 0
     assert 1.5 < row.gain < 3.5 and 1.0 < row.gain_best <= row.gain
 

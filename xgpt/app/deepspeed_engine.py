@@ -20,6 +20,7 @@ from xgpt.core.job import DEEPSPEED, FixedSchedule, Job
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xsimulator.policies import make_config, make_policy
@@ -84,9 +85,9 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
             mistakes.append(_mistake(
                 session.job, "schedule.policy", estimate.policy,
                 f"{' or '.join(POLICIES)}: the engine deepspeed works static batches"))
-        elif [len(stage.ranks) for stage in estimate.stages] != [ranks]:
+        elif [len(stage.ranks) for stage in estimate.deployment.stages] != [ranks]:
             mistakes.append(_mistake(
-                session.job, "schedule.stages", len(estimate.stages), f"one, of all {ranks} "
+                session.job, "schedule.stages", len(estimate.deployment.stages), f"one, of all {ranks} "
                 "ranks: the engine deepspeed takes them as one tensor-parallel group"))
         fixed = replace(fixed, policy=estimate.policy)
     if mistakes:
@@ -110,7 +111,7 @@ def find(session: Session, timing: TimingSource) -> Schedule:
     else:
         (estimate, nodes), status = _best(problem, policy), "best seen"
     estimate = replace(estimate, notes=(*estimate.notes, NOTE))
-    return Schedule(
+    return schedule_from_flat(
         estimate=estimate, latency_bound_s=constraint.latency_s, constraint_kind=constraint.kind,
         quantile=constraint.quantile, status=status, bound_qps=math.inf, gap=math.inf, nodes=nodes,
         seconds=time.monotonic() - began, fingerprint=problem.fingerprint)
@@ -121,11 +122,11 @@ def _given(session: Session, policy: Any) -> Estimate:
     config, _ = make_config(str(fixed.policy), replace(
         fixed, decode_micro_batches=fixed.decode_micro_batches or 1))
     estimate: Estimate = policy.estimate(config)
-    if not estimate.fits:
+    if not estimate.figures.fits:
         raise InfeasibleError(
             f"schedule.encode_batch = {fixed.encode_batch} does not fit: it takes "
-            f"{max(estimate.memory_bytes)} bytes of {estimate.memory_capacity_bytes} a rank")
-    if math.isinf(estimate.latency_s):
+            f"{max(estimate.figures.memory_bytes)} bytes of {estimate.figures.memory_capacity_bytes} a rank")
+    if math.isinf(estimate.figures.latency_s):
         raise InputError([_mistake(session.job, "schedule.encode_batch", fixed.encode_batch,
                                    "sizes that the profile does not reach")])
     return estimate
@@ -148,7 +149,7 @@ def _best(problem: Problem, policy: Any) -> tuple[Estimate, int]:
     raise InfeasibleError(
         f"no batch of {policy.name} on {problem.cluster.num_devices} ranks fits and keeps the "
         f"latency bound of {format_seconds(bound_s)}: one query alone takes "
-        f"{format_seconds(alone.latency_s)}, by the times of xgpt's own kernels")
+        f"{format_seconds(alone.figures.latency_s)}, by the times of xgpt's own kernels")
 
 
 def _refusals(session: Session) -> Iterator[Mistake]:

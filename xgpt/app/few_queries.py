@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from xgpt.cli.options import say
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job_file import CONTROLS
+from xgpt.core.policies import policies
 from xgpt.core.schedule import Schedule
 from xgpt.report.words import counted
 
@@ -34,7 +34,7 @@ def plan_with_enough(session: Session, plan: Callable[[Session], Schedule]) -> S
 def _without_the_number(session: Session, plan: Callable[[Session], Schedule]) -> Schedule | None:
     """None where nothing is fixed, or more than the number forbids it."""
     problem = session.problem
-    controls = {name for names in CONTROLS.values() for name in names}
+    controls = {name for row in policies() for name in row.variable_names}
     if problem.num_queries is None or all(
             getattr(problem.fixed, name) is None for name in controls):
         return None

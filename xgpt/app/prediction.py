@@ -62,9 +62,9 @@ def job_lengths(session: Session, schedule: Schedule) -> JobLengths | None:
             return None
         inputs, most = session.input_lengths, reserves - session.input_lengths
         is_forced = all(r.forced_tokens is not None and not r.stop for r in session.requests)
-    runs = inputs + most <= estimate.kv_tokens // estimate.decode_micro_batches
+    runs = inputs + most <= estimate.deployment.group_kv_tokens
     runs &= inputs < (problem.model.max_positions or np.inf)
-    runs &= inputs <= (estimate.encode_kv_tokens or np.inf)
+    runs &= inputs <= (estimate.deployment.encoding.kv_tokens or np.inf)
     order = in_run_order(session, estimate, int(runs.sum()))
     inputs, most = inputs[runs][order], most[runs][order]
     return JobLengths(inputs, most, most if is_forced else None)
@@ -72,5 +72,5 @@ def job_lengths(session: Session, schedule: Schedule) -> JobLengths | None:
 
 def in_run_order(session: Session, estimate: Estimate, count: int) -> list[int]:
     """Places of `count` queries in the order in which a run takes them up."""
-    window = window_of(session.problem.adjustment.shuffle, estimate.encode_batch)
+    window = window_of(session.problem.adjustment.shuffle, estimate.figures.encode_batch)
     return run_order(count, window, session.job.run.seed)

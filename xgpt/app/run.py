@@ -6,7 +6,7 @@ import json
 import platform
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.cli.bars import RunBar
 from xgpt.cli.options import plain, say
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
-from xgpt.core.job import DEEPSPEED, OWN_ENGINE
-from xgpt.core.job_file import CONTROLS
-from xgpt.core.schedule import Estimate, Schedule, load_schedule, save_schedule
+from xgpt.core.job import DEEPSPEED, OWN_ENGINE, Job
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.workload import synthetic_requests
 from xgpt.launch.contention import Contention, in_words
 from xgpt.launch.local import run_ranks
@@ -103,7 +104,7 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     output = session.job.output
     say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = account(output), load_schedule(output / "schedule.json")
-    is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
+    is_same = (_executed(executed) == _executed(schedule)
                and session.job.run.engine == OWN_ENGINE)
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = predict(session, timing, executed) if is_same and measured["stages"] else None
@@ -114,10 +115,10 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     return {**metrics, **_kept(session)}
 
 
-def _controls(estimate: Estimate) -> tuple[object, ...]:
+def _executed(schedule: Schedule) -> tuple[object, ...]:
     """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
-    names = {name for own in CONTROLS.values() for name in own}
-    return estimate.policy, estimate.stages, *(getattr(estimate, name) for name in sorted(names))
+    controls, names = schedule.controls, policy(schedule.controls.policy).variable_names
+    return schedule.deployment.stages, *(getattr(controls, name) for name in ("policy", *names))
 
 
 def _explain(metrics: dict[str, Any], session: Session, timing: TimingSource, schedule: Schedule,
@@ -179,8 +180,8 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
     requests = job.workload.requests
     if requests is None:
         requests = _write_synthetic(session)
-    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
-    most_input = schedule.estimate.encode_kv_tokens
+    query_tokens = schedule.estimate.deployment.group_kv_tokens
+    most_input = schedule.estimate.deployment.encoding.kv_tokens
     # what no request needs decides nothing: a run may go on by another schedule
     if (longest := _longest(session)) is not None:
         query_tokens = min(query_tokens, longest.reserve_tokens)
@@ -193,7 +194,7 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
-        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
         device_kind=session.problem.cluster.device.kind)
 
 
@@ -262,7 +263,7 @@ def _free_name(path: Path) -> Path:
 def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
            rescheduler: Rescheduler | None) -> None:
     output = session.job.output
-    bar = RunBar(output / "progress.json", schedule.latency_bound_s)
+    bar = RunBar(output / "progress.json", schedule.bound.limit_s)
 
     def watch() -> None:
         bar.update()
@@ -270,7 +271,7 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
             bar.end()  # what it has to say gets lines of its own
             say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
-    ranks = sum(stage.tp_degree for stage in schedule.estimate.stages)
+    ranks = sum(stage.tp_degree for stage in schedule.estimate.deployment.stages)
     try:
         run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=watch,
                   ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
@@ -318,7 +319,7 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
         "queries": measured["queries_before"] + measured["queries"],
         "queries_held": measured["queries_held"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
-        "steady_state_qps": schedule.estimate.throughput_qps,
+        "steady_state_qps": schedule.estimate.figures.throughput_qps,
         "load_bytes_per_s": None if measured["load_s"] is None else (
             measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
         **{key: measured[key] for key in (
@@ -338,6 +339,14 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
 def _job(session: Session) -> dict[str, Any]:
     job = session.job
     return {"name": job.name, "model": job.model, "cluster": job.cluster,
-            "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "workload": job.workload, "constraint": _constraint(job), "schedule": job.schedule,
             "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}
+
+
+def _constraint(job: Job) -> dict[str, Any]:
+    """The constraint by the keys of a job file."""
+    bound = job.constraint.latency
+    own = {field.name: getattr(job.constraint, field.name) for field in fields(job.constraint)
+           if field.name != "bounds"}
+    return {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile, **own}

@@ -12,14 +12,14 @@ from xgpt.app import deepspeed_engine
 from xgpt.app.few_queries import plan_with_enough
 from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.cli.options import say
-from xgpt.core import catalog
+from xgpt.core import catalog, policies
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.job_file import LOCAL_CLUSTER, load_job
 from xgpt.core.lengths import IntArray
 from xgpt.core.local import why_no_torch
 from xgpt.core.problem import Problem, known_model, resolve
-from xgpt.core.schedule import Schedule, with_estimate
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.core.workload import Request, RequestError, read_requests
 from xprofiler.match import match
@@ -30,7 +30,6 @@ from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model
-from xrunner.rules import registry
 from xrunner.rules.paged import BLOCK_TOKENS
 
 # Of the policies that are searched, the one whose schedule can be changed while it runs.
@@ -122,11 +121,9 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
         return deepspeed_engine.executable(session, schedule)
     fixed = session.problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
-    if policy not in (None, *registry.EXECUTED):  # of a schedule file
-        raise InputError([Mistake(file=str(session.job.source), line=None, key="schedule.policy",
-                                  value=policy, allowed=f"one of {', '.join(registry.EXECUTED)}")])
-    if policy in registry.DECODER_ONLY and session.problem.model.is_encoder_decoder:
-        able = [name for name in registry.EXECUTED if name not in registry.DECODER_ONLY]
+    if policy is not None and policies.policy(policy).is_decoder_only and (
+            session.problem.model.is_encoder_decoder):
+        able = [row.name for row in policies.policies() if not row.is_decoder_only]
         raise InputError([Mistake(
             file=str(session.job.source), line=None, key="schedule.policy", value=policy,
             allowed=f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
@@ -136,7 +133,7 @@ def executable(session: Session, schedule: Schedule | None = None) -> Session:
         policy = _CHANGEABLE
     fixed = replace(fixed, policy=policy)
     if schedule is not None:
-        degree, gpus = schedule.estimate.tp_degree, schedule.estimate.tp_gpus
+        degree, gpus = schedule.estimate.deployment.tp_degree, schedule.estimate.deployment.tp_gpus
         fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
     elif fixed.tp_degree == 1 or fixed.tp_gpus == 0:
         fixed = replace(fixed, tp_degree=1, tp_gpus=0)
@@ -189,17 +186,17 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
     """`schedule` with KV tokens for a query of `query_tokens` in every group, if they fit: one
     request longer than the planned lengths should be answered, not refused. Else unchanged."""
     estimate = schedule.estimate
-    if estimate.token_budget:  # its memory is paged
+    if getattr(estimate.controls, "token_budget", None):  # its memory is paged
         query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    kv_tokens = max(estimate.kv_tokens, query_tokens * estimate.decode_micro_batches)
+    kv_tokens = max(estimate.deployment.kv_tokens, query_tokens * estimate.deployment.num_groups)
     per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-    added = (kv_tokens - estimate.kv_tokens) * per_layer
+    added = (kv_tokens - estimate.deployment.kv_tokens) * per_layer
     extra = {rank: added * stage.num_layers // stage.tp_degree
-             for stage in estimate.stages for rank in stage.ranks}
-    memory = tuple(size + extra[rank] for rank, size in enumerate(estimate.memory_bytes))
-    if max(memory) > estimate.memory_capacity_bytes:
+             for stage in estimate.deployment.stages for rank in stage.ranks}
+    memory = tuple(size + extra[rank] for rank, size in enumerate(estimate.figures.memory_bytes))
+    if max(memory) > estimate.figures.memory_capacity_bytes:
         return schedule
-    return with_estimate(schedule, kv_tokens=kv_tokens, memory_bytes=memory)
+    return schedule.changed(kv_tokens=kv_tokens, memory_bytes=memory)
 
 
 def _random_model(job: Job, requests: Sequence[Request]) -> ModelFiles:

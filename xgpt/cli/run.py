@@ -20,7 +20,8 @@ from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.job_file import LOCAL_CLUSTER, load_job
 from xgpt.core.local import detect, usable_cores, why_no_torch
-from xgpt.core.schedule import Schedule, load_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xgpt.report.table import schedule_table
 from xprofiler.timing import TimingSource
 

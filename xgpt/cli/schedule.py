@@ -13,11 +13,12 @@ from xgpt.app.few_queries import plan_with_enough
 from xgpt.app.observing import hint
 from xgpt.app.session import Session, open_session, timing_of, with_room
 from xgpt.cli.options import job_arguments, plain, print_json, say, writable_file
+from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat, load_schedule, save_schedule
 from xgpt.core.units import parse_share
 from xgpt.report.choice_table import choice_table
-from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
 from xgpt.report.table import schedule_table, stage_table
 from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
@@ -39,7 +40,7 @@ class _Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat object: the schedule's keys, then those asked for."""
-        found: dict[str, Any] = {} if self.schedule is None else self.schedule.to_dict()
+        found: dict[str, Any] = {} if self.schedule is None else flat(self.schedule)
         if self.infeasible is not None:
             found["infeasible"] = str(self.infeasible)
         for key, value in (("price", self.offers), ("drift", self.drift),
@@ -133,7 +134,7 @@ def _ways(planner: Planner, answer: _Answer, current: Schedule) -> Reschedule:
 
     bound_s = planner.problem.constraint.latency_s
     return reschedule(current, planner.problem, planner.timing, search=known,
-                      latency_limit_s=None if found is None else bound_s / found.margin)
+                      latency_limit_s=None if found is None else bound_s / found.margin.factor)
 
 
 def _write(session: Session, answer: _Answer, out: Path) -> None:
@@ -141,9 +142,8 @@ def _write(session: Session, answer: _Answer, out: Path) -> None:
     if found is None:
         return
     if ways is not None and ways.chosen is not None and ways.choice != "redeploy":
-        qps = ways.chosen.throughput_qps
-        found = with_room(session, replace(
-            found, estimate=ways.chosen, gap=found.bound_qps / qps - 1, explanation=(),
+        qps = ways.chosen.figures.throughput_qps
+        found = with_room(session, found.changed(estimate=ways.chosen, gap=found.proof.bound_qps / qps - 1, explanation=(),
             rejected=()))
     save_schedule(found, out)
     say(f"schedule written to {out}")

@@ -16,7 +16,8 @@ from xgpt.app.session import Session, find, open_session, timing_of
 from xgpt.cli.options import job_arguments, print_json, say, writable_file
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
-from xgpt.core.schedule import Estimate, load_schedule
+from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import load_schedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -84,7 +85,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
             allowed="simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
     estimate: Estimate = policy.estimate(config)
-    if math.isinf(estimate.latency_s):
+    if math.isinf(estimate.figures.latency_s):
         words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
             "a size of this schedule lies beyond that"]
         raise InputError([Mistake(

@@ -12,6 +12,7 @@ from xgpt.app.session import Session, open_session, timing_of, with_room
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat
 from xgpt.core.units import format_seconds, parse_seconds
 from xgpt.report.table import fact, table
 from xscheduler.planner import Planner
@@ -31,7 +32,7 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
     rows = [(bound, _at(session, planner, bound)) for bound in given]
     if as_json:
         print_json({"bounds": [
-            {"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
+            {"bound_s": bound, **(flat(found) if isinstance(found, Schedule)
                                   else {"infeasible": found})} for bound, found in rows]})
         return
     click.echo(_table(rows))
@@ -41,7 +42,7 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
 
 
 def _table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
-    has_margin = any(isinstance(found, Schedule) and found.margin > 1 for _, found in rows)
+    has_margin = any(isinstance(found, Schedule) and found.margin.factor > 1 for _, found in rows)
     header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups",
               "TP", *(("margin",) if has_margin else ()))
     body = [_row(bound, found, has_margin) for bound, found in rows]
@@ -52,11 +53,11 @@ def _row(bound_s: float, found: Schedule | str, has_margin: bool) -> tuple[str, 
     if isinstance(found, str):
         return (format_seconds(bound_s), "infeasible", *("-",) * (7 if has_margin else 6))
     e = found.estimate
-    shared = (format_seconds(bound_s), e.policy, f"{e.throughput_qps:.4g}",
-              format_seconds(e.latency_s), str(e.encode_batch),
-              str(e.decode_iterations) if e.policy == "rra" else "-", str(e.decode_micro_batches),
-              f"{e.tp_degree} x {e.tp_gpus}" if e.tp_degree > 1 else "-")
-    return (*shared, f"{found.margin - 1:.1%}") if has_margin else shared
+    shared = (format_seconds(bound_s), e.policy, f"{e.figures.throughput_qps:.4g}",
+              format_seconds(e.figures.latency_s), str(e.figures.encode_batch),
+              str(e.figures.decode_iterations) if e.policy == "rra" else "-", str(e.deployment.num_groups),
+              f"{e.deployment.tp_degree} x {e.deployment.tp_gpus}" if e.deployment.tp_degree > 1 else "-")
+    return (*shared, f"{found.margin.factor - 1:.1%}") if has_margin else shared
 
 
 def _at(session: Session, planner: Planner, bound_s: float) -> Schedule | str:
@@ -71,7 +72,7 @@ def _default_bounds(session: Session, planner: Planner) -> list[float]:
     best = _at(session, planner, math.inf)
     if isinstance(best, str):
         raise InfeasibleError(best)
-    return [float(f"{share * best.estimate.latency_s:.3g}") for share in _SHARES] + [math.inf]
+    return [float(f"{share * best.estimate.figures.latency_s:.3g}") for share in _SHARES] + [math.inf]
 
 
 def _parse(text: str) -> list[float]:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job_file import CONTROLS
 from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Margin as KeptMargin
+from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.job_time import Space
@@ -36,8 +38,9 @@ def find_baseline(problem: Problem, timing: TimingSource) -> Schedule:
     began = time.monotonic()
     search = _Search(problem, timing)
     planned = plan_within(problem, timing, search.find, padded=timing.is_padded, replays=True)
-    return replace(planned.schedule, margin=planned.margin.factor,
-                   margin_cost=max(planned.cost, 0.0), margin_note=planned.margin.sentence,
+    return planned.schedule.changed(margin=KeptMargin(
+                       factor=planned.margin.factor, cost=max(planned.cost, 0.0),
+                       note=planned.margin.sentence),
                    nodes=search.num_evaluated, seconds=time.monotonic() - began)
 
 
@@ -72,7 +75,7 @@ class _Search:
         if found is None:
             raise InfeasibleError(self._refusal(bound_s))
         constraint = problem.constraint
-        return Schedule(
+        return schedule_from_flat(
             estimate=found, latency_bound_s=bound_s, constraint_kind=constraint.kind,
             quantile=constraint.quantile, status=_STATUS, bound_qps=math.inf, gap=math.inf,
             nodes=self._policy.num_evaluated, seconds=0.0, fingerprint=problem.fingerprint)
@@ -149,7 +152,7 @@ _PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of i
 def _given(problem: Problem) -> dict[str, int]:
     """Control variables that the job fixes."""
     assert problem.fixed.policy is not None
-    values = {name: getattr(problem.fixed, name) for name in CONTROLS[problem.fixed.policy]}
+    values = {name: getattr(problem.fixed, name) for name in policy(problem.fixed.policy).variable_names}
     return {name: value for name, value in values.items() if value is not None}
 
 

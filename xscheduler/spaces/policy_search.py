@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from xgpt.core.controls import max_in_system
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -102,7 +103,7 @@ class PolicySearch(ABC):
 
     def present(self, tight: Tight) -> float:
         """Queries present at a time in a configuration."""
-        return float(self.estimate(tight.plan, tight.point).max_in_system)
+        return float(max_in_system(self.estimate(tight.plan, tight.point).controls))
 
     def words(self, plan: int, point: tuple[int, ...]) -> str:
         """A point as it is shown."""

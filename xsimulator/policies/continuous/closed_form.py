@@ -27,14 +27,15 @@ from numpy.typing import NDArray
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_from_flat
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.occupancy import Occupancy, QueryFlow
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.continuous.forms import Load, LoadTimes, Steps
 from xsimulator.policies.continuous import forms as continuous
+from xsimulator.policies.continuous.forms import Load, LoadTimes, Steps
 from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
 from xsimulator.policies.continuous.paged_walk import Walk, WalkTable, walk
 from xsimulator.policies.grids import geometric
@@ -152,7 +153,7 @@ class _IterationLevel(ABC):
         notes = [f"times: {self.timing.provenance()}"]
         if found["stretch"] > 1:
             notes.append(f"extrapolated: sizes up to {found['stretch']:.2g} times those measured")
-        return Estimate(
+        return estimate_from_flat(
             policy=self.name, encode_batch=max(round(found["encode_batch"]), 1),
             decode_batch=found["decode_batch"], decode_iterations=1,
             decode_micro_batches=int(_groups(plan, [config])[0]), tp_degree=config.tp_degree,

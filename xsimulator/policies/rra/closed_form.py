@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule_file import estimate_from_flat
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, share_of
 from xsimulator import memory
@@ -203,7 +204,7 @@ class Rra:
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
             plan.stages, per_stage, strict=True) for rank in stage.ranks}
         period, encode = figures["period_s"], figures["encode_s"]
-        return Estimate(
+        return estimate_from_flat(
             policy="rra", encode_batch=config.encode_batch, decode_batch=figures["decode_batch"],
             decode_iterations=config.decode_iterations,
             decode_micro_batches=int(batch.groups[0]), tp_degree=config.tp_degree,

@@ -28,6 +28,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_from_flat
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
@@ -139,7 +140,7 @@ class Static:
             plan.stages, self._memory_bytes(plan, sizes)[0], strict=True) for rank in stage.ranks}
         rounds = float(self._rounds.not_done(sizes.batch).sum())
         period, encode = figures["period_s"], figures["encode_s"]
-        return Estimate(
+        return estimate_from_flat(
             policy=self.name, encode_batch=config.encode_batch, decode_batch=config.encode_batch,
             decode_iterations=max(round(rounds), 1),
             decode_micro_batches=int(sizes.groups[0]),
