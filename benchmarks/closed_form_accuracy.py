@@ -16,7 +16,7 @@ import datetime
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pool
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def draw(rng: np.random.Generator, policy: str, model: str,
          task: str) -> tuple[Problem, bool, Estimate] | None:
     """A problem with an estimate that fits; None where none of the draws does."""
     problem, padded = problem_of(rng, model, task), bool(rng.integers(2))
-    made = policy_class(policy)(problem, roofline_of(problem), padded=padded)
+    made = policy_class(policy)(problem, roofline_of(problem, padded))
     for _ in range(DRAWS):
         config, missing = make_config(policy, controls_of(rng, problem))
         assert not missing, f"{policy}: {missing}"
@@ -99,8 +99,11 @@ def draw(rng: np.random.Generator, policy: str, model: str,
     return None
 
 
-def roofline_of(problem: Problem) -> Roofline:
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+def roofline_of(problem: Problem, padded: bool) -> Roofline:
+    """The roofline, with decode attention as of kernels that read padded caches if `padded`."""
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    roofline.facts = replace(roofline.facts, is_padded=padded)
+    return roofline
 
 
 def compare(task: tuple[int, str, str, str]) -> Row | None:
@@ -119,8 +122,8 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     present = max(found.decode_batch + found.encode_batch, found.max_in_system, found.max_active)
     count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, rng)
-    result = replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs,
-                        padded=padded)
+    result = replay_job(problem, roofline_of(problem, padded), found, inputs=inputs,
+                        outputs=outputs)
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     if steady is None:
         return None

@@ -37,7 +37,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
-from xprofiler.timing import ENCODER_DECODER_ONLY, Operator, TimingSource
+from xprofiler.timing import ENCODER_DECODER_ONLY, MessageKind, Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import POLICIES, make_policy
 from xsimulator.policies.continuous.closed_form import IterationConfig
@@ -162,7 +162,7 @@ def profiled(problem: Problem, truth: Roofline, degrees: tuple[int, ...]) -> Pro
         return tuple(Sample(x=float(x), y=float(y), samples_s=(float(s),))
                      for x, y, s in zip(xs, ys, seconds, strict=True))
 
-    tables = {TableKey(STEP_OVERHEAD): (Sample(x=0.0, samples_s=(truth.step_overhead_s(),)),)}
+    tables = {TableKey(STEP_OVERHEAD): (Sample(x=0.0, samples_s=(truth.facts.step_overhead_s,)),)}
     assert not problem.model.is_encoder_decoder, f"needs {ENCODER_DECODER_ONLY}"
     messages, none = np.array(MESSAGES), np.zeros(len(MESSAGES))
     for degree in degrees:
@@ -174,10 +174,11 @@ def profiled(problem: Problem, truth: Roofline, degrees: tuple[int, ...]) -> Pro
         if degree > 1:
             link = problem.cluster.intra_link
             tables[TableKey(ALL_REDUCE, degree, link.name)] = points(
-                truth.all_reduce_s(messages, degree, link), messages, none)
+                truth.message_s(MessageKind.ALL_REDUCE, messages, link, tp_degree=degree),
+                                messages, none)
     for link in (problem.cluster.intra_link, problem.cluster.inter_link):
         tables[TableKey(TRANSFER, 1, link.name)] = points(
-            truth.transfer_s(messages, link), messages, none)
+            truth.message_s(MessageKind.TRANSFER, messages, link), messages, none)
     metadata = ProfileMetadata(
         model=problem.model.name, model_shape="", device=problem.cluster.device.name,
         dtype=problem.dtype, ranks=problem.cluster.num_devices, threads_per_rank=1, kernels="",

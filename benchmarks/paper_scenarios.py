@@ -108,7 +108,7 @@ def ft_plan(cluster: Cluster) -> tuple[int, int]:
 def ft_latencies(problem: Problem, timing: TimingSource) -> FloatArray:
     """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches."""
     degree, gpus = ft_plan(problem.cluster)
-    ft = Ft(problem, timing, padded=timing.is_padded)
+    ft = Ft(problem, timing)
     configs = [StaticConfig(encode_batch=BATCH_STEP * step, decode_micro_batches=gpus // degree,
                             tp_degree=degree, tp_gpus=gpus) for step in range(1, _MOST_BATCHES)]
     figures = ft.evaluate(configs)

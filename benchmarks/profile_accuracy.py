@@ -75,7 +75,7 @@ def one_model(name: str, arguments: argparse.Namespace) -> str:
         began = time.monotonic()
         wanted = wanted_profile(session.job, session.problem, (1, larger))
         # two degrees, so twice the budget of a job that runs one
-        profile = local_profile(wanted, budget_s=2 * arguments.budget, again=True)
+        profile = local_profile(wanted, session.tell, budget_s=2 * arguments.budget, again=True)
         took_s = time.monotonic() - began
         save_profile(profile, Path(folder) / "profile.json")
         request = Path(folder) / "request.json"

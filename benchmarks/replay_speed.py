@@ -92,7 +92,7 @@ def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     assert not missing, f"{name}: {missing}"
     found = make_policy(policy, problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
-    replayer = Replayer(problem, timing, found, padded=False)
+    replayer = Replayer(problem, timing, found)
     few, warm = slice(0, FEW), []
     for _ in range(2):
         began = time.perf_counter()

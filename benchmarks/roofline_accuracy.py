@@ -27,7 +27,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.calibrate import CalibrationPoint, Gemm, calibrate
 from xprofiler.importers import kernel_tables, vidur
 from xprofiler.roofline import Roofline
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 FloatArray = NDArray[np.float64]
@@ -383,7 +383,8 @@ def static_batch_s(source: Roofline, tp_degree: int, batch: int, input_tokens: i
     model, link = GPT_20B, catalog.link("nvlink3")
 
     def layers_s(rows: float, attention_s: FloatArray) -> FloatArray:
-        reduce_s = source.all_reduce_s(rows * model.hidden_size * 2, tp_degree, link)
+        reduce_s = source.message_s(MessageKind.ALL_REDUCE, rows * model.hidden_size * 2, link,
+                                    tp_degree=tp_degree)
         rest_s = source.operator_s(Operator.LAYER_REST, rows, tp_degree=tp_degree)
         seconds: FloatArray = model.num_layers * (rest_s + attention_s + 2 * reduce_s)
         return seconds
@@ -394,7 +395,7 @@ def static_batch_s(source: Roofline, tp_degree: int, batch: int, input_tokens: i
     decode_s = layers_s(float(batch), source.operator_s(
         Operator.DECODE_ATTENTION, batch, context, tp_degree=tp_degree))
     ends_s = (source.operator_s(Operator.HEAD, batch, tp_degree=tp_degree)
-              + source.step_overhead_s())
+              + source.facts.step_overhead_s)
     return float(encode_s + decode_s.sum() + output_tokens * ends_s)
 
 

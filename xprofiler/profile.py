@@ -15,15 +15,16 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
 
 # Fields of the metadata that say when and from what a profile came, not what it is a profile of.
 _LABELS = ("model", "date", "commit", "clock")
 
 # Tables that are no Operator. Their x is bytes, and they belong to a link; a step's overhead has
 # one point.
-ALL_REDUCE, TRANSFER = "all_reduce", "transfer"
-HANDOVER, HANDOVER_DIRECT = "kv_handover", "kv_handover_direct"  # through hosts' memory, or not
+ALL_REDUCE, TRANSFER = MessageKind.ALL_REDUCE.value, MessageKind.TRANSFER.value
+HANDOVER = MessageKind.HANDOVER.value  # through hosts' memory
+HANDOVER_DIRECT = "kv_handover_direct"
 STEP_OVERHEAD = "step_overhead"
 _EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not timed
 

@@ -17,12 +17,11 @@ from xprofiler.profile import (
     HANDOVER,
     HANDOVER_DIRECT,
     STEP_OVERHEAD,
-    TRANSFER,
     Profile,
     Sample,
     TableKey,
 )
-from xprofiler.timing import Operator, Reach, TimingSource
+from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
 FloatArray = NDArray[np.float64]
 
@@ -55,20 +54,11 @@ class ProfileTiming:
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
         self._borrowed: set[str] = set()  # what the fallback was asked for, in words
         self._grids = {key: _grid(profile, key) for key in profile.tables}
-        overhead = profile.table(STEP_OVERHEAD)
-        self._overhead_s = overhead[0].median_s if overhead else None
-
-    @property
-    def tp_degrees(self) -> tuple[int, ...]:
-        return self.profile.tp_degrees
-
-    @property
-    def is_padded(self) -> bool:
-        return self.profile.metadata.is_padded
-
-    @property
-    def sharing(self) -> float:
-        return self.profile.metadata.sharing
+        self._sharing = profile.metadata.sharing
+        self.facts = TimingFacts(
+            step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
+            sharing=self._sharing,
+            tp_degrees=frozenset(d for d in profile.tp_degrees if self._can_reduce(d)))
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
@@ -76,42 +66,31 @@ class ProfileTiming:
         grid = self._grids.get(TableKey(operator.value, tp_degree))
         if grid is None:
             raise XgptError(self._missing(operator.value, tp_degree))
-        return grid(x, y) * self.sharing
+        return grid(x, y) * self._sharing
 
-    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
-        if tp_degree == 1:
+    def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
+                  tp_degree: int = 1) -> FloatArray:
+        """See TimingSource. Of two ways that were both measured, the quicker."""
+        if kind is MessageKind.ALL_REDUCE and tp_degree == 1:
             return np.zeros_like(np.asarray(num_bytes, float))
-        grid = self._grids.get(TableKey(ALL_REDUCE, tp_degree, link.name))
-        if grid is not None:
-            return grid(num_bytes)
-        return self._other(ALL_REDUCE, tp_degree, link).all_reduce_s(num_bytes, tp_degree, link)
+        names = (HANDOVER, HANDOVER_DIRECT) if kind is MessageKind.HANDOVER else (kind.value,)
+        ways = [grid(num_bytes) for name in names
+                if (grid := self._grids.get(TableKey(name, tp_degree, link.name))) is not None]
+        if not ways:
+            return self._other(kind.value, tp_degree, link).message_s(
+                kind, num_bytes, link, tp_degree=tp_degree)
+        return ways[0] if len(ways) == 1 else np.asarray(np.min(ways, axis=0))
 
-    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
-        grid = self._grids.get(TableKey(TRANSFER, 1, link.name))
-        if grid is not None:
-            return grid(num_bytes)
-        return self._other(TRANSFER, 1, link).transfer_s(num_bytes, link)
+    def _step_overhead_s(self) -> float:
+        overhead = self.profile.table(STEP_OVERHEAD)
+        if overhead:
+            return overhead[0].median_s * self._sharing
+        return 0.0 if self._fallback is None else self._fallback.facts.step_overhead_s
 
-    def handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
-        """The quicker way, where both were measured."""
-        ways = [grid(num_bytes) for name in (HANDOVER, HANDOVER_DIRECT)
-                if (grid := self._grids.get(TableKey(name, 1, link.name))) is not None]
-        if ways:
-            return np.asarray(np.min(ways, axis=0))
-        return self._other(HANDOVER, 1, link).handover_s(num_bytes, link)
-
-    def step_overhead_s(self) -> float:
-        if self._overhead_s is not None:
-            return self._overhead_s * self.sharing
-        if self._fallback is not None:
-            return self._fallback.step_overhead_s()
-        return 0.0
-
-    def can_time(self, tp_degree: int) -> bool:
-        """Degrees whose layers were timed, and whose all-reduce was or can be had elsewhere."""
-        has_sums = tp_degree == 1 or self._fallback is not None or any(
+    def _can_reduce(self, tp_degree: int) -> bool:
+        """Whether all-reduces of this degree were measured, or can be had elsewhere."""
+        return tp_degree == 1 or self._fallback is not None or any(
             key.name == ALL_REDUCE and key.tp_degree == tp_degree for key in self._grids)
-        return tp_degree in self.tp_degrees and has_sums
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         grid = self._grids.get(TableKey(operator.value, tp_degree))
@@ -140,8 +119,9 @@ class ProfileTiming:
         reason = self.profile.refused.get(tp_degree)
         if reason is not None:
             return f"tensor-parallel degree {tp_degree}: {reason}"
-        if tp_degree not in self.tp_degrees:
-            measured = ", ".join(str(d) for d in self.tp_degrees)
+        degrees = self.profile.tp_degrees
+        if tp_degree not in degrees:
+            measured = ", ".join(str(d) for d in degrees)
             return (f"this profile has no tensor-parallel degree {tp_degree}; it has: {measured}. "
                     "`xgpt profile` measures more")
         return f"this profile ({self.profile.metadata.origin}) has no table {name!r}"

@@ -19,7 +19,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler import constants as figures
 from xprofiler.constants import LinkConstants, PerDegree, RooflineConstants
-from xprofiler.timing import Operator, Reach
+from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 FloatArray = NDArray[np.float64]
 
@@ -37,6 +37,8 @@ class Roofline:
         self._dtype = dtype
         self._is_calibrated = constants is not None
         self.constants = constants or figures.BY_KIND[device.kind]
+        # kernels read each query's own context; a device's rates are its share already
+        self.facts = TimingFacts(step_overhead_s=self.constants.step_overhead_s, is_padded=False)
 
     def with_constants(self, constants: RooflineConstants) -> Roofline:
         """The same model on the same device, with other constants."""
@@ -75,10 +77,14 @@ class Roofline:
             1 / c.gemm_overlap)
         return total + c.gemm_launch_s
 
-    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
-        """A collective and the skew of the group's ranks before it."""
-        return (self.collective_s(num_bytes, tp_degree, link)
-                + self.synchronisation_s(tp_degree))
+    def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
+                  tp_degree: int = 1) -> FloatArray:
+        """See TimingSource. An all-reduce is a collective and the skew of the ranks before it."""
+        if kind is MessageKind.ALL_REDUCE:
+            return (self.collective_s(num_bytes, tp_degree, link)
+                    + self.synchronisation_s(tp_degree))
+        return (self._transfer_s if kind is MessageKind.TRANSFER else self._handover_s)(
+            num_bytes, link)
 
     def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
         """All-reduce between ranks that start together, what nccl-tests measures: a ring moves
@@ -98,39 +104,22 @@ class Roofline:
         """Skew of a group's ranks at one all-reduce (design.md 3.6)."""
         return 0.0 if tp_degree == 1 else _at_degree(self.constants.synchronisation_s, tp_degree)
 
-    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+    def _transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
         """One message between consecutive stages: latency plus bytes over bandwidth."""
         rate = link.bandwidth_bytes_per_s * self.link_constants(link).transfer_share
         return link.latency_s + np.asarray(num_bytes, float) / rate
 
-    def handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+    def _handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
         """A transfer, and the copies that gather entries at one end and scatter them at the
         other (each reads and writes them once)."""
         copied = 4 * np.asarray(num_bytes, float)
         c = self.constants
-        return (self.transfer_s(num_bytes, link) + 2 * c.elementwise_launch_s
+        return (self._transfer_s(num_bytes, link) + 2 * c.elementwise_launch_s
                 + copied / self._bandwidth(c.elementwise_bytes_share))
-
-    def step_overhead_s(self) -> float:
-        """Host's fixed cost of one micro-batch on one stage."""
-        return self.constants.step_overhead_s
-
-    def can_time(self, tp_degree: int) -> bool:
-        """Any degree."""
-        return tp_degree >= 1
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """No measurements, so no limit to them."""
         return Reach(math.inf, math.inf)
-
-    @property
-    def is_padded(self) -> bool:
-        """Kernels that read each query's own context."""
-        return False
-
-    @property
-    def sharing(self) -> float:
-        return 1.0  # a device's rates are its share already
 
     def provenance(self) -> str:
         """One line for reports."""

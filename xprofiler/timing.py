@@ -1,12 +1,13 @@
 """The seam between what is timed and what is simulated: `TimingSource`.
 
-The measured profile and the analytic roofline are interchangeable behind it. All methods take
-and return arrays (broadcast against each other), in elements, tokens, bytes and seconds; a time
-is what one tensor-parallel group needs for its shard, without synchronisation.
+The measured profile and the analytic roofline are interchangeable behind it. Sizes and seconds are
+arrays (broadcast against each other), in elements, tokens, bytes and seconds; a time is what one
+tensor-parallel group needs for its shard, without synchronisation.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -34,9 +35,14 @@ class Operator(Enum):
 
 
 ENCODER_DECODER_ONLY = (Operator.ENCODER_REST, Operator.CROSS_KV, Operator.CROSS_ATTENTION)
-# The other arguments of a call do not count: x alone decides.
-ONE_DIMENSIONAL = (Operator.LAYER_REST, Operator.EMBED, Operator.HEAD, Operator.ENCODER_REST,
-                   Operator.CROSS_KV)
+
+
+class MessageKind(Enum):
+    """What goes over a link. The values are the names of a profile's tables."""
+
+    ALL_REDUCE = "all_reduce"  # over a group, with its synchronisation cost
+    TRANSFER = "transfer"  # point to point, between consecutive stages
+    HANDOVER = "kv_handover"  # KV entries in one rank's cache to the same entries in another's
 
 
 class Reach(NamedTuple):
@@ -46,11 +52,31 @@ class Reach(NamedTuple):
     y: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingFacts:
+    """What holds of all of a source's times."""
+
+    # host's fixed cost of one micro-batch on one stage (launches, header, bookkeeping)
+    step_overhead_s: float
+    # whether decode attention costs every query of a micro-batch the longest context among them
+    # (kernels that read padded caches), not its own
+    is_padded: bool
+    # how many times longer operators take, in these answers, than where a rank has the cores it
+    # works on for itself: 1, or more where ranks outnumber the cores and all work at once
+    sharing: float = 1.0
+    tp_degrees: frozenset[int] | None = None  # sizes of groups that are timed; None: any
+
+    def can_time(self, tp_degree: int) -> bool:
+        """Whether the source answers for groups of `tp_degree`."""
+        return self.tp_degrees is None or tp_degree in self.tp_degrees
+
+
 class TimingSource(Protocol):
-    """Seconds of each operator on one device type for one model and dtype.
+    """Seconds of each operator and message on one device type for one model and dtype.
 
     A size that the source refuses (a profile: beyond four times what it measured) takes infinite
-    time, so that no schedule is built on it."""
+    time, so that no schedule is built on it. A source made of another one holds those of the
+    other's members that it does not change, as attributes."""
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> NDArray[np.float64]:
@@ -59,43 +85,21 @@ class TimingSource(Protocol):
         x and y may be fractional (expected values). x = 0 costs 0."""
         ...
 
-    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int,
-                     link: Link) -> NDArray[np.float64]:
-        """Seconds of one all-reduce of `num_bytes` over a group, with its synchronisation cost."""
-        ...
-
-    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> NDArray[np.float64]:
-        """Seconds of one point-to-point message between consecutive stages."""
-        ...
-
-    def handover_s(self, num_bytes: ArrayLike, link: Link) -> NDArray[np.float64]:
-        """Seconds from KV entries in one rank's cache to the same entries in another's."""
-        ...
-
-    def step_overhead_s(self) -> float:
-        """Host's fixed cost of one micro-batch on one stage (launches, header, bookkeeping)."""
-        ...
-
-    def can_time(self, tp_degree: int) -> bool:
-        """Whether this source answers for groups of `tp_degree`."""
+    def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
+                  tp_degree: int = 1) -> NDArray[np.float64]:
+        """Seconds of one message of `num_bytes`; an all-reduce is over a group of `tp_degree`."""
         ...
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
-        """Sizes up to which `operator_s` rests on measurements."""
-        ...
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether decode attention costs every query of a micro-batch the longest context among
-        them (kernels that read padded caches), not its own."""
-        ...
-
-    @property
-    def sharing(self) -> float:
-        """How many times longer operators take, in these answers, than where a rank has the cores
-        it works on for itself: 1, or more where ranks outnumber the cores and all work at once."""
+        """Sizes up to which `operator_s` rests on measurements. Raises XgptError where there are
+        none."""
         ...
 
     def provenance(self) -> str:
         """One line for reports: where these times come from."""
+        ...
+
+    @property
+    def facts(self) -> TimingFacts:
+        """What holds of all times."""
         ...

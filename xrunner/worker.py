@@ -32,7 +32,6 @@ from xrunner.engine.baseline_heads import head_for
 from xrunner.engine.head import Head
 from xrunner.engine.measured import write_measured
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
-from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.engine.stage import StageExecutor
 from xrunner.engine.waa_heads import DecodeHead, EncodeHead
 from xrunner.io.adjustments import Steering
@@ -43,6 +42,7 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.plan import RunPlan, load_plan, write_atomically
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import run_order
 from xrunner.rules.registry import rules_for
 from xrunner.rules.rra import RraRule, rra_rule

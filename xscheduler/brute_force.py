@@ -47,14 +47,13 @@ class BruteForce:
 
 
 def evaluate_grid(policy: str, problem: Problem, timing: TimingSource, *,
-                  encode_batches: Sequence[int], others: Sequence[int] | None = None,
-                  padded: bool | None = None) -> BruteForce:
+                  encode_batches: Sequence[int], others: Sequence[int] | None = None
+                  ) -> BruteForce:
     """Of "rra" (others: decode_iterations), "waa-c" or "waa-m" (decode_micro_batches; None: all
     that are searched), over every tensor plan the problem allows."""
     plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
                         problem.cluster, timing)
-    made: Any = policy_class(policy)(problem, timing,
-                                     padded=timing.is_padded if padded is None else padded)
+    made: Any = policy_class(policy)(problem, timing)
     configs: list[Any] = []
     for plan in plans:
         degree, gpus = plan.tp_degree, plan.tp_gpus

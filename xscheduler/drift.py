@@ -82,16 +82,15 @@ class DriftRow:
 
 
 def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
-               search: Callable[[Problem], Estimate], padded: bool | None = None,
+               search: Callable[[Problem], Estimate],
                least_queries: int = LEAST_QUERIES) -> tuple[DriftRow, ...]:
     """Rows for FACTORS of mean and std and SKEWNESS_CHANGES, in this order.
 
-    search: the best estimate for a problem with other lengths; raises InfeasibleError. padded: see
-    xsimulator.policies.rra.closed_form.Rra; None: as the timing source's kernels are. Of a length
-    that the changed distribution has, the bound's quantile is its own to the search, not the
-    planned one.
+    search: the best estimate for a problem with other lengths; raises InfeasibleError. Of a
+    length that the changed distribution has, the bound's quantile is its own to the search, not
+    the planned one.
     """
-    replays = _Replays(problem, timing, search, padded, least_queries)
+    replays = _Replays(problem, timing, search, least_queries)
     usual = replays.figures(problem.lengths, estimate)
     assert usual is not None, "no steady state on the planned lengths"
     rows = []
@@ -124,10 +123,10 @@ class _Replays:
     """Replays on changed lengths; keeps the unchanged distribution's best."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
-                 search: Callable[[Problem], Estimate], padded: bool | None,
+                 search: Callable[[Problem], Estimate],
                  least_queries: int) -> None:
         self._problem, self._timing, self._search = problem, timing, search
-        self._padded, self._least_queries = padded, least_queries
+        self._least_queries = least_queries
         self._known: dict[int, DriftFigures | None] = {}
 
     def best(self, lengths: JointLengths) -> DriftFigures | None:
@@ -148,7 +147,7 @@ class _Replays:
         present = estimate.most_in_system
         count = min(max(self._least_queries, math.ceil(ROUNDS * present)), MOST_QUERIES)
         inputs, outputs = lengths.sample(count, np.random.default_rng(SEED))
-        result = Replayer(problem, self._timing, estimate, padded=self._padded).run(inputs, outputs)
+        result = Replayer(problem, self._timing, estimate).run(inputs, outputs)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
         of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)

@@ -51,7 +51,7 @@ class Planner:
                 longer.append(self._search_of(other))
             return longer[-1].find(other.constraint.latency_s)
 
-        planned = plan_within(problem, self.timing, self._own.find, padded=self.timing.is_padded,
+        planned = plan_within(problem, self.timing, self._own.find,
                               search_problem=of_problem, replays=True)
         schedule = _compared(planned, [found for search in (self._own, *longer)
                                        for found in search.found])

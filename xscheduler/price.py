@@ -154,4 +154,4 @@ def _none(what: str, reason: str) -> Offer:
 
 
 def _find(problem: Problem, timing: TimingSource) -> Schedule:
-    return find_schedule(problem, timing, padded=timing.is_padded)
+    return find_schedule(problem, timing)

@@ -35,18 +35,16 @@ FREE_GAP = 0.02  # of the search without a latency bound, which is only compared
 
 
 def find_schedule(problem: Problem, timing: TimingSource, *, gap: float = GAP,
-                  max_nodes: int | None = None, max_seconds: float | None = None,
-                  padded: bool | None = None) -> Schedule:
+                  max_nodes: int | None = None, max_seconds: float | None = None
+                  ) -> Schedule:
     """The schedule of highest steady-state throughput within the problem's constraint.
 
     gap: stop once no admissible schedule can be better by more than this share. max_nodes,
-    max_seconds: limits of each policy's search; the result's status says when one was hit. padded:
-    see xsimulator.policies.rra.closed_form.Rra; by default as the timing source's kernels are.
+    max_seconds: limits of each policy's search; the result's status says when one was hit.
     Raises InfeasibleError naming the tightest latency that can be met, InputError for fixed values
     that the model or cluster cannot hold.
     """
-    return Scheduler(problem, timing, gap=gap, max_nodes=max_nodes, max_seconds=max_seconds,
-                     padded=padded).find()
+    return Scheduler(problem, timing, gap=gap, max_nodes=max_nodes, max_seconds=max_seconds).find()
 
 
 class _Best(NamedTuple):
@@ -66,19 +64,17 @@ class Scheduler:
     for one serves the next."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, gap: float = GAP,
-                 max_nodes: int | None = None, max_seconds: float | None = None,
-                 padded: bool | None = None) -> None:
+                 max_nodes: int | None = None, max_seconds: float | None = None) -> None:
         """See find_schedule."""
         self.problem = problem
         self._gap, self._max_nodes, self._max_seconds = gap, max_nodes, max_seconds
-        padded = timing.is_padded if padded is None else padded
         plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
                             problem.cluster, timing)
         self._policies: list[PolicySearch] = []
         for name in _policies_of(problem):
             own: PolicySearch = (
-                RraPolicySearch(problem, timing, plans, padded=padded) if name == "rra" else
-                WaaPolicySearch(name, problem, timing, plans, padded=padded))
+                RraPolicySearch(problem, timing, plans) if name == "rra" else
+                WaaPolicySearch(name, problem, timing, plans))
             if own.plans:
                 self._policies.append(own)
         if not self._policies:

@@ -24,31 +24,25 @@ too large rather than too small there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, special
 
-from xgpt.core.cluster import Link
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import FloatArray, JointLengths, bootstrap, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.profile import (
-    ALL_REDUCE,
-    HANDOVER,
-    HANDOVER_DIRECT,
-    STEP_OVERHEAD,
-    TRANSFER,
     TableKey,
 )
 from xprofiler.profile_timing import TableError
-from xprofiler.timing import Operator, Reach, TimingSource
+from xprofiler.raised import Raised
+from xprofiler.timing import TimingSource
 from xscheduler.live.pinned import pinned_policy
 from xsimulator.policies import make_config
 from xsimulator.replay.predict import replay_latency_s
@@ -105,21 +99,18 @@ class _Case(NamedTuple):
     layers: int
 
 
-def margin(problem: Problem, timing: TimingSource, estimate: Estimate, *,
-           padded: bool) -> Margin:
+def margin(problem: Problem, timing: TimingSource, estimate: Estimate) -> Margin:
     """What the constraint's confidence and drift demand of this estimate's latency."""
-    return Doubts(problem, timing, padded=padded).margin(estimate)
+    return Doubts(problem, timing).margin(estimate)
 
 
 class Doubts:
     """Margins of one problem's estimates; keeps the resampled distributions between them."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool,
+    def __init__(self, problem: Problem, timing: TimingSource, *,
                  replays: bool = False) -> None:
         """`replays`: each schedule's latency is checked by a replay."""
-        self.problem, self._replays = problem, replays
-        self._timing: TimingSource = timing if timing.is_padded == padded else Raised(
-            timing, None, 1.0, padded=padded)
+        self.problem, self._timing, self._replays = problem, timing, replays
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._policies: dict[tuple[object, int], Any] = {}
         self._layers: dict[object, int] = {}  # a number for each policy and its stages
@@ -155,8 +146,7 @@ class Doubts:
         """By how much a replay's latency exceeds the closed form's."""
         if not self._replays or math.isinf(self.problem.constraint.latency_s):
             return 1.0
-        seen_s = replay_latency_s(self.problem, self._timing, estimate, _SEED,
-                                  padded=self._timing.is_padded)
+        seen_s = replay_latency_s(self.problem, self._timing, estimate, _SEED)
         ratio = seen_s / estimate.figures.latency_s
         return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
@@ -190,8 +180,7 @@ class Doubts:
                 continue
             step = max(error.relative, LEAST_STEP)
             raised_s = self._latency_s(key, self.problem.lengths, case,
-                                       Raised(self._timing, key, 1 + step,
-                                              padded=self._timing.is_padded))
+                                       Raised(self._timing, key, 1 + step))
             effect = math.log(raised_s / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2
@@ -301,7 +290,6 @@ def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> flo
 
 
 def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float], Schedule], *,
-                padded: bool,
                 search_problem: Callable[[Problem], Schedule] | None = None,
                 replays: bool = False) -> PlannedWithin:
     """The best schedule found whose latency times its own margin keeps the bound.
@@ -319,7 +307,7 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
     `latency_bound_s` is the problem's, its `bound_qps` holds for schedules without a margin.
     """
     bound_s = problem.constraint.latency_s
-    doubts = Doubts(problem, timing, padded=padded, replays=replays)
+    doubts = Doubts(problem, timing, replays=replays)
     free = search(bound_s)
     first = doubts.margin(free.estimate)
     if free.estimate.figures.latency_s * first.factor <= bound_s:
@@ -411,56 +399,3 @@ def _tighter_s(target_s: float, searched_s: float, factor: float) -> float:
     if math.isinf(factor):
         return SHRINK_UNKNOWN * min(target_s, searched_s)
     return target_s / factor
-
-
-class Raised:
-    """A timing source with one table's times multiplied, and padded as it is said to be."""
-
-    def __init__(self, source: TimingSource, key: TableKey | None, factor: float, *,
-                 padded: bool) -> None:
-        """`key` None: no table's."""
-        self._source, self._key, self._factor, self._padded = source, key, factor, padded
-
-    @property
-    def is_padded(self) -> bool:
-        return self._padded
-
-    @property
-    def sharing(self) -> float:
-        return self._source.sharing
-
-    def _of(self, names: Sequence[str], tp_degree: int = 1, link: str = "") -> float:
-        key = self._key
-        is_it = key is not None and (
-            key.name in names and key.tp_degree == tp_degree and key.link == link)
-        return self._factor if is_it else 1.0
-
-    def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
-                   tp_degree: int = 1) -> NDArray[np.float64]:
-        """See TimingSource; so all others."""
-        return self._of([operator.value], tp_degree) * self._source.operator_s(
-            operator, x, y, tp_degree=tp_degree)
-
-    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int,
-                     link: Link) -> NDArray[np.float64]:
-        return self._of([ALL_REDUCE], tp_degree, link.name) * self._source.all_reduce_s(
-            num_bytes, tp_degree, link)
-
-    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> NDArray[np.float64]:
-        return self._of([TRANSFER], link=link.name) * self._source.transfer_s(num_bytes, link)
-
-    def handover_s(self, num_bytes: ArrayLike, link: Link) -> NDArray[np.float64]:
-        return self._of([HANDOVER, HANDOVER_DIRECT], link=link.name) * self._source.handover_s(
-            num_bytes, link)
-
-    def step_overhead_s(self) -> float:
-        return self._of([STEP_OVERHEAD]) * self._source.step_overhead_s()
-
-    def can_time(self, tp_degree: int) -> bool:
-        return self._source.can_time(tp_degree)
-
-    def reach(self, operator: Operator, tp_degree: int) -> Reach:
-        return self._source.reach(operator, tp_degree)
-
-    def provenance(self) -> str:
-        return self._source.provenance()

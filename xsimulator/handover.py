@@ -11,7 +11,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.timing import TimingSource
+from xprofiler.timing import MessageKind, TimingSource
 from xsimulator import memory
 
 
@@ -40,7 +40,8 @@ class HandoverCost:
 
     def many(self, tokens: FloatArray) -> FloatArray:
         """Of each number of tokens."""
-        return self._timing.handover_s(tokens * self.bytes_per_token, self._link)
+        return self._timing.message_s(MessageKind.HANDOVER, tokens * self.bytes_per_token,
+                                      self._link)
 
 
 def _widest(problem: Problem, encode: Sequence[StageAssignment],

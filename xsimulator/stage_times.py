@@ -23,7 +23,7 @@ from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.timing import Operator, TimingSource
+from xprofiler.timing import MessageKind, Operator, TimingSource
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
@@ -47,7 +47,8 @@ class LayerTimes:
         if degree == 1:
             return rest
         tokens = np.asarray(tokens, float)
-        reduce_s = self.timing.all_reduce_s(tokens * self.row_bytes, degree, self._link)
+        reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, tokens * self.row_bytes,
+                                          self._link, tp_degree=degree)
         total: FloatArray = rest + all_reduces * np.where(tokens > 0, reduce_s, 0.0)
         return total
 
@@ -147,21 +148,6 @@ class StageTimes:
         work[..., -1] += self.first_tokens_s(queries)
         return work
 
-    def mixed_s(self, tokens: ArrayLike, encoded: ArrayLike, attention_s: PerDegree,
-                queries: ArrayLike, context: ArrayLike) -> FloatArray:
-        """[..., stages] of steps that do both at once (ORCA's selective batching): `encoded`
-        queries get their first token, `queries` one more. A decoder-only model's layers run all
-        rows together, attention apart; an encoder-decoder model's run one after the other."""
-        if self._model.is_encoder_decoder:
-            return (self.encode_s(tokens, encoded, attention_s) + self.decode_s(queries, context)
-                    - self._timing.step_overhead_s())
-        rows = np.asarray(tokens, float) + np.asarray(queries, float)
-        work = self.decode_rows_s(rows) + self.per_stage_s(attention_s, self.decoder_layers)
-        work = work + self.per_stage_s(self.decode_attention_s(queries, context),
-                                       self.decoder_layers)
-        work[..., -1] += self.first_tokens_s(np.asarray(encoded, float) + np.asarray(queries))
-        return work
-
     def encode_rows_s(self, tokens: ArrayLike) -> FloatArray:
         """[..., stages] of encoding `tokens`: all but attention and head."""
         if not self._model.is_encoder_decoder:
@@ -175,8 +161,7 @@ class StageTimes:
         work = work + self.cross_kv_s(tokens)
         if len(self.stages) > 1:
             moved = np.asarray(tokens, float) * self._layers.row_bytes
-            work[..., -1] += self._timing.transfer_s(moved, self._links[-1]) * (
-                len(self.stages) - 1)
+            work[..., -1] += self._transfer_s(moved, self._links[-1]) * (len(self.stages) - 1)
         return work
 
     def cross_kv_s(self, tokens: ArrayLike) -> FloatArray:
@@ -222,7 +207,7 @@ class StageTimes:
         if len(self.stages) == 1:
             return head
         back = np.asarray(queries, float) * TOKEN_BYTES
-        return head + self._timing.transfer_s(back, self._links[-1])
+        return head + self._transfer_s(back, self._links[-1])
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
         """[..., stages]: one layer's seconds per degree, times each stage's `layers`."""
@@ -245,7 +230,7 @@ class StageTimes:
     @property
     def overhead_s(self) -> float:
         """The host's fixed cost that every stage's time includes."""
-        return self._timing.step_overhead_s()
+        return self._timing.facts.step_overhead_s
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
@@ -279,15 +264,18 @@ class StageTimes:
         """`work` of the layers with messages, embedding and the host's fixed cost."""
         work = work + self._onward_s(np.asarray(rows, float) * self._layers.row_bytes)
         work[..., 0] += self._operator_s(Operator.EMBED, rows, 0)
-        return work + self._timing.step_overhead_s()
+        return work + self._timing.facts.step_overhead_s
 
     def _onward_s(self, moved_bytes: FloatArray) -> FloatArray:
         """Each stage's message to the next; the last sends none."""
         links = dict.fromkeys(self._links[:-1])
-        found = np.stack([*(self._timing.transfer_s(moved_bytes, link) for link in links),
+        found = np.stack([*(self._transfer_s(moved_bytes, link) for link in links),
                           np.zeros_like(moved_bytes)], axis=-1)
         place = {link: index for index, link in enumerate(links)}
         return np.take(found, [*(place[link] for link in self._links[:-1]), -1], axis=-1)
+
+    def _transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        return self._timing.message_s(MessageKind.TRANSFER, num_bytes, link)
 
     def _operator_s(self, operator: Operator, size: ArrayLike, stage: int) -> FloatArray:
         return self._timing.operator_s(operator, size, tp_degree=self.stages[stage].tp_degree)

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from xgpt.app import few_queries
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.cli.schedule import schedule
+from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError
 
 NOTE = "batches will not fill"
@@ -19,7 +20,7 @@ def opened(folder: Path, schedule: str, count: int, more: str = "") -> Session:
     (folder / "job.yaml").write_text(
         f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, task: S}}\n"
         f"schedule: {{{schedule}}}\n{more}")
-    return executable(open_session(folder / "job.yaml", (), fetch=False))
+    return executable(open_session(folder / "job.yaml", (), Terminal(), fetch=False))
 
 
 @pytest.mark.parametrize(("schedule", "count"), [

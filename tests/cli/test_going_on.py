@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 from xgpt.app import run as execution  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.session import Session, executable, find, open_session  # noqa: E402
+from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import StoppedEarly  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402
@@ -55,7 +56,7 @@ run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1, weights: random}}
 output: out
 """)
     (folder / "out").mkdir(exist_ok=True)
-    return executable(open_session(folder / "job.yaml", (), fetch=True))
+    return executable(open_session(folder / "job.yaml", (), Terminal(), fetch=True))
 
 
 def roofline(session: Session) -> Roofline:

@@ -10,6 +10,7 @@ import pytest
 from xgpt.app import session
 from xgpt.app.session import open_session, timing_of
 from xgpt.cli import run
+from xgpt.cli.terminal import Terminal
 from xgpt.core import local
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job
@@ -74,13 +75,13 @@ def test_gpus_are_measured_where_they_can_be(
         capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
-    def measure(wanted: object) -> object:
+    def measure(wanted: object, tell: object) -> object:
         asked.append(wanted)
         return wanted
 
     monkeypatch.setattr(session, "local_profile", measure)
     monkeypatch.setattr(session, "ProfileTiming", lambda profile: profile)
-    opened = open_session(job().source, (), fetch=False)
+    opened = open_session(job().source, (), Terminal(), fetch=False)
     assert timing_of(opened) is asked[0]
     assert asked[0].metadata.device == "A40" and asked[0].metadata.ranks == 2
     monkeypatch.setattr(session, "why_no_torch", lambda kind: "PyTorch has no CUDA")

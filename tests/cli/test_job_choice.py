@@ -47,7 +47,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     timing = timing_of(session)
     steady, found = steady_or_baseline(session), find(session, timing)
     assert wall_s(session, found) <= wall_s(session, steady)
-    own = margin(session.problem, timing, found.estimate, padded=timing.is_padded)
+    own = margin(session.problem, timing, found.estimate)
     assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.latency_bound_s
     assert found.latency_bound_s == steady.latency_bound_s
     if found.estimate != steady.estimate:

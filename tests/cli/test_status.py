@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from xgpt.cli.bars import progress_line
+from xgpt.app.progress import progress_line
 from xgpt.cli.main import cli
 from xrunner.io.lock import is_locked, output_lock
 from xrunner.io.progress import Progress, ProgressFile, write_progress
@@ -132,7 +132,7 @@ from pathlib import Path
 from xrunner.io.lock import output_lock
 from xrunner.io.progress import ProgressFile
 from xrunner.io.results import ResultWriter, answered, count_results
-from xrunner.engine.query import FinishedQuery, PreparedQuery
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import run_order
 
 out, kill_after = Path(sys.argv[1]), int(sys.argv[2])

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.cli import options
+from xgpt.cli import terminal
 from xgpt.cli.main import COMMANDS, cli
 from xgpt.core.errors import Mistake
 from xgpt.report.table import table
@@ -53,10 +53,10 @@ def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     message = "no schedule satisfies the bound: " + "the tightest that can be met, " * 5 + "\n  end"
-    options.say(message)
+    terminal.say(message)
     assert capsys.readouterr().err == message + "\n"
-    monkeypatch.setattr(options, "is_terminal", lambda: True)
-    options.say(message)
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    terminal.say(message)
     shown = capsys.readouterr().err
     assert max(map(len, shown.splitlines())) <= 60 and shown.split() == message.split()
     assert shown.endswith("\n  end\n")

@@ -30,7 +30,7 @@ from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
 from xrunner.engine.kv import KvCache  # noqa: E402
-from xrunner.ops.sampling import Sampling  # noqa: E402
+from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
 from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 

@@ -16,7 +16,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InputError, UnknownNameError
 from xprofiler.importers import aiconfigurator, import_folder, kernel_tables
 from xprofiler.profile_timing import ProfileTiming
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
 
 SIZES = (32, 64, 128, 256, 512)
 
@@ -79,7 +79,8 @@ def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path)
 def test_all_reduce_sizes_are_elements_and_graph_kernels_count(tables: Path) -> None:
     profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
     link = catalog.link("nvlink3")
-    times = ProfileTiming(profile).all_reduce_s([2000, 8000], 2, link)
+    times = ProfileTiming(profile).message_s(MessageKind.ALL_REDUCE, [2000, 8000], link,
+                                             tp_degree=2)
     assert times[1] - times[0] == pytest.approx(0.3e-3)
     skew_s = float(times[0]) - 0.1e-3
     assert 10e-6 < skew_s < 100e-6, "the analytic skew of ranks is added once"
@@ -94,7 +95,8 @@ def test_nccl_stands_in_where_the_engine_has_no_all_reduce_of_its_own(tables: Pa
     table = kernel_tables.read_nccl_all_reduce(tables / "a100_sxm_nccl_2.27.3.csv")
     assert table.num_bytes.tolist() == [2000, 8000]
     profile = import_folder("aiconfigurator", tables, TINY, A100, "bfloat16")
-    times = ProfileTiming(profile).all_reduce_s([2000, 8000], 2, catalog.link("nvlink3"))
+    times = ProfileTiming(profile).message_s(MessageKind.ALL_REDUCE, [2000, 8000],
+                                             catalog.link("nvlink3"), tp_degree=2)
     assert times[1] - times[0] == pytest.approx(0.3e-3)
 
 

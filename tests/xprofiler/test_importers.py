@@ -21,7 +21,7 @@ from xprofiler.importers.parts import grouped_messages, samples_at, undisturbed
 from xprofiler.importers.table import Column, read_table
 from xprofiler.profile import Profile
 from xprofiler.profile_timing import ProfileTiming
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
 
 # --- tables ---
 
@@ -186,8 +186,8 @@ def test_messages_within_and_between_nodes_go_to_their_links(tmp_path: Path) -> 
     timing = ProfileTiming(profile)
     near, far = catalog.link("nvlink3"), catalog.link("ib-200g")
     # the third of five sizes is their median: 3000 bytes, 0.03 ms a rank of the node
-    assert timing.all_reduce_s(3000, 2, near) == pytest.approx(6e-5)
-    assert timing.transfer_s(3000, far) == pytest.approx(3e-5)
+    assert timing.message_s(MessageKind.ALL_REDUCE, 3000, near, tp_degree=2) == pytest.approx(6e-5)
+    assert timing.message_s(MessageKind.TRANSFER, 3000, far) == pytest.approx(3e-5)
     with pytest.raises(InputError, match="collective"):
         vidur.read_all_reduce(message_file(tmp_path / "x.csv", "send_recv"))
 
@@ -238,8 +238,9 @@ def test_vidur_network_of_the_a100_node(tmp_path: Path) -> None:
     profile = import_folder("vidur", DATA / "vidur", catalog.model("llama-2-7b"), A100, "float16")
     timing, link = ProfileTiming(profile), catalog.link("nvlink3")
     # the README's own check: 64 MiB on eight GPUs in 0.675 ms; 36 us below 1 MiB
-    assert timing.all_reduce_s(2**26, 8, link) == pytest.approx(0.675e-3, rel=0.05)
-    assert 20e-6 < float(timing.all_reduce_s(2**16, 8, link)) < 60e-6
+    assert timing.message_s(MessageKind.ALL_REDUCE, 2**26, link,
+                            tp_degree=8) == pytest.approx(0.675e-3, rel=0.05)
+    assert 20e-6 < float(timing.message_s(MessageKind.ALL_REDUCE, 2**16, link, tp_degree=8)) < 60e-6
 
 
 @needs_data
@@ -284,7 +285,7 @@ def encode_s(profile: Profile, lengths: Sequence[int], degree: int) -> float:
                                   tp_degree=degree).sum()
     ends = (timing.operator_s(Operator.EMBED, sum(lengths), tp_degree=degree)
             + timing.operator_s(Operator.HEAD, len(lengths), tp_degree=degree))
-    return float(layers * (rest + attention) + ends + timing.step_overhead_s())
+    return float(layers * (rest + attention) + ends + timing.facts.step_overhead_s)
 
 
 def decode_s(profile: Profile, queries: float, context: float, degree: int) -> float:
@@ -293,8 +294,9 @@ def decode_s(profile: Profile, queries: float, context: float, degree: int) -> f
     attention = timing.operator_s(Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
     ends = (timing.operator_s(Operator.EMBED, queries, tp_degree=degree)
             + timing.operator_s(Operator.HEAD, queries, tp_degree=degree))
-    reduce_s = timing.all_reduce_s(queries * 10240, degree, catalog.link("nvlink3"))
-    return float(layers * (rest + attention + 2 * reduce_s) + ends + timing.step_overhead_s())
+    reduce_s = timing.message_s(MessageKind.ALL_REDUCE, queries * 10240, catalog.link("nvlink3"),
+                                tp_degree=degree)
+    return float(layers * (rest + attention + 2 * reduce_s) + ends + timing.facts.step_overhead_s)
 
 
 def test_distserve_formulas_come_out_of_the_sums(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def found(**changed: Any) -> ProfileMetadata:
 def test_a_profile_of_what_will_run_is_neither_refused_nor_marked(
         is_cpu: bool, is_here: bool) -> None:
     labelled = found(model="the same by another name", date="2020-01-01", commit="x", clock="fast",
-                     is_padded=False)  # the source's own business: ProfileTiming.is_padded
+                     is_padded=False)  # the source's own business: TimingFacts.is_padded
     assert match(labelled, WANTED, is_cpu=is_cpu, is_here=is_here) == ((), ())
 
 

@@ -20,7 +20,7 @@ from xprofiler.measure.probe import Parts, Probe, Whole  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
-from xrunner.ops.sampling import Sampling  # noqa: E402
+from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
 from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 

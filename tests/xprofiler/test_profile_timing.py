@@ -24,7 +24,9 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_timing import ProfileTiming, table_shape
 from xprofiler.roofline import Roofline
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
+
+REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
 
 METADATA = ProfileMetadata(
     model="toy", model_shape="m", device="cpu worker", dtype="float32", ranks=2,
@@ -80,34 +82,36 @@ def test_a_degree_has_its_own_tables() -> None:
     tables = {**TABLES, TableKey("layer_rest", 4): points((1, 0, 0.5), (8, 0, 2.0))}
     got = [float(timing(tables).operator_s(Operator.LAYER_REST, 8, tp_degree=d)) for d in (1, 4)]
     assert got == [6, 2]
-    assert timing(tables).tp_degrees == (1, 4)
+    assert timing(tables).profile.tp_degrees == (1, 4)
 
 
 def test_messages_cost_their_latency_and_then_by_the_byte() -> None:
     source = timing()
-    assert source.transfer_s(np.array([0, 100, 600, 2100]), NEAR).tolist() == [0.5, 0.5, 1, 2.5]
-    assert source.all_reduce_s(np.array([50, 600]), 4, NEAR).tolist() == [2, 2.5]
-    assert source.all_reduce_s(np.array([50, 600]), 1, FAR).tolist() == [0, 0]
-    assert source.transfer_s(11_100, NEAR) == pytest.approx(11.5), "of any size"
+    assert source.message_s(SEND, np.array([0, 100, 600, 2100]), NEAR).tolist() == [
+        0.5, 0.5, 1, 2.5]
+    assert source.message_s(REDUCE, np.array([50, 600]), NEAR, tp_degree=4).tolist() == [2, 2.5]
+    assert source.message_s(REDUCE, np.array([50, 600]), FAR, tp_degree=1).tolist() == [0, 0]
+    assert source.message_s(SEND, 11_100, NEAR) == pytest.approx(11.5), "of any size"
 
 
 def test_a_handover_takes_the_quicker_way_that_was_measured() -> None:
     ways = {k: v for k, v in MESSAGES.items() if k.name != HANDOVER_DIRECT}
-    assert timing().handover_s(np.array([100, 600, 1100]), NEAR).tolist() == [1, 2.5, 3]
-    assert timing(ways).handover_s(np.array([100, 600, 1100]), NEAR).tolist() == [1, 3, 5]
+    assert timing().message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 2.5, 3]
+    assert timing(ways).message_s(HAND_OVER, np.array([100, 600, 1100]), NEAR).tolist() == [1, 3, 5]
 
 
 def test_the_hosts_share_is_the_overheads_median() -> None:
-    assert timing().step_overhead_s() == 0.25
+    assert timing().facts.step_overhead_s == 0.25
     none = {k: v for k, v in TABLES.items() if k.name != STEP_OVERHEAD}
-    assert timing(none).step_overhead_s() == 0
-    assert timing(none, fallback=FALLBACK).step_overhead_s() == FALLBACK.step_overhead_s() > 0
+    assert timing(none).facts.step_overhead_s == 0
+    helped = timing(none, fallback=FALLBACK).facts
+    assert helped.step_overhead_s == FALLBACK.facts.step_overhead_s > 0
 
 
 @pytest.mark.parametrize("call", [
-    lambda source, link: source.transfer_s(600, link),
-    lambda source, link: source.all_reduce_s(600, 4, link),
-    lambda source, link: source.handover_s(600, link)],
+    lambda source, link: source.message_s(SEND, 600, link),
+    lambda source, link: source.message_s(REDUCE, 600, link, tp_degree=4),
+    lambda source, link: source.message_s(HAND_OVER, 600, link)],
     ids=["transfer", "all_reduce", "handover"])
 def test_the_fallback_answers_for_links_alone_that_were_not_measured(call: Any) -> None:
     both = timing(fallback=FALLBACK)
@@ -153,14 +157,14 @@ def test_provenance_says_whose_numbers_these_are_and_how_they_differ() -> None:
         "; NOT OF WHAT WILL RUN: kernels 'a' instead of 'b'; ranks 2 instead of 4")
     helped = timing(TABLES, fallback=FALLBACK)
     assert FALLBACK.provenance() not in helped.provenance(), "not asked for anything yet"
-    helped.transfer_s(100, NEAR)
+    helped.message_s(SEND, 100, NEAR)
     assert helped.provenance().endswith(f"; transfer over near: {FALLBACK.provenance()}")
 
 
 def test_padding_is_the_measured_kernels() -> None:
-    assert timing().is_padded
+    assert timing().facts.is_padded
     plain = Profile(metadata=replace(METADATA, is_padded=False), tables=TABLES)
-    assert not ProfileTiming(plain).is_padded
+    assert not ProfileTiming(plain).facts.is_padded
 
 
 @pytest.mark.parametrize("operator", Operator)
@@ -175,4 +179,4 @@ def test_what_comes_back_broadcasts_like_its_arguments() -> None:
     assert got.shape == (5, 3)
     assert source.operator_s(Operator.LAYER_REST, np.ones((2, 3)), 0).shape == (2, 3)
     assert source.operator_s(Operator.LAYER_REST, 1.0).shape == ()
-    assert source.transfer_s(np.ones((4, 2)), NEAR).shape == (4, 2)
+    assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)

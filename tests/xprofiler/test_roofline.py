@@ -11,7 +11,9 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec
 from xprofiler.roofline import Roofline, cross_kv_params, link_kind, rest_params
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
+
+REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
 
 GPT_20B = ModelSpec(name="gpt-20b", family="gpt2", num_layers=44, hidden_size=6144, num_heads=48,
                     vocab_size=51200, intermediate_size=24576)
@@ -65,7 +67,8 @@ def model_s(tp_degree, batch, input_tokens, output_tokens):
     source, link = sources()[0], catalog.link("nvlink3")
 
     def layers_s(rows, attention_s):
-        reduce_s = source.all_reduce_s(rows * GPT_20B.hidden_size * 2, tp_degree, link)
+        reduce_s = source.message_s(REDUCE, rows * GPT_20B.hidden_size * 2, link,
+                                    tp_degree=tp_degree)
         rest_s = source.operator_s(Operator.LAYER_REST, rows, tp_degree=tp_degree)
         return GPT_20B.num_layers * (rest_s + attention_s + 2 * reduce_s)
 
@@ -74,7 +77,8 @@ def model_s(tp_degree, batch, input_tokens, output_tokens):
     context = input_tokens + np.arange(1, output_tokens)
     decode_s = layers_s(float(batch), source.operator_s(
         Operator.DECODE_ATTENTION, batch, context, tp_degree=tp_degree)).sum()
-    ends_s = source.operator_s(Operator.HEAD, batch, tp_degree=tp_degree) + source.step_overhead_s()
+    ends_s = (source.operator_s(Operator.HEAD, batch, tp_degree=tp_degree)
+              + source.facts.step_overhead_s)
     return float(encode_s + decode_s + output_tokens * ends_s)
 
 
@@ -97,18 +101,18 @@ def test_tensor_parallel_speed_ups_are_those_of_the_engine_not_of_the_sum_of_ope
 
 def test_all_reduce_of_one_rank_is_free_and_grows_with_bytes():
     source, link = sources()[0], catalog.link("nvlink3")
-    assert source.all_reduce_s(1e6, 1, link) == 0
-    seconds = source.all_reduce_s([1e3, 1e6, 64e6], 8, link)
+    assert source.message_s(REDUCE, 1e6, link, tp_degree=1) == 0
+    seconds = source.message_s(REDUCE, [1e3, 1e6, 64e6], link, tp_degree=8)
     assert (np.diff(seconds) > 0).all()
     # 64 MiB over 8 GPUs of an A100 node: 675 us measured
-    assert source.all_reduce_s(2**26, 8, link) == pytest.approx(675e-6, rel=0.25)
+    assert source.message_s(REDUCE, 2**26, link, tp_degree=8) == pytest.approx(675e-6, rel=0.25)
 
 
 @pytest.mark.parametrize(("name", "share"), [
     ("nvlink3", 0.70), ("ib-200g", 0.70), ("pcie4-x16", 0.13)])  # A40: 4 GB/s through the host
 def test_transfer_is_latency_plus_bytes(name, share):
     source, link = sources()[0], catalog.link(name)
-    empty, full = source.transfer_s([0, 1e9], link)
+    empty, full = source.message_s(SEND, [0, 1e9], link)
     assert empty == link.latency_s
     assert full - empty == pytest.approx(1e9 / (share * link.bandwidth_bytes_per_s))
 
@@ -146,7 +150,7 @@ def test_all_reduce_is_a_collective_and_the_ranks_skew(name, degree):
     volume = np.geomspace(1, 1e9, 300)
     seconds = source.collective_s(volume, degree, link)
     assert (np.diff(seconds) >= 0).all() and (np.diff(seconds / volume) <= 0).all()
-    assert source.all_reduce_s(volume, degree, link) == pytest.approx(
+    assert source.message_s(REDUCE, volume, link, tp_degree=degree) == pytest.approx(
         seconds + source.synchronisation_s(degree))
     # no ring moves its bytes faster than the link does
     assert (seconds > 2 * (degree - 1) / degree * volume / link.bandwidth_bytes_per_s).all()
@@ -194,7 +198,7 @@ def test_cross_attention_costs_what_decode_attention_costs_at_that_context():
 
 def test_handover_costs_more_than_the_message():
     source, link = sources()[0], catalog.link("nvlink3")
-    assert source.handover_s(1e9, link) > source.transfer_s(1e9, link)
+    assert source.message_s(HAND_OVER, 1e9, link) > source.message_s(SEND, 1e9, link)
 
 
 def test_given_constants_replace_those_of_the_kind_and_the_provenance_says_so():
@@ -202,7 +206,7 @@ def test_given_constants_replace_those_of_the_kind_and_the_provenance_says_so():
     slower = plain.with_constants(replace(plain.constants, gemm_bytes_share=0.2))
     assert slower.operator_s(Operator.LAYER_REST, 1) > 3 * plain.operator_s(Operator.LAYER_REST, 1)
     assert "analytic" in plain.provenance() and "calibrated" in slower.provenance()
-    assert np.isinf(plain.reach(Operator.HEAD, 8)).all() and not plain.is_padded
+    assert np.isinf(plain.reach(Operator.HEAD, 8)).all() and not plain.facts.is_padded
 
 
 def test_rest_leaves_out_the_cross_attentions_keys_and_values():

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the runner's tests need the extra `run`")
 
 import toys  # noqa: E402
 
-from xrunner.engine.query import PreparedQuery  # noqa: E402
+from xrunner.query import PreparedQuery  # noqa: E402
 
 
 @pytest.fixture(scope="session", params=toys.FAMILIES)

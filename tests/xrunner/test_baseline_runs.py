@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from toys import FAMILIES, T5_FAMILIES, Collector, random_queries, run_in_process
 
-from xrunner.engine.query import PreparedQuery
 from xrunner.engine.stage import StageExecutor
-from xrunner.ops.sampling import Sampling
+from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import SarathiRule, VllmRule
 from xrunner.rules.static import StaticRule

@@ -23,7 +23,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import Part
-from xrunner.ops.sampling import Sampling
+from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import LocalComm, local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender

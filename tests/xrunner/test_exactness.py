@@ -26,7 +26,7 @@ from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.attention import cross_context, decode_context
-from xrunner.ops.sampling import Sampling
+from xrunner.query import Sampling
 
 
 @pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)])

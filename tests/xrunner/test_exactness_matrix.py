@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from toys import Collector, generate, random_queries, run_in_process, stages_of
 
-from xrunner.engine.query import PreparedQuery
 from xrunner.engine.stage import StageExecutor
+from xrunner.query import PreparedQuery
 
 Made = Callable[[str], tuple[Path, Any]]
 Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.io import held as held_module
 from xrunner.io.held import HELD_FILE, read_held
 from xrunner.io.results import Answered, ResultWriter, answered, count_results
+from xrunner.query import FinishedQuery, PreparedQuery
 
 # a killed run closes nothing
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

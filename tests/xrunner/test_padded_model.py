@@ -23,9 +23,8 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.engine.baseline_heads import StaticHead
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
-from xrunner.engine.query import PreparedQuery
 from xrunner.engines.padded_model import PaddedModel, padded_left
-from xrunner.ops.sampling import Sampling
+from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
 from xrunner.transport.comm import local_comms
 from xrunner.transport.route import Route

@@ -25,8 +25,8 @@ from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.engine.query import PreparedQuery
 from xrunner.engine.stage import StageExecutor
+from xrunner.query import PreparedQuery
 from xrunner.rules.registry import DECODER_ONLY, rules_for
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from xgpt.core.workload import RequestError
-from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.io.results import ResultWriter, count_results, write_errors
+from xrunner.query import FinishedQuery, PreparedQuery
 
 
 def finished(index: int, *, text: str = "täxt\n", openai: bool = False) -> FinishedQuery:

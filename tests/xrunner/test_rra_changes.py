@@ -19,8 +19,8 @@ from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 
 from xprofiler.roofline import Roofline
-from xrunner.engine.query import FinishedQuery
 from xrunner.io.adjustments import Adjustment, Steering, read_observed
+from xrunner.query import FinishedQuery
 from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
 from xsimulator.policies.rra.closed_form import Rra, RraConfig
 from xsimulator.replay.job import replay_job

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import LEAST_WINDOW, run_order, window_of
 
 

@@ -7,7 +7,8 @@ import torch
 from toys import Lockstep
 
 from xrunner.models.shard import Shard
-from xrunner.ops.sampling import Sampling, sample, sample_shards, uniform
+from xrunner.ops.sampling import sample, sample_shards, uniform
+from xrunner.query import Sampling
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
 

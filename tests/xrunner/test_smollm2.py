@@ -13,8 +13,8 @@ from toys import run_in_process
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import find_model
-from xrunner.engine.query import PreparedQuery
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.query import PreparedQuery
 
 PROMPTS = Path(__file__).resolve().parents[2] / "jobs" / "prompts" / "quickstart.jsonl"
 NUM_PROMPTS, MAX_NEW_TOKENS = 6, 16

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from xrunner.engine.query import ActiveQuery, PreparedQuery
+from xrunner.engine.query import ActiveQuery
+from xrunner.query import PreparedQuery
 
 # as tokenizers have them: pieces of bytes, of which some are half a character, and silent specials
 PIECES = ["a", "b", "ab", " a", " b", "\n", "\u00e9", "\u6f22", "".ljust(40), "ba b", ""]

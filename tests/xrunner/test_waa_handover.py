@@ -14,7 +14,7 @@ from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xrunner.engine.kv import KvCache
-from xrunner.ops.sampling import Sampling
+from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender

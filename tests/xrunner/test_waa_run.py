@@ -22,8 +22,7 @@ from toys import (
     waa_stages,
 )
 
-from xrunner.engine.query import PreparedQuery
-from xrunner.ops.sampling import Sampling
+from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 

@@ -19,12 +19,12 @@ from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.engine.baseline_heads import head_for
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
-from xrunner.engine.query import FinishedQuery, PreparedQuery
 from xrunner.engine.stage import StageExecutor
 from xrunner.engine.waa_heads import DecodeHead, EncodeHead
 from xrunner.io.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,13 @@ class Planted:
         return getattr(self._source, name)
 
 
+def as_padded(timing: Any, is_padded: bool) -> Any:
+    """The source itself, from now on with decode attention as of kernels that read padded caches,
+    or each query's own."""
+    timing.facts = replace(timing.facts, is_padded=is_padded)
+    return timing
+
+
 def planted(rng: np.random.Generator, source: Roofline, *, largest: float = 4000.0) -> Planted:
     """Dips and jumps of 5 to 40 % in all operators: at single sizes, and over ranges. Those at a
     single number of queries or rows are of up to 256 where a time depends on two sizes: bounds look
@@ -102,7 +110,7 @@ def noisy_profile(rng: np.random.Generator, problem: Problem, *, noise: float) -
             Operator.HEAD: (queries, (0,)), Operator.DECODE_ATTENTION: (queries, contexts),
             Operator.ENCODE_ATTENTION: (_sizes(rng, 4, lengths.inputs.max), (1, 4)),
             Operator.KV_COMPACTION: ((1, 4, 16, 64), contexts)}
-    tables = {TableKey(STEP_OVERHEAD): (Sample(x=0, samples_s=(truth.step_overhead_s(),)),)}
+    tables = {TableKey(STEP_OVERHEAD): (Sample(x=0, samples_s=(truth.facts.step_overhead_s,)),)}
     for degree in (1, 2, 4):
         for operator, (along_x, along_y) in axes.items():
             tables[TableKey(operator.value, degree)] = tuple(
@@ -157,7 +165,6 @@ class Case:
     problem: Problem
     timing: TimingSource
     policy: str
-    padded: bool
 
     def ranges(self) -> tuple[range, range | None]:
         """All encode batches and, of RRA, all decode iterations that the search may choose."""
@@ -204,8 +211,8 @@ def toy_case(seed: int, *, largest: int = 48) -> Case:
         kind = "profile"
     else:
         timing, kind = planted(rng, roofline_of(problem)), "planted"
-    return Case(name=f"toy-{seed}-{policy}-{model}-{kind}", problem=problem, timing=timing,
-                policy=policy, padded=bool(rng.random() < 0.5))
+    return Case(name=f"toy-{seed}-{policy}-{model}-{kind}", problem=problem, policy=policy,
+                timing=as_padded(timing, bool(rng.random() < 0.5)))
 
 
 def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3000,
@@ -244,14 +251,14 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
     plan = plans[int(rng.integers(len(plans)))]
     fixed = replace(fixed, tp_degree=plan.tp_degree, tp_gpus=plan.tp_gpus)
     problem = replace(problem, fixed=fixed, num_queries=most)
-    return Case(name=f"{model}-{task}-{policy}-{seed}", problem=problem, timing=timing,
-                policy=policy, padded=bool(rng.random() < 0.3))
+    return Case(name=f"{model}-{task}-{policy}-{seed}", problem=problem, policy=policy,
+                timing=as_padded(timing, bool(rng.random() < 0.3)))
 
 
 def _with_room(policy: str, problem: Problem, timing: TimingSource,
                plans: list[TensorPlan], groups: int) -> list[TensorPlan]:
     """Those under which WAA has room for batches of one query."""
-    made = policy_class(policy)(problem, timing, padded=False)
+    made = policy_class(policy)(problem, as_padded(timing, False))
     able = [plan for plan in plans if len(
         WaaPlans(made.plans, plan.tp_degree, plan.tp_gpus).encode_devices)]
     if not able:

@@ -22,8 +22,8 @@ def check(case: Case, seed: int) -> int:
     """Asserts what issue 6 promises; the number of bounds that something satisfied."""
     batches, others = case.ranges()
     grid = evaluate_grid(case.policy, case.problem, case.timing, encode_batches=batches,
-                         others=others, padded=case.padded)
-    scheduler = Scheduler(case.problem, case.timing, padded=case.padded)
+                         others=others)
+    scheduler = Scheduler(case.problem, case.timing)
     found = 0
     for bound_s in bounds_of(grid, seed):
         config, optimum = grid.best(bound_s)

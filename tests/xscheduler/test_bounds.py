@@ -9,7 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems_suite import PAPER, TASKS, Case, noisy_profile, paper_case, toy_case, toy_problem
+from problems_suite import (
+    PAPER,
+    TASKS,
+    Case,
+    as_padded,
+    noisy_profile,
+    paper_case,
+    toy_case,
+    toy_problem,
+)
 
 from xgpt.core.job import FixedSchedule
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -63,7 +72,7 @@ def inside(rng: np.random.Generator, least, most, corners):
 def check_rra(case: Case, seed: int, *, groups: int = 0, is_line: bool) -> int:
     rng = np.random.default_rng([6, seed])
     problem, plan = replace(case.problem, num_queries=None), some_plan(case, rng)
-    rra = Rra(problem, case.timing, padded=case.padded)
+    rra = Rra(problem, case.timing)
     bounds = RraBounds(rra)
 
     def configs(batch, iterations):
@@ -108,7 +117,7 @@ def check_rra(case: Case, seed: int, *, groups: int = 0, is_line: bool) -> int:
 def check_waa(case: Case, seed: int) -> int:
     rng = np.random.default_rng([7, seed])
     problem, plan = replace(case.problem, num_queries=None), some_plan(case, rng)
-    waa = policy_class(case.policy)(problem, case.timing, padded=case.padded)
+    waa = policy_class(case.policy)(problem, case.timing)
     split = waa.split(plan.tp_degree, plan.tp_gpus)
     least, most = ranges(rng, 500, 3.0)
     fewest, highest = ranges(rng, 2 * problem.cluster.num_devices, 2.0)
@@ -168,8 +177,9 @@ def test_rra_boxes_of_tiny_outputs(longest):
     pairs = np.stack([np.arange(100) % 70 + 5, np.arange(100) % longest + 1], axis=1)
     for padded in (False, True):
         problem = toy_problem(pairs=pairs)
-        case = Case(name=f"tiny {longest}", problem=problem, policy="rra", padded=padded,
-                    timing=noisy_profile(np.random.default_rng(longest), problem, noise=0.1))
+        timing = noisy_profile(np.random.default_rng(longest), problem, noise=0.1)
+        case = Case(name=f"tiny {longest}", problem=problem, policy="rra",
+                    timing=as_padded(timing, padded))
         assert check_rra(case, longest, is_line=True) > 0
 
 

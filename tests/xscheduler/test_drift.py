@@ -98,9 +98,9 @@ def test_the_schedule_is_replayed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[Estimate] = []
     real = drift.Replayer
 
-    def spy(problem, timing, estimate, *, padded):
+    def spy(problem, timing, estimate):
         seen.append(estimate)
-        return real(problem, timing, estimate, padded=padded)
+        return real(problem, timing, estimate)
 
     monkeypatch.setattr(drift, "Replayer", spy)
     searched: list[Problem] = []

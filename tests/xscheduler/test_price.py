@@ -128,6 +128,6 @@ def test_the_real_search_finds_each_offers_worth():
     relaxed = replace(problem, constraint=replace(
         problem.constraint, latency_s=problem.constraint.latency_s * 1.1))
     timing = roofline_of(problem)
-    expected = find_schedule(relaxed, timing, padded=timing.is_padded).estimate.figures.throughput_qps
+    expected = find_schedule(relaxed, timing).estimate.figures.throughput_qps
     assert later.throughput_qps == expected and later.gain > 0.01
     assert gpu.gain is not None and memory.gain == pytest.approx(0.0, abs=0.006)

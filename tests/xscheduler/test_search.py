@@ -157,7 +157,7 @@ def test_a_model_too_large_names_memory():
 def test_fixed_values_are_kept():
     fixed = FixedSchedule(policy="rra", encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
     problem = toy_problem(fixed=fixed)
-    found = find_schedule(problem, roofline_of(problem), padded=True)
+    found = find_schedule(problem, roofline_of(problem))
     config = RraConfig(encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
     assert found.estimate == Rra(problem, roofline_of(problem)).estimate(config)
 

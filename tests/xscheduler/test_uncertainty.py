@@ -17,6 +17,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
+from xprofiler.raised import Raised
 from xprofiler.timing import Operator
 from xscheduler import uncertainty
 from xscheduler.live.pinned import pinned_policy
@@ -38,7 +39,7 @@ def margin_of(problem: Problem, estimate: Estimate | None = None, **constraint: 
     problem = replace(problem, constraint=replace(problem.constraint, **constraint))
     timing = roofline_of(problem)
     estimate = estimate or estimate_of(problem, **CONFIG)
-    return margin(problem, timing, estimate, padded=timing.is_padded)
+    return margin(problem, timing, estimate)
 
 
 # --- what is covered, and what is not ---------------------------------------------------------
@@ -97,7 +98,7 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
                        ).stages != estimate.deployment.stages
-    doubts = Doubts(problem, roofline_of(problem), padded=False)
+    doubts = Doubts(problem, roofline_of(problem))
     assert doubts.with_own_lengths(schedule_of(problem, estimate)).estimate == estimate
     expected = pinned_policy(estimate, other, roofline_of(problem)).evaluate(
         [_config(estimate)]).latency_s[0]
@@ -138,9 +139,9 @@ def profile_timing(noisy: str = "", scatter: float = 0.0, bend: float = 0.0) -> 
 
 def profile_margin(timing: ProfileTiming):
     problem = toy_problem(latency_s=1.0)
-    rra = Rra(problem, timing, padded=False)
+    rra = Rra(problem, timing)
     estimate = rra.estimate(RraConfig(encode_batch=12, decode_iterations=6))
-    return margin(problem, timing, estimate, padded=False)
+    return margin(problem, timing, estimate)
 
 
 def test_a_profile_without_noise_on_lines_needs_no_margin() -> None:
@@ -195,7 +196,7 @@ def test_errors_of_tables_add_as_squares(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_raised_times_are_those_of_one_table() -> None:
     timing = profile_timing()
-    raised = uncertainty.Raised(timing, TableKey("layer_rest"), 1.5, padded=False)
+    raised = Raised(timing, TableKey("layer_rest"), 1.5)
     assert raised.operator_s(Operator.LAYER_REST, 10) == pytest.approx(
         1.5 * timing.operator_s(Operator.LAYER_REST, 10))
     assert raised.operator_s(Operator.HEAD, 10) == timing.operator_s(Operator.HEAD, 10)
@@ -220,7 +221,7 @@ class GridSearch:
         self.calls += 1
         if problem.lengths is not self._lengths:
             self._lengths = problem.lengths
-            self._rra = Rra(problem, roofline_of(problem), padded=False)
+            self._rra = Rra(problem, roofline_of(problem))
             self._figures = self._rra.evaluate(self._grid)
         found = self._figures
         is_free = found.fits & (found.latency_s <= problem.constraint.latency_s)
@@ -239,7 +240,7 @@ def planned(problem: Problem, *, longer: bool = True, grid: RraConfigs = GRID):
         return search(replace(problem, constraint=problem.constraint.with_latency(latency_s=bound_s)))
 
     timing = roofline_of(problem)
-    return plan_within(problem, timing, within, padded=False,
+    return plan_within(problem, timing, within,
                        search_problem=search if longer else None), search
 
 
@@ -261,7 +262,7 @@ def test_what_is_planned_keeps_the_bound_with_its_own_margin(longer: bool) -> No
     assert found.is_safe and found.margin.factor > 1 and 0 < found.cost < 0.8
     assert found.schedule.estimate.figures.latency_s * found.margin.factor <= BOUND_S
     assert found.schedule.latency_bound_s == BOUND_S
-    again = margin(problem, roofline_of(problem), found.schedule.estimate, padded=False)
+    again = margin(problem, roofline_of(problem), found.schedule.estimate)
     assert again == found.margin
     assert found.schedule.bound_qps >= found.schedule.estimate.figures.throughput_qps
 
@@ -276,7 +277,7 @@ def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
 
 def test_a_bound_that_only_a_schedule_without_margin_keeps_is_infeasible() -> None:
     problem = observed(toy_problem(), 40)
-    least = min(Rra(problem, roofline_of(problem), padded=False).evaluate(GRID).latency_s)
+    least = min(Rra(problem, roofline_of(problem)).evaluate(GRID).latency_s)
     tight = replace(problem, constraint=problem.constraint.with_latency(latency_s=1.001 * float(least)))
     with pytest.raises(InfeasibleError, match="with its margin") as raised:
         planned(tight)
@@ -308,7 +309,7 @@ def test_no_safe_schedule_found_is_said() -> None:
     estimate = estimate_of(problem, **CONFIG)
     stubborn: Callable[[float], Schedule] = lambda bound_s: schedule_of(  # noqa: E731
         problem, replace(estimate, latency_s=BOUND_S))
-    found = plan_within(problem, roofline_of(problem), stubborn, padded=False)
+    found = plan_within(problem, roofline_of(problem), stubborn)
     assert not found.is_safe and found.margin.sentence.startswith("NOT kept")
 
 
@@ -375,7 +376,7 @@ def broken(seed: int, trials: int, confidence: float) -> tuple[int, int]:
             return sketch_search(replace(own, constraint=replace(
                 own.constraint, latency_s=bound_s)))
 
-        found = plan_within(problem, roofline_of(problem), within, padded=False,
+        found = plan_within(problem, roofline_of(problem), within,
                             search_problem=sketch_search)
         assert found.is_safe
         real = Sketch(replace(problem, lengths=replace(problem.lengths, outputs=truth)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -28,5 +29,8 @@ def problem_of(model="opt-13b", cluster=None, lengths: JointLengths | str = "S",
         fixed=FixedSchedule(), default_max_tokens=joint.outputs.max)
 
 
-def roofline_of(problem: Problem) -> Roofline:
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+def roofline_of(problem: Problem, *, padded=False) -> Roofline:
+    """`padded`: with decode attention as of kernels that read padded caches."""
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    roofline.facts = replace(roofline.facts, is_padded=padded)
+    return roofline

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from problems import roofline_of
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -52,11 +53,11 @@ class Counting:
     ("opt-13b", "a40-4", None, True, 0.006)])
 def test_blocks_are_as_good_as_every_iteration(model, cluster, task, padded, within):
     problem = problem_of(model, cluster, RAGGED if task is None else catalog.task(task))
-    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    roofline = roofline_of(problem, padded=padded)
     configs = [RraConfig(encode_batch=b, decode_iterations=n, tp_degree=t, tp_gpus=g)
                for b in (1, 2, 5, 16, 60, 400) for t, g in ((1, 0), (2, 4))
                for n in sorted({11, 17, 40, 79, problem.lengths.outputs.max - 1})]
-    few, every = (Rra(problem, roofline, padded=padded, **options).evaluate(configs)
+    few, every = (Rra(problem, roofline, **options).evaluate(configs)
                   for options in ({}, {"exact_iterations": EVERY_ITERATION}))
     assert few.throughput_qps == pytest.approx(every.throughput_qps, rel=within)
     assert few.latency_s == pytest.approx(every.latency_s, rel=within)
@@ -126,7 +127,7 @@ def test_both_ways_through_the_stages_agree(configs):
 def test_times_are_asked_for_a_few_sizes_a_configuration():
     problem = problem_of("opt-13b", "a40-4", catalog.task("S"))
     timing = Counting(Roofline(problem.model, problem.cluster.device, problem.dtype))
-    rra = Rra(problem, timing, padded=False)
+    rra = Rra(problem, timing)
     batch, n_d = (axis.ravel() for axis in np.meshgrid(np.arange(16, 116), np.arange(1, 80)))
     same = np.ones_like(batch)
     configs = RraConfigs(encode_batch=batch, decode_iterations=n_d, tp_degree=same,

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from problems import roofline_of
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline
 from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
+from xsimulator.policies.continuous import forms as continuous
 from xsimulator.policies.continuous.closed_form import (
     IterationConfig,
     Orca,
@@ -24,7 +25,6 @@ from xsimulator.policies.continuous.closed_form import (
     Vllm,
     geometric,
 )
-from xsimulator.policies.continuous.forms import forms as continuous
 from xsimulator.policies.continuous.in_flight import intervals, least_intervals
 from xsimulator.policies.continuous.paged_walk import WalkTable, equally_likely, walk
 from xsimulator.replay.job import replay_job
@@ -43,16 +43,14 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind
         default_max_tokens=1)
 
 
-def policy_of(name, problem, **options):
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    return POLICIES[name][0](problem, timing, **options)
+def policy_of(name, problem, *, padded=True):
+    return POLICIES[name][0](problem, roofline_of(problem, padded=padded))
 
 
 def replayed(name, problem, found, num_queries, *, padded, seed=0):
     inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    result = replay_job(problem, timing, found, inputs=inputs, outputs=outputs, padded=padded,
-                        rules=(POLICIES[name][1](found),))
+    result = replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
+                        outputs=outputs, rules=(POLICIES[name][1](found),))
     return result, outputs
 
 

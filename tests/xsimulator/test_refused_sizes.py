@@ -26,7 +26,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
-from xprofiler.timing import Operator
+from xprofiler.timing import MessageKind, Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
 from xsimulator.policies.rra.closed_form import Rra, RraConfig
@@ -58,7 +58,7 @@ def profiled(problem, *, messages=None, **sizes):
     """The roofline's times at a few small sizes, as if they had been measured."""
     sizes, truth = {**SMALL, **sizes}, Roofline(TOY, problem.cluster.device, "float16")
     tables = {TableKey(STEP_OVERHEAD): (
-        Sample(x=0, samples_s=(truth.step_overhead_s(),)),)}
+        Sample(x=0, samples_s=(truth.facts.step_overhead_s,)),)}
     axes = {Operator.LAYER_REST: ("tokens", None), Operator.EMBED: ("tokens", None),
             Operator.HEAD: ("queries", None), Operator.DECODE_ATTENTION: ("queries", "contexts"),
             Operator.ENCODE_ATTENTION: ("lengths", "together")}
@@ -71,7 +71,8 @@ def profiled(problem, *, messages=None, **sizes):
                 for y in sizes.get(along_y, (0,)) for x in sizes[along_x])
     if messages is not None:
         tables[TableKey(TRANSFER, 1, LINK.name)] = tuple(
-            Sample(x=x, samples_s=(float(truth.transfer_s(x, LINK)),)) for x in messages)
+            Sample(x=x, samples_s=(float(truth.message_s(MessageKind.TRANSFER, x, LINK)),))
+            for x in messages)
     return ProfileTiming(Profile(metadata=METADATA, tables=tables), fallback=truth)
 
 

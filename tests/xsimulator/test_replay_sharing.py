@@ -24,13 +24,13 @@ SHARING = 2.0
 class Shared(Roofline):
     """The roofline's device is a core that `SHARING` ranks share: what all of them at work take."""
 
-    sharing = SHARING
+    def __init__(self, *of, sharing=SHARING):
+        super().__init__(*of)
+        self.facts = replace(self.facts, sharing=sharing,
+                             step_overhead_s=SHARING * self.facts.step_overhead_s)
 
     def operator_s(self, operator, x, y=0.0, *, tp_degree=1):
         return SHARING * super().operator_s(operator, x, y, tp_degree=tp_degree)
-
-    def step_overhead_s(self):
-        return SHARING * super().step_overhead_s()
 
 
 def recorded(start_s, end_s) -> ReplayResult:
@@ -73,8 +73,7 @@ def replays(config, task="S", **changes):
     inputs, outputs = problem.lengths.sample(300, np.random.default_rng(0))
     jobs = [replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs).makespan_s
             for timing in (own, shared)]
-    slowed = Shared(problem.model, device, problem.dtype)
-    slowed.sharing = 1.0
+    slowed = Shared(problem.model, device, problem.dtype, sharing=1.0)
     return jobs[0], replay_job(problem, slowed, estimate, inputs=inputs,
                                outputs=outputs).makespan_s, jobs[1]
 

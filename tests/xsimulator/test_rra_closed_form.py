@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import problems
 import pytest
 
 from xgpt.core import catalog
@@ -14,7 +15,6 @@ from xgpt.core.errors import InputError, UnknownNameError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.closed_form import Rra, RraConfig
@@ -24,12 +24,12 @@ from xsimulator.replay.steady import steady_figures
 from xsimulator.stage_times import StageTimes
 
 
-def evaluate(problem, timing, configs, *, padded=True):
-    return Rra(problem, timing, padded=padded).evaluate(configs)
+def evaluate(problem, timing, configs):
+    return Rra(problem, timing).evaluate(configs)
 
 
-def estimate(problem, timing, config, *, padded=True):
-    return Rra(problem, timing, padded=padded).estimate(config)
+def estimate(problem, timing, config):
+    return Rra(problem, timing).estimate(config)
 
 
 def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf, lengths=None,
@@ -41,14 +41,14 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf
         default_max_tokens=1)
 
 
-def roofline_of(problem):
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+def roofline_of(problem, *, padded=True):
+    return problems.roofline_of(problem, padded=padded)
 
 
 def replayed(problem, found, num_queries, *, padded, seed=0):
     inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
-    return replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs,
-                      padded=padded), outputs
+    return replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
+                      outputs=outputs), outputs
 
 
 CASES = [
@@ -67,7 +67,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "cluster", "task", "config", "padded"), CASES)
 def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, config, padded):
     problem = problem_of(model, cluster, task)
-    found = estimate(problem, roofline_of(problem), config, padded=padded)
+    found = estimate(problem, roofline_of(problem, padded=padded), config)
     result, outputs = replayed(problem, found, max(2500, 250 * config.encode_batch), padded=padded)
     assert found.throughput_qps == pytest.approx(steady_figures(
         result, problem.constraint, problem.lengths.outputs).throughput_qps, rel=0.03)
@@ -109,7 +109,7 @@ def test_context_of_a_step_is_that_of_its_queries():
         encode_batch=2, decode_iterations=3, decode_micro_batches=1))
     rule = RraRule(encode_batch=2, decode_iterations=3, num_groups=1, max_active=2, kv_tokens=100)
     result = replay_job(problem, roofline_of(problem), found, inputs=np.array([10, 4]),
-                        outputs=np.array([2, 4]), padded=True, rules=[rule])
+                        outputs=np.array([2, 4]), rules=[rule])
     pool = result.pools[0]
     assert (pool.encoded + pool.decoded).tolist() == [2, 2, 1, 1]
     assert pool.context[pool.is_decode].tolist() == [8, 6, 7]

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from problems import roofline_of
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline
 from xrunner.rules.static import StaticRule, static_rule
 from xsimulator.policies.static.closed_form import Dsi, Ft, StaticConfig
 from xsimulator.replay.engine import Engine, Pool
@@ -31,16 +31,15 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind
 
 
 def policy_of(problem, policy=Ft, *, padded=True):
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    return policy(problem, timing, padded=padded)
+    return policy(problem, roofline_of(problem, padded=padded))
 
 
-def replayed(policy, estimate, num_batches, *, padded=True, seed=0):
+def replayed(policy, estimate, num_batches, *, seed=0):
     """A job of whole batches, in a row."""
     inputs, outputs = policy.problem.lengths.sample(
         num_batches * estimate.figures.encode_batch, np.random.default_rng(seed))
     result = replay_job(policy.problem, policy.timing, estimate, inputs=inputs, outputs=outputs,
-                        padded=padded, rules=[static_rule(estimate)])
+                        rules=[static_rule(estimate)])
     return result, outputs
 
 
@@ -123,7 +122,7 @@ CASES = [  # model, cluster, task, policy, config, padded, kind
 def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, policy, config, padded, kind):
     ours = policy_of(problem_of(model, cluster, task, kind=kind), policy, padded=padded)
     found = ours.estimate(config)
-    result, outputs = replayed(ours, found, max(3000 // config.encode_batch, 60), padded=padded)
+    result, outputs = replayed(ours, found, max(3000 // config.encode_batch, 60))
     assert found.throughput_qps == pytest.approx(len(outputs) / result.makespan_s, rel=0.03)
     latency_s = np.quantile(result.latency_s, 0.99)
     if kind == "sequence":

@@ -34,7 +34,7 @@ class TwoEncode(FixedDivision):
 
 
 def waa_of(problem, policy=FixedDivision, *, padded=True, **options):
-    return policy(problem, roofline_of(problem), padded=padded, **options)
+    return policy(problem, roofline_of(problem, padded=padded), **options)
 
 
 def configs_of(batches, groups=(2,), plans=((1, 0),)):
@@ -66,8 +66,8 @@ def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     inputs, outputs = problem.lengths.sample(
         max(14 * found.max_in_system, 2500), np.random.default_rng(1))
     steady = steady_figures(
-        replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs,
-                   padded=padded), problem.constraint, problem.lengths.outputs)
+        replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
+                   outputs=outputs), problem.constraint, problem.lengths.outputs)
     assert steady is not None and steady.queries > 1000
     assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
     assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xgpt.cli.options import say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import policies
 from xgpt.core.schedule import Schedule
@@ -26,7 +25,8 @@ def plan_with_enough(session: Session, plan: Callable[[Session], Schedule]) -> S
         found = _without_the_number(session, plan)
         if found is None:
             raise
-    say(f"note: the job has {counted(session.problem.num_queries or 0, 'query')}, fewer than its "
+    session.tell.say(
+        f"note: the job has {counted(session.problem.num_queries or 0, 'query')}, fewer than its "
         "fixed schedule keeps at work at a time: batches will not fill")
     return found
 

@@ -35,7 +35,7 @@ def choose_for_the_job(session: Session, timing: TimingSource, steady: Schedule,
             return math.inf
         return math.inf if found is None else found.wall_s
 
-    doubts = Doubts(problem, timing, padded=timing.is_padded, replays=True)
+    doubts = Doubts(problem, timing, replays=True)
     return for_the_job(steady, problem.num_queries, wall_s,
                        spaces or (lambda: searched_spaces(problem, timing)), doubts.margin)
 

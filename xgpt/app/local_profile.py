@@ -16,8 +16,8 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from xgpt.cli.bars import StepBar
-from xgpt.cli.options import say
+from xgpt.app.progress import tell_share
+from xgpt.app.telling import Teller
 from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly
 from xgpt.core.job import Job
@@ -81,53 +81,54 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
                   hosts=hosts_of(job, problem))
 
 
-def local_profile(wanted: Wanted, *, budget_s: float | None = None, again: bool = False
-                  ) -> Profile:
+def local_profile(wanted: Wanted, tell: Teller, *, budget_s: float | None = None,
+                  again: bool = False) -> Profile:
     """The cached profile; measured, or gone on with, where points are missing, or where `budget_s`
     leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
     is kept, and the same command goes on."""
     path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
-    if not again and (found := _sufficient(path, wanted, budget_s)) is not None:
+    if not again and (found := _sufficient(path, wanted, budget_s, tell)) is not None:
         return found
-    with _alone(path.parent):
+    with _alone(path.parent, tell):
         # another process may have measured it while this one waited
-        if not again and (found := _sufficient(path, wanted, budget_s)) is not None:
+        if not again and (found := _sufficient(path, wanted, budget_s, tell)) is not None:
             return found
         target = path.with_suffix(".again.json") if again else path
-        is_new = _cached(target) is None
+        is_new = _cached(target, tell) is None
         if is_new:
             target.unlink(missing_ok=True)
         contention = Contention()
-        _measure(wanted, target, DEFAULT_BUDGET_S if budget_s is None else budget_s,
+        _measure(wanted, target, DEFAULT_BUDGET_S if budget_s is None else budget_s, tell,
                  is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         found = load_profile(path)
-    say(f"profile: {judge(found).sentence}")
+    tell.say(f"profile: {judge(found).sentence}")
     if (warning := in_words(contention.others_share())) is not None:
-        say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
+        tell.say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
     return found
 
 
-def _sufficient(path: Path, wanted: Wanted, budget_s: float | None) -> Profile | None:
+def _sufficient(path: Path, wanted: Wanted, budget_s: float | None,
+                tell: Teller) -> Profile | None:
     """The cached profile, if nothing is to be added to it."""
-    found = _cached(path)
+    found = _cached(path, tell)
     if found is None or not _is_complete(found, wanted) or found.spent_s < (budget_s or 0.0):
         return None
-    say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
+    tell.say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
     return found
 
 
-def _cached(path: Path) -> Profile | None:
+def _cached(path: Path, tell: Teller) -> Profile | None:
     """None where there is none, or none that can be read: a cache is no input of the user's."""
     try:
         return load_profile(path) if path.is_file() else None
     except InputError as error:
-        say(f"profile: the cached one is left aside, {error.mistakes[0]}")
+        tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
         return None
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path, tell: Teller) -> Iterator[None]:
     """One process at a time measures: two would disturb each other. Raises InputError where the
     cache cannot be written to."""
     try:
@@ -141,7 +142,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            say("profile: another xgpt is measuring here; waiting for it")
+            tell.say("profile: another xgpt is measuring here; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -198,17 +199,19 @@ def _needs(problem: Problem) -> Needs:
                  tokens=max(usual.tokens, inputs)).within(problem.model)
 
 
-def _measure(wanted: Wanted, target: Path, budget_s: float, *, is_new: bool) -> None:
+def _measure(wanted: Wanted, target: Path, budget_s: float, tell: Teller, *,
+             is_new: bool) -> None:
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "run", "measuring a profile")
     of = wanted.metadata
     degrees = ", ".join(str(d) for d in wanted.degrees)
-    say(f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on {of.ranks} "
+    tell.say(
+        f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on {of.ranks} "
         f"ranks x {of.threads_per_rank} threads ({of.dtype}, tensor-parallel degree {degrees}), "
         f"about {budget_s:.0f} s, once")
     for reason in wanted.refused.values():
-        say(f"profile: left out, {reason}")
+        tell.say(f"profile: left out, {reason}")
     # every rank reads the request: hosts have the cache in common, but not /tmp
     scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-",
                                     dir=target.parent if wanted.hosts is not None else None))
@@ -220,10 +223,12 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, *, is_new: bool) -> 
             "refused": wanted.refused, "needs": asdict(wanted.needs), "budget_s": budget_s,
             "near": near, "far": far, "target": str(target), "progress": str(progress),
             "stop": str(stop)}), encoding="utf-8")
-        with StepBar("profiling") as bar:
+        try:
             run_ranks("xprofiler.measure.worker", request, of.ranks,
-                      watch=lambda: bar.read(progress), ask_to_stop=stop.touch,
-                      hosts=wanted.hosts)
+                      watch=lambda: tell_share(tell, "profiling", progress),
+                      ask_to_stop=stop.touch, hosts=wanted.hosts)
+        finally:
+            tell.end_progress()
         if stop.exists():
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
     finally:

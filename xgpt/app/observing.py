@@ -80,11 +80,11 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
         return None
     plans = timed_plans(tensor_plans(problem.model, problem.cluster, fixed), problem.cluster,
                         timing)
-    own = RraPolicySearch(problem, timing, plans, padded=timing.is_padded)
+    own = RraPolicySearch(problem, timing, plans)
     if fixed.decode_iterations is None:
         fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))
     problem = replace(problem, fixed=fixed)
-    easy = RraPolicySearch(problem, timing, plans, padded=timing.is_padded).easiest()
+    easy = RraPolicySearch(problem, timing, plans).easiest()
     least_s = min((one.latency_s for one in easy if not one.reason), default=None)
     if least_s is None:
         return None

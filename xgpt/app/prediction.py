@@ -39,12 +39,12 @@ def predict(session: Session, timing: TimingSource, schedule: Schedule, *,
     known = job_lengths(session, schedule)
     if known is None:
         return predict_job(problem, timing, schedule.estimate, problem.num_queries, rng,
-                           replays=replays, padded=timing.is_padded)
+                           replays=replays)
     if not len(known.inputs):
         return None
     return predict_job(problem, timing, schedule.estimate, len(known.inputs), rng,
                        replays=replays, inputs=known.inputs, outputs=known.outputs,
-                       max_outputs=known.most_outputs.tolist(), padded=timing.is_padded)
+                       max_outputs=known.most_outputs.tolist())
 
 
 def job_lengths(session: Session, schedule: Schedule) -> JobLengths | None:

@@ -34,8 +34,7 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     present = estimate.most_in_system
     count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
     own, outputs = sample_job(problem.lengths, count, rng, inputs)
-    result = replay_job(problem, timing, estimate, inputs=own, outputs=outputs,
-                        padded=timing.is_padded)
+    result = replay_job(problem, timing, estimate, inputs=own, outputs=outputs)
     return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 

@@ -17,14 +17,15 @@ from xgpt.app.attribution import attribute
 from xgpt.app.local_profile import hosts_of, threads_per_rank
 from xgpt.app.observing import said_of
 from xgpt.app.prediction import predict
+from xgpt.app.progress import tell_run
 from xgpt.app.replays import replay_steady, steady_timeline
 from xgpt.app.resume import TAKEN_OVER, account, is_left_whole
 from xgpt.app.session import Session, reserve_tokens
+from xgpt.app.telling import Teller
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.cli.bars import RunBar
-from xgpt.cli.options import plain, say
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import DEEPSPEED, OWN_ENGINE, Job
+from xgpt.core.json_values import plain
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
@@ -68,7 +69,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     rescheduler = rescheduler_of(session, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots)
-    _make_room(output, plan)
+    _make_room(output, plan, session.tell)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")
@@ -76,7 +77,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     prediction, beginning = None, said_of(schedule)
     (output / EXPECTED_TIMELINE).unlink(missing_ok=True)
     if beginning is not None:  # what is expected of it is what the job is not left with
-        say(textwrap.fill(f"note: {beginning}", WIDTH))
+        session.tell.say(textwrap.fill(f"note: {beginning}", WIDTH))
     elif session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
         prediction = predict(session, timing, schedule)
         replayed, _ = replay_steady(session, timing, schedule.estimate)
@@ -93,7 +94,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     metrics["rescheduling"] = [] if rescheduler is None else decisions_with_phases(
         rescheduler.decisions, measured["changes"])
     _explain(metrics, session, timing, schedule, measured, prediction)
-    _write(metrics, output)
+    _write(metrics, output, session.tell)
     if measured["state"] == "stopped":
         raise _stopped(session, metrics, measured["queries_held"])
     return {**metrics, **_kept(session)}
@@ -102,7 +103,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
 def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
     """As `execute`, of results that are all there."""
     output = session.job.output
-    say(textwrap.fill(TAKEN_OVER, WIDTH))
+    session.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = account(output), load_schedule(output / "schedule.json")
     is_same = (_executed(executed) == _executed(schedule)
                and session.job.run.engine == OWN_ENGINE)
@@ -111,7 +112,7 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     metrics = _metrics(session, executed, measured, prediction)
     metrics |= {"others_cpu_share": None, "rescheduling": []}
     _explain(metrics, session, timing, executed, measured, prediction)
-    _write(metrics, output)
+    _write(metrics, output, session.tell)
     return {**metrics, **_kept(session)}
 
 
@@ -129,14 +130,14 @@ def _explain(metrics: dict[str, Any], session: Session, timing: TimingSource, sc
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
 
 
-def _write(metrics: dict[str, Any], output: Path) -> None:
+def _write(metrics: dict[str, Any], output: Path, tell: Teller) -> None:
     """metrics.json, the report, and a summary."""
     write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
     write_report(output)
-    say(summary_table(metrics))
+    tell.say(summary_table(metrics))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
-        say(f"note: {warning}")
-    say(f"report: {output / 'report.html'}")
+        tell.say(f"note: {warning}")
+    tell.say(f"report: {output / 'report.html'}")
 
 
 def _stopped(session: Session, metrics: dict[str, Any], num_held: int) -> StoppedEarly:
@@ -230,7 +231,7 @@ def _write_synthetic(session: Session) -> Path:
     return path
 
 
-def _make_room(output: Path, plan: RunPlan) -> None:
+def _make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name."""
     (output / STOP_FILE).unlink(missing_ok=True)
     for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
@@ -240,14 +241,14 @@ def _make_room(output: Path, plan: RunPlan) -> None:
     before, total = answered(results), num_usable(output)
     if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
         if before.total:
-            say(f"going on after the {before.total} queries an earlier run answered")
+            tell.say(f"going on after the {before.total} queries an earlier run answered")
         return
     (output / "total.json").unlink(missing_ok=True)
     for path in (results, output / HELD_FILE):
         if path.is_file() and path.stat().st_size > 0:
             kept = _free_name(path)
             path.rename(kept)
-            say(f"results of an earlier run kept as {kept.name}")
+            tell.say(f"results of an earlier run kept as {kept.name}")
 
 
 def _free_name(path: Path) -> Path:
@@ -262,14 +263,13 @@ def _free_name(path: Path) -> Path:
 
 def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
            rescheduler: Rescheduler | None) -> None:
-    output = session.job.output
-    bar = RunBar(output / "progress.json", schedule.bound.limit_s)
+    output, tell = session.job.output, session.tell
 
     def watch() -> None:
-        bar.update()
+        tell_run(tell, output / "progress.json", schedule.bound.limit_s)
         if rescheduler is not None and rescheduler.update():
-            bar.end()  # what it has to say gets lines of its own
-            say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
+            tell.end_progress()  # what it has to say gets lines of its own
+            tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
     ranks = sum(stage.tp_degree for stage in schedule.estimate.deployment.stages)
     try:
@@ -283,7 +283,7 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
         error.details = _kept(session)
         raise
     finally:
-        bar.end()
+        tell.end_progress()
         for name in (OBSERVED_FILE, ADJUST_FILE):
             (output / name).unlink(missing_ok=True)
 

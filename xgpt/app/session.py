@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.app import deepspeed_engine
 from xgpt.app.few_queries import plan_with_enough
 from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
-from xgpt.cli.options import say
+from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog, policies
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
@@ -46,15 +46,17 @@ class Session:
     requests: tuple[Request, ...]
     request_errors: tuple[RequestError, ...]
     input_lengths: IntArray | None  # [requests], where they were tokenised
+    tell: Teller = field(default_factory=LogTeller, compare=False)
 
     @property
     def is_local(self) -> bool:
         return self.job.cluster == LOCAL_CLUSTER
 
 
-def open_session(job_file: Path, overrides: Sequence[str], *, fetch: bool) -> Session:
+def open_session(job_file: Path, overrides: Sequence[str], tell: Teller | None = None, *,
+                 fetch: bool) -> Session:
     """Loads and resolves a job. `fetch`: the model's files are needed whatever the lengths say."""
-    job = load_job(job_file, overrides)
+    job, tell = load_job(job_file, overrides), tell or LogTeller()
     requests: list[Request] = []
     errors: list[RequestError] = []
     if job.workload.requests is not None:
@@ -69,14 +71,14 @@ def open_session(job_file: Path, overrides: Sequence[str], *, fetch: bool) -> Se
     if job.run.weights == "random":
         files: ModelFiles | None = _random_model(job, requests)
     elif fetch or needs_tokens or _is_unknown_shape(job):
-        files = find_model(job.model, say)
+        files = find_model(job.model, tell.say)
     else:
         files = None
     lengths = _input_lengths(requests, files, job) if requests and files else None
     problem = resolve(job, model=files.spec if files else None,
                       requests=requests or None, token_lengths=lengths)
     return Session(job=job, problem=problem, files=files, requests=tuple(requests),
-                   request_errors=tuple(errors), input_lengths=lengths)
+                   request_errors=tuple(errors), input_lengths=lengths, tell=tell)
 
 
 def timing_of(session: Session) -> TimingSource:
@@ -90,9 +92,10 @@ def timing_of(session: Session) -> TimingSource:
         kind = problem.cluster.device.kind
         why = why_no_torch(kind)
         if why is None:
-            return ProfileTiming(local_profile(wanted_profile(job, problem)))
+            return ProfileTiming(local_profile(wanted_profile(job, problem), session.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
-        say(f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
+        session.tell.say(
+            f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
             "and are rough")
     return roofline
 
@@ -106,9 +109,9 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
     if refusals:
         raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
                           for why in refusals])
-    say(f"profile: {path}, {judge(found).sentence}")
+    session.tell.say(f"profile: {path}, {judge(found).sentence}")
     for mark in marks:
-        say(f"WARNING: the profile is not of what will run: {mark}")
+        session.tell.say(f"WARNING: the profile is not of what will run: {mark}")
     return ProfileTiming(found, fallback, marks)
 
 

@@ -82,7 +82,7 @@ def main() -> None:
 
 def _tell(error: XgptError) -> None:
     """A line a mistake, or the message, on stderr."""
-    from xgpt.cli.options import say
+    from xgpt.cli.terminal import say
 
     if isinstance(error, InputError):
         for mistake in error.mistakes:

@@ -6,8 +6,9 @@ import textwrap
 
 import click
 
-from xgpt.cli.options import plain, print_json
+from xgpt.cli.options import print_json
 from xgpt.core import catalog
+from xgpt.core.json_values import plain
 from xgpt.core.units import format_bytes
 from xgpt.report.table import WIDTH, table
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
-import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from xgpt.core.errors import InputError, Mistake
+from xgpt.core.json_values import plain
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,38 +43,5 @@ def writable_file(path: Path, option: str) -> Path:
     return path
 
 
-def say(message: str) -> None:
-    """A progress or log line: stderr, so that stdout holds only what was asked for."""
-    click.echo(to_fit(message) if is_terminal() else message, err=True)
-
-
-def to_fit(message: str) -> str:
-    """`message` with its long lines broken between words, to the width of the terminal."""
-    columns = shutil.get_terminal_size((80, 24)).columns
-    return "\n".join(
-        line if len(line) <= columns else textwrap.fill(
-            line, columns, break_long_words=False, break_on_hyphens=False)
-        for line in message.split("\n"))
-
-
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     click.echo(json.dumps(plain(value), indent=1))
-
-
-def plain(value: Any) -> Any:
-    """Paths as text, infinity as "inf", dataclasses as mappings: what JSON can hold."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if hasattr(value, "__dataclass_fields__"):
-        return plain(asdict(value))
-    return value
-
-
-def is_terminal() -> bool:
-    return sys.stderr.isatty()

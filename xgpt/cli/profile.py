@@ -11,7 +11,8 @@ import click
 
 from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.session import open_session
-from xgpt.cli.options import job_arguments, print_json, say, writable_file
+from xgpt.cli.options import job_arguments, print_json, writable_file
+from xgpt.cli.terminal import Terminal, say
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.job_file import DTYPES
@@ -89,7 +90,7 @@ def profile() -> None:
 def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
             again: bool, budget: float | None, degrees: tuple[int, ...] | None) -> None:
     """Time the layers of JOB.yaml's model on this machine."""
-    session = open_session(job_file, overrides, fetch=False)
+    session = open_session(job_file, overrides, Terminal(), fetch=False)
     if not session.is_local:
         raise InputError([Mistake(
             file=str(session.job.source), line=None, key="cluster", value=session.job.cluster,
@@ -98,7 +99,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             "roofline of their device")])
     if out is not None:
         writable_file(out, "--out")
-    found = local_profile(wanted_profile(session.job, session.problem, degrees),
+    found = local_profile(wanted_profile(session.job, session.problem, degrees), session.tell,
                           budget_s=budget, again=again)
     if out is not None:
         save_profile(found, out)

@@ -15,7 +15,8 @@ from xgpt.app.session import (
     open_session,
     timing_of,
 )
-from xgpt.cli.options import job_arguments, print_json, say
+from xgpt.cli.options import job_arguments, print_json
+from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.job_file import LOCAL_CLUSTER, load_job
@@ -60,7 +61,7 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
 
 def _open_to_run(job_file: Path, overrides: tuple[str, ...]) -> Session:
     refuse_what_cannot_run(load_job(job_file, overrides))  # before a model is fetched for it
-    session = open_session(job_file, overrides, fetch=True)
+    session = open_session(job_file, overrides, Terminal(), fetch=True)
     assert session.files is not None, "fetched above"
     say(f"model: {session.job.model}, served by {session.files.served_by}")
     check_model(session)

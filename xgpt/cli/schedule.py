@@ -12,9 +12,11 @@ import click
 from xgpt.app.few_queries import plan_with_enough
 from xgpt.app.observing import hint
 from xgpt.app.session import Session, open_session, timing_of, with_room
-from xgpt.cli.options import job_arguments, plain, print_json, say, writable_file
+from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
+from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.json_values import plain
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import flat, load_schedule, save_schedule
 from xgpt.core.units import parse_share
@@ -82,7 +84,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     if out is not None:
         writable_file(out, "--out")
     current = None if from_file is None else load_schedule(from_file)
-    session = open_session(job_file, overrides, fetch=False)
+    session = open_session(job_file, overrides, Terminal(), fetch=False)
     timing = timing_of(session)
     planner = Planner(session.problem, timing, Limits(gap=gap, max_nodes=max_nodes))
     answer = _found(session, planner)
@@ -93,7 +95,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     if with_drift and answer.schedule is not None:
         say("replaying the schedule, and the best one, on 13 changed distributions ...")
         answer = replace(answer, drift=drift_rows(
-            session.problem, timing, answer.schedule.estimate, padded=timing.is_padded,
+            session.problem, timing, answer.schedule.estimate,
             search=lambda problem: planner.without_margin(problem).estimate))
     if out is not None:
         _write(session, answer, out)

@@ -13,7 +13,8 @@ import numpy as np
 
 from xgpt.app.replays import names_of, replay_steady, steady_timeline
 from xgpt.app.session import Session, find, open_session, timing_of
-from xgpt.cli.options import job_arguments, print_json, say, writable_file
+from xgpt.cli.options import job_arguments, print_json, writable_file
+from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Estimate
@@ -43,7 +44,7 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     if timeline_file is not None:
         for path in (timeline_file, *_picture_files(timeline_file)):
             writable_file(path, "--timeline")
-    session = open_session(job_file, overrides, fetch=False)
+    session = open_session(job_file, overrides, Terminal(), fetch=False)
     timing = timing_of(session)
     found = _estimate(session, timing, schedule_file)
     result, steady = replay_steady(session, timing, found,

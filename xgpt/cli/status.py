@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.cli.bars import progress_line
+from xgpt.app.progress import progress_line
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job

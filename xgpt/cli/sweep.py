@@ -10,6 +10,7 @@ import click
 
 from xgpt.app.session import Session, open_session, timing_of, with_room
 from xgpt.cli.options import job_arguments, print_json
+from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import flat
@@ -26,7 +27,7 @@ _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone
               "default: shares of the latency at the highest throughput.")
 def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None) -> None:
     """Throughput against the latency bound."""
-    session = open_session(job_file, overrides, fetch=False)
+    session = open_session(job_file, overrides, Terminal(), fetch=False)
     planner = Planner(session.problem, timing_of(session))
     given = _parse(bounds) if bounds is not None else _default_bounds(session, planner)
     rows = [(bound, _at(session, planner, bound)) for bound in given]

@@ -99,7 +99,7 @@ class Parts:
                     self._analytic.setdefault(operator.value, []).append(degree)
         overhead = TableKey(STEP_OVERHEAD)
         if overhead not in self.tables:
-            self.tables[overhead] = points([Point(0, 0, (self.roofline.step_overhead_s(),))])
+            self.tables[overhead] = points([Point(0, 0, (self.roofline.facts.step_overhead_s,))])
             self._analytic[STEP_OVERHEAD] = [1]
 
     def profile(self, source: Source, what: str) -> Profile:

@@ -24,7 +24,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
-from xrunner.ops.sampling import Sampling
+from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
 

@@ -30,7 +30,8 @@ from xrunner.ops.attention import (
     decode_context,
     store_packed,
 )
-from xrunner.ops.sampling import Sampling, sample
+from xrunner.ops.sampling import sample
+from xrunner.query import Sampling
 
 
 class EncoderDecoderBench:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xrunner.engine.head import Head
-from xrunner.engine.query import FinishedQuery, PreparedQuery
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms

@@ -35,7 +35,7 @@ from xprofiler.plan import Kind, Needs, Point, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
-from xrunner.ops.sampling import Sampling
+from xrunner.query import Sampling
 
 STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
 _COMPACTIONS = 5  # times each is measured

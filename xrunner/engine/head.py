@@ -12,7 +12,8 @@ from torch import Tensor
 
 from xrunner.engine.awaited import Awaited
 from xrunner.engine.pipeline import Executor, Neighbours
-from xrunner.engine.query import ActiveQuery, FinishedQuery, PreparedQuery
+from xrunner.engine.query import ActiveQuery
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.compaction import apply_moves
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xrunner.transport.comm import Comm
@@ -204,6 +205,8 @@ class Head:
 
     def _take_token(self, active: ActiveQuery, token: int, now: float) -> bool:
         """Whether it was the query's last."""
+        if active.first_token_s is None:
+            active.first_token_s = now
         reason = active.append(token, self._eos_ids)
         text = active.stopped_text(self._decode_text) if active.query.stop else None
         if reason is None and text is None:

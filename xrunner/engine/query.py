@@ -1,11 +1,10 @@
-"""A query as the runner sees it: prepared input, growing output, finished result."""
+"""A query that is being answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from xrunner.ops.sampling import Sampling
+from xrunner.query import PreparedQuery
 
 _RECENT_TOKENS = 32  # a power of two: a stop string is looked for in so many at least
 # What decoding from the middle of a text may change: a space at the cut, part of a character there;
@@ -13,46 +12,14 @@ _RECENT_TOKENS = 32  # a power of two: a stop string is looked for in so many at
 _CUT_CHARACTERS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedQuery:
-    """Tokenised and checked. `index` is its place among the job's valid requests."""
-
-    index: int
-    id: str
-    input_ids: tuple[int, ...]
-    max_new_tokens: int
-    is_forced: bool = False  # exactly max_new_tokens; end-of-sequence does not end it
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    is_openai: bool = False
-    is_chat: bool = False  # asked as messages: answered as one
-
-    @property
-    def reserve_tokens(self) -> int:
-        """KV entries it may need at most, as the planner counts them. (A decoder-only model's last
-        token leaves none; an encoder-decoder model's first is fed a token of its own.)"""
-        return len(self.input_ids) + self.max_new_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedQuery:
-    """One line of results.jsonl, before it is written."""
-
-    query: PreparedQuery
-    output_ids: tuple[int, ...]
-    finish_reason: str  # "stop" | "length"
-    encode_start_s: float
-    latency_s: float
-    text: str
-
-
 class ActiveQuery:
     """A query in flight, owned by the head."""
 
-    __slots__ = ("_recent", "encode_start_s", "output_ids", "query")
+    __slots__ = ("_recent", "encode_start_s", "first_token_s", "output_ids", "query")
 
     def __init__(self, query: PreparedQuery, encode_start_s: float) -> None:
         self.query, self.encode_start_s = query, encode_start_s
+        self.first_token_s: float | None = None
         self.output_ids: list[int] = []
         self._recent = 0  # a stop string that has not appeared ends behind this many tokens' text
 

@@ -15,7 +15,8 @@ from xrunner.engine.kv import KvCache, cache_bytes
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.attention import Span, cross_context, decode_context, decode_context_of
-from xrunner.ops.sampling import Sampling, sample_shards
+from xrunner.ops.sampling import sample_shards
+from xrunner.query import Sampling
 from xrunner.rules.compaction import apply_moves
 from xrunner.rules.steps import StepKind
 from xrunner.transport.courier import EntryReceiver, EntrySender

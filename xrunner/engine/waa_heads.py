@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from xrunner.engine.head import Head, Sink
-from xrunner.engine.query import ActiveQuery, FinishedQuery, PreparedQuery
+from xrunner.engine.query import ActiveQuery
+from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import Step
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xrunner.transport.comm import Comm, wait_politely
@@ -162,7 +163,8 @@ class EncodeHead(Head):
         self._away[query.index] = query
         return HandedQuery(query=replace(query, input_ids=()), input_tokens=len(query.input_ids),
                            output_ids=tuple(active.output_ids),
-                           encode_start_s=active.encode_start_s)
+                           encode_start_s=active.encode_start_s,
+                           first_token_s=active.first_token_s)
 
 
 class DecodeHead(Head):
@@ -234,6 +236,7 @@ class DecodeHead(Head):
         handed = self._joining.pop(index)
         active = ActiveQuery(handed.query, encode_start_s=handed.encode_start_s)
         active.output_ids += handed.output_ids
+        active.first_token_s = handed.first_token_s
         self._active[index] = active
         return Joined(query=index, input_tokens=handed.input_tokens, sampling=handed.query.sampling)
 

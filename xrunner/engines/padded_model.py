@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from xrunner.engine.stage import StepRecord
-from xrunner.ops.sampling import Sampling, sample
+from xrunner.ops.sampling import sample
+from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.messages import StartMessage, StepMessage
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xrunner.engine.query import FinishedQuery
 from xrunner.plan import write_atomically
+from xrunner.query import FinishedQuery
 from xrunner.rules.rra import RraChange, RraRule
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.workload import Request, RequestError
-from xrunner.engine.query import PreparedQuery
 from xrunner.io.tokenizer import TextTokenizer
-from xrunner.ops.sampling import Sampling
 from xrunner.plan import RunPlan
+from xrunner.query import PreparedQuery, Sampling
 
 
 def prepare(requests: Sequence[Request], tokenizer: TextTokenizer, plan: RunPlan,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from xgpt.core.workload import RequestError
-from xrunner.engine.query import FinishedQuery
 from xrunner.io.held import HELD_FILE, HeldFile, read_held
 from xrunner.plan import write_atomically
+from xrunner.query import FinishedQuery
 
 
 class Answered(NamedTuple):

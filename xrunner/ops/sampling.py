@@ -7,30 +7,15 @@ the same seed gives the same text whatever the schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from xrunner.models.shard import Shard
+from xrunner.query import Sampling
 
-_GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
 _MASK64 = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How one query's tokens are chosen. temperature 0: greedy."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
-
-    @property
-    def is_drawn(self) -> bool:
-        return self.temperature > _GREEDY_BELOW
 
 
 def sample(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xrunner.engine.query import FinishedQuery, PreparedQuery
-from xrunner.ops.sampling import Sampling
+from xrunner.query import FinishedQuery, PreparedQuery, Sampling
 from xrunner.rules.steps import StepKind
 
 
@@ -104,6 +103,7 @@ class HandedQuery:
     input_tokens: int
     output_ids: tuple[int, ...]  # so far: one token, none of an encoder-decoder model
     encode_start_s: float
+    first_token_s: float | None  # None of an encoder-decoder model
 
     @property
     def reserve_tokens(self) -> int:

@@ -104,9 +104,9 @@ def pinned_policy(deployed: Estimate, problem: Problem,
     plans = PinnedPlans(problem, timing, deployed.deployment.stages)
     made: Rra | PinnedWaa
     if deployed.policy == "rra":
-        made = Rra(problem, timing, padded=timing.is_padded, plans=plans)
+        made = Rra(problem, timing, plans=plans)
     else:
-        made = PinnedWaa(problem, timing, padded=timing.is_padded, plans=plans)
+        made = PinnedWaa(problem, timing, plans=plans)
         made.encode_devices = len({rank for stage in deployed.deployment.stages if stage.role == "encode"
                                    for rank in stage.ranks})
     return made

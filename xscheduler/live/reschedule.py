@@ -102,7 +102,7 @@ def _searched(problem: Problem, timing: TimingSource,
               search: Callable[[Problem, TimingSource], Schedule] | None) -> Way:
     try:
         found = (search(problem, timing) if search is not None
-                 else find_schedule(problem, timing, padded=timing.is_padded))
+                 else find_schedule(problem, timing))
     except (InfeasibleError, InputError) as cause:
         return Way(estimate=None, reason=str(cause))
     return Way(estimate=found.estimate, reason=None)

@@ -61,7 +61,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     constraint = problem.constraint.with_latency(latency_s=caution * problem.constraint.latency_s)
     try:
         planned = plan_within(replace(problem, constraint=constraint), timing, within,
-                              padded=timing.is_padded, search_problem=find)
+                              search_problem=find)
     except InfeasibleError as cause:
         return stays(f"no other batch sizes do: {cause}")
     found = planned.schedule.estimate
@@ -80,7 +80,7 @@ def _keep(now: Estimate, problem: Problem, timing: TimingSource) -> Way:
     keep = PinnedSearch(now, problem, timing, bound_s).current()
     if keep.estimate is None or keep.reason is not None:
         return keep
-    own = Doubts(problem, timing, padded=timing.is_padded).margin(keep.estimate)
+    own = Doubts(problem, timing).margin(keep.estimate)
     if keep.estimate.figures.latency_s * own.factor <= bound_s:
         return keep
     return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the bound "

@@ -37,7 +37,7 @@ def find_baseline(problem: Problem, timing: TimingSource) -> Schedule:
     plan that the model or the cluster cannot hold."""
     began = time.monotonic()
     search = _Search(problem, timing)
-    planned = plan_within(problem, timing, search.find, padded=timing.is_padded, replays=True)
+    planned = plan_within(problem, timing, search.find, replays=True)
     return planned.schedule.changed(margin=KeptMargin(
                        factor=planned.margin.factor, cost=max(planned.cost, 0.0),
                        note=planned.margin.sentence),

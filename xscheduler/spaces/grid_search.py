@@ -92,7 +92,7 @@ def tensor_plans(model: ModelSpec, cluster: Cluster,
         for gpus in counts:
             degrees = {degree} | ({1} if gpus < cluster.num_devices else set())
             if (refuse_plan(model, cluster, degree, gpus) is None
-                    and all(map(timing.can_time, degrees))):
+                    and all(map(timing.facts.can_time, degrees))):
                 found.append((degree, gpus))
     return found
 

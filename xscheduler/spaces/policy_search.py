@@ -128,10 +128,9 @@ class RraPolicySearch(PolicySearch):
     name = "rra"
     variables = ("encode_batch", "decode_iterations")
 
-    def __init__(self, problem: Problem, timing: TimingSource, plans: Sequence[TensorPlan], *,
-                 padded: bool) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, plans: Sequence[TensorPlan]) -> None:
         super().__init__(problem, plans)
-        self.points = RraPoints(problem, timing, plans, padded=padded)
+        self.points = RraPoints(problem, timing, plans)
 
     @property
     def num_evaluated(self) -> int:
@@ -177,8 +176,8 @@ class WaaPolicySearch(PolicySearch):
     variables = ("encode_batch", "decode_micro_batches")
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
-                 plans: Sequence[TensorPlan], *, padded: bool) -> None:
-        waa: Any = policy_class(name)(problem, Remembered(timing), padded=padded)
+                 plans: Sequence[TensorPlan]) -> None:
+        waa: Any = policy_class(name)(problem, Remembered(timing))
         own = [plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices)]
         super().__init__(problem, own)

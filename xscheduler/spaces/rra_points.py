@@ -34,10 +34,9 @@ class Points(NamedTuple):
 class RraPoints:
     """Evaluates points of one problem over its tensor plans."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, plans: Sequence[TensorPlan], *,
-                 padded: bool) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, plans: Sequence[TensorPlan]) -> None:
         self.problem, self.plans = problem, tuple(plans)
-        self.rra = Rra(problem, timing, padded=padded)
+        self.rra = Rra(problem, timing)
         self.bounds = RraBounds(self.rra)
         self._degree = np.array([plan.tp_degree for plan in plans], np.int64)
         self._gpus = np.array([plan.tp_gpus for plan in plans], np.int64)

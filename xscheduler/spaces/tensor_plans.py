@@ -62,7 +62,7 @@ def timed_plans(plans: Sequence[TensorPlan], cluster: Cluster,
                 timing: TimingSource) -> list[TensorPlan]:
     """Those of `plans` whose every degree `timing` answers for. Raises InputError if none is
     left."""
-    found = [plan for plan in plans if all(map(timing.can_time, _degrees_of(plan, cluster)))]
+    found = [plan for plan in plans if all(map(timing.facts.can_time, _degrees_of(plan, cluster)))]
     if not found:
         raise InputError([Mistake(
             file="schedule", line=None, key="schedule.tp_degree",

@@ -1,6 +1,6 @@
 """Closed forms of the scheduling policies, by name. A new policy is one file and one row here.
 
-A policy is made of (problem, timing, padded=); it has `estimate(config)` for one configuration of
+A policy is made of (problem, timing); it has `estimate(config)` for one configuration of
 its own kind and `evaluate(configs)` for many.
 """
 
@@ -48,8 +48,8 @@ def policy_class(name: str) -> Any:
 
 
 def make_policy(name: str, problem: Problem, timing: TimingSource) -> Policy:
-    """The policy's closed form for a problem; padded as the timing source's kernels are."""
-    made: Policy = policy_class(name)(problem, timing, padded=timing.is_padded)
+    """The policy's closed form for a problem."""
+    made: Policy = policy_class(name)(problem, timing)
     return made
 
 

@@ -26,12 +26,8 @@ from xsimulator.stage_times import StageTimes
 class Replayer:
     """Replays jobs by one Estimate; keeps the tables of step times between them."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
-                 padded: bool | None = None) -> None:
-        """padded: see xsimulator.policies.rra.closed_form.Rra; None: as the timing
-        source's kernels are."""
+    def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate) -> None:
         self._problem, self._estimate = problem, estimate
-        self._padded = timing.is_padded if padded is None else padded
         self._pools = [(role, tuple(stages)) for role, stages in groupby(
             estimate.deployment.stages, key=lambda stage: stage.role)]
         self._times = [
@@ -39,7 +35,7 @@ class Replayer:
                        mean_input=problem.lengths.inputs.mean) for _, stages in self._pools]
         self._handover = None if len(self._pools) == 1 else HandoverCost(
             problem, timing, estimate.deployment.stages)
-        self._sharing = timing.sharing
+        self._sharing, self._padded = timing.facts.sharing, timing.facts.is_padded
         self._clocks: list[StepClock] = []
         self._max_context = 0
 
@@ -104,10 +100,10 @@ class Replayer:
 
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, *, inputs: IntArray,
-               outputs: IntArray, max_outputs: ArrayLike | None = None, padded: bool | None = None,
+               outputs: IntArray, max_outputs: ArrayLike | None = None,
                rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
     """One replay (see Replayer)."""
-    return Replayer(problem, timing, estimate, padded=padded).run(
+    return Replayer(problem, timing, estimate).run(
         inputs, outputs, max_outputs=max_outputs, rules=rules)
 
 

@@ -34,22 +34,22 @@ class JobPrediction:
     wall_s: float
 
 
-def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int, *,
-                     padded: bool) -> float:
+def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate,
+                     seed: int) -> float:
     """The steady state's latency of the bound's kind and quantile in a replay of sampled queries;
     nan where none is long enough to count."""
     present = estimate.most_in_system
     count = min(max(CHECKED_QUERIES, math.ceil(CHECKED_ROUNDS * present)), MOST_CHECKED)
     inputs, outputs = sample_job(problem.lengths, count, np.random.default_rng(seed), None)
-    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs, padded=padded)
+    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs)
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     return float("nan") if steady is None else steady.latency_s
 
 
 def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
                 rng: np.random.Generator, *, replays: int = 5, inputs: IntArray | None = None,
-                outputs: IntArray | None = None, max_outputs: Sequence[int] | None = None,
-                padded: bool | None = None) -> JobPrediction:
+                outputs: IntArray | None = None, max_outputs: Sequence[int] | None = None
+                ) -> JobPrediction:
     """Predict a job of `num_queries` executed by `estimate`.
 
     inputs, outputs: [num_queries] lengths in order where they are known, else sampled (outputs
@@ -61,7 +61,7 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     lengths = problem.lengths
     most = np.full(num_queries, planned_outputs(problem)) if max_outputs is None else np.asarray(
         max_outputs, np.int64)
-    replayer, figures = Replayer(problem, timing, estimate, padded=padded), []
+    replayer, figures = Replayer(problem, timing, estimate), []
     for _ in range(replays if outputs is None else 1):
         own, given = (inputs, outputs) if inputs is not None and outputs is not None else (
             sample_job(lengths, num_queries, rng, inputs))

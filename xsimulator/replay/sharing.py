@@ -1,6 +1,6 @@
 """Ranks that outnumber the machine's cores: how much longer a stage's steps take in this replay.
 
-A timing source says what steps take while all ranks work (`TimingSource.sharing` times as long as
+A timing source says what steps take while all ranks work (`TimingFacts.sharing` times as long as
 on cores of their own). In a run some of them wait, and leave their cores to the others: with k
 ranks at work on c cores, each goes on at the rate min(1, c / k). A stage's slow-down is the mean
 over its own work of that; since it decides when others work, it is found by a few rounds of

@@ -74,9 +74,8 @@ class _IterationLevel(ABC):
     name: str
     alternates = False  # a step that encodes is followed by one that decodes, in each group
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True) -> None:
-        """`padded`: see xsimulator.policies.rra.closed_form.Rra."""
-        self.problem, self.timing, self._padded = problem, timing, padded
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self.problem, self.timing = problem, timing
         self.plans = Plans(problem, timing)
         self._times: dict[tuple[int, int], LoadTimes] = {}
         self.flow = QueryFlow(
@@ -246,7 +245,7 @@ class _IterationLevel(ABC):
 
     @cached_property
     def _occupancy(self) -> Occupancy:
-        return self.flow.occupancy(1, padded=self._padded)
+        return self.flow.occupancy(1, padded=self.timing.facts.is_padded)
 
     def _kv_tokens(self, plan: Plan,
                    configs: Sequence[IterationConfig]) -> tuple[FloatArray, FloatArray]:

@@ -139,12 +139,10 @@ class Batch:
 class Rra:
     """Evaluates configurations of one problem; keeps what they share."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
+    def __init__(self, problem: Problem, timing: TimingSource, *,
                  adjustment: float | None = None, exact_iterations: int = EXACT_ITERATIONS,
                  plans: Plans | None = None) -> None:
-        """`padded`: decode attention works every query of a micro-batch at the longest context
-        among them (our runner); False where a source's engine reads each query's own.
-        `adjustment`: share by which an encode step's tokens may leave their mean (section 5.2 of
+        """`adjustment`: share by which an encode step's tokens may leave their mean (section 5.2 of
         the paper; xrunner.rules.batch_sizer), by default the problem's. `exact_iterations`: phases
         of up to as many are worked iteration by iteration. `plans`: which layers lie where; by
         default as they are best divided for this problem."""
@@ -158,7 +156,7 @@ class Rra:
         self.seen_iterations = self.flow.iterations_of(
             outputs.quantile(problem.constraint.quantile))
         self.blocks = BlockTable(
-            self.flow, padded=padded, seen_iterations=self.seen_iterations,
+            self.flow, padded=timing.facts.is_padded, seen_iterations=self.seen_iterations,
             exact_iterations=exact_iterations)
         self.input_mean, self.input_std = problem.lengths.inputs.mean, problem.lengths.inputs.std
         self._output_mean = outputs.mean

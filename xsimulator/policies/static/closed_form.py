@@ -79,10 +79,8 @@ class Static:
     name = ""
     grid_parts: tuple[int | None, ...] = (None,)  # encode_parts in the grid
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True) -> None:
-        """`padded`: decode attention works every query of a micro-batch at the longest context
-        among them; False where an engine reads each query's own."""
-        self.problem, self.timing, self._padded = problem, timing, padded
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self.problem, self.timing = problem, timing
         self._plans = Plans(problem, timing)
         fewer = 0 if problem.model.is_encoder_decoder else 1
         below = np.minimum(
@@ -232,7 +230,8 @@ class Static:
         """[configs, NODES, stages] seconds of the slowest group's step and of all others' at the
         nodes."""
         inputs = self.problem.lengths.inputs
-        if self._padded:  # the slowest is the one with the longest input of those with most rows
+        if self.timing.facts.is_padded:
+            # the slowest is the one with the longest input of those with most rows
             odd = sizes.rows - np.floor(sizes.rows)
             in_largest = np.where(odd > 0, odd, 1.0) * sizes.groups * sizes.most_rows
             longest = _largest_of(inputs.pmf, np.concatenate([sizes.rows, in_largest]))

@@ -89,12 +89,11 @@ class Waa(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, problem: Problem, timing: TimingSource, *, padded: bool = True,
+    def __init__(self, problem: Problem, timing: TimingSource, *,
                  adjustment: float | None = None, plans: Plans | None = None) -> None:
         """All as of xsimulator.policies.rra.closed_form.Rra."""
         self.problem, self.timing = problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
-        self._padded = padded
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_output_tokens=problem.default_max_tokens)
@@ -254,7 +253,7 @@ class Waa(ABC):
 
     def _context(self, rows: FloatArray) -> FloatArray:
         """Tokens of context a query is charged in a step of `rows`."""
-        occupancy = self.flow.occupancy(1, padded=self._padded)
+        occupancy = self.flow.occupancy(1, padded=self.timing.facts.is_padded)
         mean = float(occupancy.context[0]) / max(float(occupancy.active[0]), 1e-300)
         if occupancy.maximum_context is None:
             return np.full(rows.shape, mean)

@@ -1,0 +1,62 @@
+"""What commands print for a person: messages, and one line of progress that rewrites itself on a
+terminal; a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import textwrap
+import time
+
+import click
+
+_PLAIN_EVERY_S = 5.0
+_REDRAW_EVERY_S = 0.2
+
+
+def say(message: str) -> None:
+    """A progress or log line: stderr, so that stdout holds only what was asked for."""
+    click.echo(to_fit(message) if is_terminal() else message, err=True)
+
+
+def to_fit(message: str) -> str:
+    """`message` with its long lines broken between words, to the width of the terminal."""
+    columns = shutil.get_terminal_size((80, 24)).columns
+    return "\n".join(
+        line if len(line) <= columns else textwrap.fill(
+            line, columns, break_long_words=False, break_on_hyphens=False)
+        for line in message.split("\n"))
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+class Terminal:
+    """Prints what use cases say (a Teller, xgpt.app.telling)."""
+
+    def __init__(self) -> None:
+        self._last_s, self._width, self._shown = -math.inf, 0, ""
+
+    def say(self, message: str) -> None:
+        say(message)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        now, on_terminal = time.monotonic(), is_terminal()
+        wait_s = _REDRAW_EVERY_S if on_terminal else _PLAIN_EVERY_S
+        if line == self._shown or (now - self._last_s < wait_s and not is_last):
+            return
+        self._last_s, self._shown = now, line
+        if not on_terminal:
+            say(line)
+            return
+        limit = shutil.get_terminal_size((80, 24)).columns - 1
+        line = line[:limit]
+        click.echo("\r" + line.ljust(min(self._width, limit)), err=True, nl=False)
+        self._width = len(line)
+
+    def end_progress(self) -> None:
+        if is_terminal() and self._width:
+            click.echo("", err=True)
+        self._last_s, self._width = -math.inf, 0

@@ -1,0 +1,24 @@
+"""Values as JSON can hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` with paths as text, infinity as "inf" and dataclasses as mappings."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return plain(asdict(value))
+    return value

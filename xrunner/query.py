@@ -1,0 +1,54 @@
+"""A query as it comes to the runner and as it leaves it; free of torch, as the launcher is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one query's tokens are chosen. temperature 0: greedy."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.temperature > _GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedQuery:
+    """A query tokenised and checked. `index` is its place among the job's valid requests."""
+
+    index: int
+    id: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+    is_forced: bool = False  # exactly max_new_tokens; end-of-sequence does not end it
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    is_openai: bool = False
+    is_chat: bool = False  # asked as messages: answered as one
+
+    @property
+    def reserve_tokens(self) -> int:
+        """KV entries it may need at most, as the planner counts them. (A decoder-only model's last
+        token leaves none; an encoder-decoder model's first is fed a token of its own.)"""
+        return len(self.input_ids) + self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedQuery:
+    """One line of results.jsonl, before it is written."""
+
+    query: PreparedQuery
+    output_ids: tuple[int, ...]
+    finish_reason: str  # "stop" | "length"
+    encode_start_s: float
+    latency_s: float
+    text: str
