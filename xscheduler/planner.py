@@ -99,7 +99,7 @@ class _Search:
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
     if latency_bound_s is None:
         return problem
-    return replace(problem, constraint=problem.constraint.with_latency(latency_s=latency_bound_s))
+    return replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_bound_s))
 
 
 def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:

@@ -96,7 +96,7 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
     if not math.isinf(constraint.latency_s):
         later = constraint.latency_s * (1 + STEP)
         found.append((f"{STEP:.0%} more latency ({format_seconds(later)})", replace(
-            problem, constraint=constraint.with_latency(latency_s=later))))
+            problem, constraint=constraint.with_latency(limit_s=later))))
     if cluster.device.kind == "cpu":
         found.append(("one more device", "not offered: the workers share this machine's cores, one "
                                          "more would have to take its cores from the others"))

@@ -319,7 +319,7 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
         longer = replace(problem, lengths=doubts.longer())
 
         def find(target_s: float) -> Schedule:
-            return search_problem(replace(longer, constraint=longer.constraint.with_latency(latency_s=target_s)))
+            return search_problem(replace(longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)

@@ -105,7 +105,7 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
     bound_s = 0.9 * free.estimate.figures.latency_s
 
     def bounded(latency_s: float) -> Session:
-        constraint = session.problem.constraint.with_latency(latency_s=latency_s)
+        constraint = session.problem.constraint.with_latency(limit_s=latency_s)
         return replace(session, problem=replace(session.problem, constraint=constraint))
 
     found = find(bounded(bound_s), timing)

@@ -50,7 +50,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
-    assert schedule.status == QUICKEST and schedule.latency_bound_s == BOUND_S
+    assert schedule.proof.status == QUICKEST and schedule.bound.limit_s == BOUND_S
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
@@ -74,7 +74,7 @@ def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
     session, problem = begun[0], begun[0].problem
     caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
                                                  outputs=empirical([80] * 99 + [120] * 9)))
-    kept = replace(problem, constraint=problem.constraint.with_latency(latency_s=10.1))
+    kept = replace(problem, constraint=problem.constraint.with_latency(limit_s=10.1))
     for other, words in ((caps, "4 s if every query runs to its cap (120 tokens at most); "),
                          (kept, "10.1 s with a confidence of 95% if every query runs to its cap")):
         found = beginning(other, timing_of(session))
@@ -94,8 +94,7 @@ def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[st
 
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
     session = observing(tmp_path)
-    session = replace(session, problem=replace(session.problem, cluster=replace(
-        session.problem.cluster, device=replace(session.problem.cluster.device,
+    session = replace(session, problem=replace(session.problem, cluster=session.problem.cluster.with_nodes(device=replace(session.problem.cluster.device,
                                                 memory_bytes=2**32))))
     with pytest.raises(InfeasibleError, match="memory binds"):
         find(session, timing_of(session))
@@ -130,7 +129,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
         begun: tuple[Session, Schedule]) -> None:
     session, schedule = begun
     small = observing_slots(session, schedule, encode_batch=1)
-    assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
+    assert small > 8 * most_active(schedule.estimate.changed(encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
     per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
     weights = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
@@ -140,7 +139,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
 
 
 def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int:
-    tiny = replace(schedule, estimate=replace(schedule.estimate, decode_batch=1.0, **changes))
+    tiny = replace(schedule, estimate=schedule.estimate.changed(decode_batch=1.0, **changes))
     made = rescheduler_of(session, timing_of(session), tiny)
     assert made is not None
     return made.slots
@@ -263,8 +262,8 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_adjustment(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.encode_batch,
-                                                           start.decode_iterations)
+    assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
+                                                           start.figures.decode_iterations)
     assert own._is_observing, "it looks again"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def test_the_schedule_says_what_was_chosen_and_what_the_bound_cost() -> None:
 
 
 def test_a_schedule_over_its_bound_or_memory_says_so_loudly() -> None:
-    over = dataclasses.replace(fake_schedule(), latency_bound_s=20.0)
+    over = fake_schedule().changed(limit_s=20.0)
     assert "OVER the bound of 20.0 s" in schedule_table(over)
     assert "DOES NOT FIT" in schedule_table(fake_schedule().changed(fits=False))
 

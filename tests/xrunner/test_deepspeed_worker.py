@@ -116,11 +116,11 @@ def test_the_stop_file_ends_a_run_before_its_first_batch(plan: RunPlan) -> None:
 
 def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) -> None:
     estimate = estimate_of(5)
-    save(plan.output, replace(estimate, policy="rra"))
+    save(plan.output, estimate.changed(policy="rra"))
     with pytest.raises(XgptError, match="static batches, ft or dsi"):
         deepspeed_worker.run(plan, WORLD)
     halves = tuple(replace(estimate.deployment.stages[0], index=rank, ranks=(rank,)) for rank in (0, 1))
-    save(plan.output, replace(estimate, stages=halves))
+    save(plan.output, estimate.changed(stages=halves))
     with pytest.raises(XgptError, match="the 1 that the launcher started"):
         deepspeed_worker.run(plan, WORLD)
 

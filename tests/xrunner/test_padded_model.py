@@ -125,7 +125,7 @@ def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str,
 def problem_of(directory: Path, pairs: Any) -> Problem:
     joint = joint_empirical(pairs)
     return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
-                   cluster=replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=2),
+                   cluster=catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=2),
                    lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
                    constraint=latency_constraint(latency_s=math.inf))
 

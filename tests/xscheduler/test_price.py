@@ -35,7 +35,7 @@ def test_each_offer_relaxes_one_limit_and_nothing_else():
     offers, asked = offers_of(problem)
     base, later, more, roomier = asked
     assert base == problem and len(offers) == 3
-    assert later == replace(problem, constraint=problem.constraint.with_latency(latency_s=2.0 * 1.1))
+    assert later == replace(problem, constraint=problem.constraint.with_latency(limit_s=2.0 * 1.1))
     assert more == replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=5))
     device = replace(problem.cluster.device, memory_bytes=round(MEMORY * 1.1))
     assert roomier == replace(problem, cluster=problem.cluster.with_nodes(device=device))
@@ -125,8 +125,7 @@ def test_the_real_search_finds_each_offers_worth():
     free = find_schedule(toy_problem(fixed=fixed), roofline_of(toy_problem()))
     problem = toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3)
     later, gpu, memory = price(problem, roofline_of(problem))
-    relaxed = replace(problem, constraint=replace(
-        problem.constraint, latency_s=problem.constraint.latency_s * 1.1))
+    relaxed = replace(problem, constraint=problem.constraint.with_latency(limit_s=problem.constraint.latency_s * 1.1))
     timing = roofline_of(problem)
     expected = find_schedule(relaxed, timing).estimate.figures.throughput_qps
     assert later.throughput_qps == expected and later.gain > 0.01

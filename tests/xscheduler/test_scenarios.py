@@ -41,10 +41,10 @@ def test_the_bounds_are_percentiles_of_what_ft_takes():
     for place, batch in ((0, 4), (-1, 4 * len(latencies))):
         own = ft.estimate(StaticConfig(encode_batch=batch, decode_micro_batches=1, tp_degree=4,
                                        tp_gpus=4))
-        assert latencies[place] == pytest.approx(own.latency_s) and own.fits
+        assert latencies[place] == pytest.approx(own.figures.latency_s) and own.figures.fits
     more = StaticConfig(encode_batch=4 * len(latencies) + 4, decode_micro_batches=1, tp_degree=4,
                         tp_gpus=4)
-    assert not ft.estimate(more).fits
+    assert not ft.estimate(more).figures.fits
     *bounds, last = paper_scenarios.bounds_of(problem, timing)
     assert math.isinf(last)
     for bound, percent in zip(bounds, (0.1, 0.3, 0.7), strict=True):

@@ -237,7 +237,7 @@ def planned(problem: Problem, *, longer: bool = True, grid: RraConfigs = GRID):
     search = GridSearch(grid)
 
     def within(bound_s: float) -> Schedule:
-        return search(replace(problem, constraint=problem.constraint.with_latency(latency_s=bound_s)))
+        return search(replace(problem, constraint=problem.constraint.with_latency(limit_s=bound_s)))
 
     timing = roofline_of(problem)
     return plan_within(problem, timing, within,
@@ -278,7 +278,7 @@ def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
 def test_a_bound_that_only_a_schedule_without_margin_keeps_is_infeasible() -> None:
     problem = observed(toy_problem(), 40)
     least = min(Rra(problem, roofline_of(problem)).evaluate(GRID).latency_s)
-    tight = replace(problem, constraint=problem.constraint.with_latency(latency_s=1.001 * float(least)))
+    tight = replace(problem, constraint=problem.constraint.with_latency(limit_s=1.001 * float(least)))
     with pytest.raises(InfeasibleError, match="with its margin") as raised:
         planned(tight)
     assert "40 queries" in str(raised.value)
@@ -373,8 +373,7 @@ def broken(seed: int, trials: int, confidence: float) -> tuple[int, int]:
         bound_s = problem.constraint.latency_s
 
         def within(bound_s: float, own: Problem = problem) -> Schedule:
-            return sketch_search(replace(own, constraint=replace(
-                own.constraint, latency_s=bound_s)))
+            return sketch_search(replace(own, constraint=own.constraint.with_latency(limit_s=bound_s)))
 
         found = plan_within(problem, roofline_of(problem), within,
                             search_problem=sketch_search)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from xgpt.core.cluster import Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
@@ -52,7 +51,7 @@ def schedule_of(problem: Problem, estimate=None, **changes) -> Schedule:
     """A schedule as a search would answer; `changes`: of the estimate's figures."""
     if estimate is None:
         estimate = estimate_of(problem, encode_batch=4, decode_iterations=4)
-    estimate = replace(estimate, **changes)
+    estimate = estimate.changed(**changes)
     return schedule_from_flat(
         estimate=estimate, latency_bound_s=problem.constraint.latency_s,
         constraint_kind="sequence", quantile=0.99, status="optimal",

@@ -101,8 +101,8 @@ def test_what_is_refused_says_nothing_of_its_neighbours():
     together = rra.evaluate(CONFIGS)
     for row, config in enumerate(CONFIGS):
         alone = rra.estimate(config)
-        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
-        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
+        assert together.throughput_qps[row] == pytest.approx(alone.figures.throughput_qps, rel=1e-9)
+        assert together.latency_s[row] == pytest.approx(alone.figures.latency_s, rel=1e-9)
 
 
 def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_of():
@@ -112,8 +112,8 @@ def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_o
     truth = Roofline(TOY, problem.cluster.device, "float16")
     config = RraConfig(encode_batch=6, decode_iterations=4)
     ours = Rra(problem, finely).estimate(config)
-    assert ours.throughput_qps == pytest.approx(
-        Rra(problem, truth).estimate(config).throughput_qps, rel=0.05)
+    assert ours.figures.throughput_qps == pytest.approx(
+        Rra(problem, truth).estimate(config).figures.throughput_qps, rel=0.05)
 
 
 def test_room_says_how_far_a_configuration_stretches_the_measurements():
@@ -165,12 +165,12 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
     found = find_schedule(problem, timing, gap=0.0)
     assert found.estimate.figures.throughput_qps == pytest.approx(expected, rel=1e-9)
     assert found.estimate.figures.encode_batch < GRID[-1] and found.estimate.figures.fits
-    assert found.bound_qps >= expected
+    assert found.proof.bound_qps >= expected
     stretch = stretch_of(problem, timing, found.estimate)
     assert stretch <= REFUSED_BEYOND
     if tightness == math.inf:
         # the range is what binds: one query more is beyond it
-        more = replace(found.estimate, encode_batch=found.estimate.figures.encode_batch + 1)
+        more = found.estimate.changed(encode_batch=found.estimate.figures.encode_batch + 1)
         assert stretch > 0.9 * REFUSED_BEYOND
         assert stretch_of(problem, timing, more) > REFUSED_BEYOND
 
@@ -191,7 +191,7 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
                                 others=range(1, outputs[-1])).best(math.inf)
     found = find_schedule(problem, timing, gap=0.0)
     assert found.estimate.figures.throughput_qps >= expected * (1 - 1e-9)
-    assert found.bound_qps >= expected
+    assert found.proof.bound_qps >= expected
 
 
 def test_what_rests_on_extrapolated_times_says_so():
@@ -245,7 +245,7 @@ def test_a_job_of_longer_queries_than_four_times_is_infeasible_too(latency_s, si
 def test_messages_of_any_size_are_answered_for():
     problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
     found = find_schedule(problem, profiled(problem, messages=(8, 16))).estimate
-    assert found.throughput_qps > 0 and math.isfinite(found.latency_s)
+    assert found.figures.throughput_qps > 0 and math.isfinite(found.figures.latency_s)
 
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():

@@ -120,7 +120,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     """The paper's section 7.4: not even with one query encoded at a time; RRA can."""
     problem = problem_of(model, cluster, task)
     waa, rra = WaaC(problem, roofline_of(problem)), Rra(problem, roofline_of(problem))
-    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
+    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in tensor_plans(problem.model, problem.cluster, roofline_of(problem)):
         try:

@@ -6,6 +6,7 @@ xgpt.core.schedule_file reads and writes schedules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -145,6 +146,13 @@ class Estimate:
         return self.controls.policy
 
     @property
+    def variables(self) -> Mapping[str, Any]:
+        """The values of its control variables and of its tensor plan, by name."""
+        own = {field.name: getattr(self.controls, field.name)
+               for field in fields(self.controls)}  # type: ignore[arg-type]
+        return {**own, "tp_degree": self.deployment.tp_degree, "tp_gpus": self.deployment.tp_gpus}
+
+    @property
     def most_in_system(self) -> float:
         """Queries between the start of encoding and the last token, at most, as planned."""
         figures = self.figures
@@ -154,8 +162,13 @@ class Estimate:
     def changed(self, **changes: Any) -> Estimate:
         """The same with fields replaced in whichever parts have them; `kv_tokens` is the decoding
         pool's. Raises TypeError for a name that no part has."""
+        if "decode_micro_batches" in changes:
+            changes["num_groups"] = changes["decode_micro_batches"]
         left = dict(changes)
+        left.pop("decode_micro_batches", None)
         controls = _replaced(self.controls, changes, left)
+        if (even := getattr(controls, "even", None)) is not None:
+            controls = replace(controls, even=_replaced(even, changes, left))  # type: ignore[type-var]
         figures = _replaced(self.figures, changes, left)
         decoding = _replaced(self.deployment.decoding, changes, left)
         pools = tuple(decoding if pool.name == decoding.name else pool

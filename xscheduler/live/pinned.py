@@ -107,6 +107,7 @@ def pinned_policy(deployed: Estimate, problem: Problem,
         made = Rra(problem, timing, plans=plans)
     else:
         made = PinnedWaa(problem, timing, plans=plans)
+        made.name = deployed.policy
         made.encode_devices = len({rank for stage in deployed.deployment.stages if stage.role == "encode"
                                    for rank in stage.ranks})
     return made

@@ -53,12 +53,12 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
         return running.changed(estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
 
     def within(latency_s: float) -> Schedule:
-        return find(replace(problem, constraint=problem.constraint.with_latency(latency_s=latency_s)))
+        return find(replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_s)))
 
     def stays(reason: str) -> Revised:
         return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
 
-    constraint = problem.constraint.with_latency(latency_s=caution * problem.constraint.latency_s)
+    constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
     try:
         planned = plan_within(replace(problem, constraint=constraint), timing, within,
                               search_problem=find)
