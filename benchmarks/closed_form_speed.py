@@ -41,8 +41,8 @@ from xprofiler.timing import ENCODER_DECODER_ONLY, MessageKind, Operator, Timing
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import POLICIES, make_policy
 from xsimulator.policies.continuous.closed_form import IterationConfig
-from xsimulator.policies.rra.closed_form import RraConfigs
-from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.rra.config import RraConfigs
+from xsimulator.policies.static.config import StaticConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks
 

@@ -32,7 +32,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.search import Scheduler
 from xsimulator.policies import make_policy
-from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.static.config import StaticConfig
 
 SHARES = (0.30, 0.70)  # of FT's batch sizes have a lower latency
 STEP, MOST_BATCH = 4, 2000

@@ -40,7 +40,7 @@ from xscheduler.monotonicity import Count, Reading, count, worst
 from xscheduler.spaces.grid_search import tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.grids import geometric
-from xsimulator.policies.rra.closed_form import RraConfig, RraConfigs
+from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks
 

@@ -25,9 +25,11 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline, link_kind
+from xprofiler.links import link_kind
+from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xsimulator.policies.static.closed_form import Ft, StaticConfig
+from xsimulator.policies.static.closed_form import ft
+from xsimulator.policies.static.config import StaticConfig
 
 SMALL = (("t5-11b", "a40-8"), ("opt-13b", "a40-4"), ("gpt3-39b", "a40-16"),
          ("gpt3-101b", "a100-16"))
@@ -108,10 +110,10 @@ def ft_plan(cluster: Cluster) -> tuple[int, int]:
 def ft_latencies(problem: Problem, timing: TimingSource) -> FloatArray:
     """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches."""
     degree, gpus = ft_plan(problem.cluster)
-    ft = Ft(problem, timing)
+    policy = ft(problem, timing)
     configs = [StaticConfig(encode_batch=BATCH_STEP * step, decode_micro_batches=gpus // degree,
                             tp_degree=degree, tp_gpus=gpus) for step in range(1, _MOST_BATCHES)]
-    figures = ft.evaluate(configs)
+    figures = policy.evaluate(configs)
     return figures.latency_s[figures.fits & np.isfinite(figures.latency_s)]
 
 

@@ -24,11 +24,13 @@ import torch
 
 from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.session import open_session
+from xgpt.core.lengths import empirical
 from xgpt.core.local import detect
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import parse_seconds
-from xgpt.launch.local import run_ranks
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.local import LocalLauncher
 from xprofiler.measure.bench import LayerBench
 from xprofiler.measure.probe import Parts
 from xprofiler.measure.ranks import Ranks, connect, own_device
@@ -36,6 +38,7 @@ from xprofiler.profile import Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
+from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageTimes
 
 BATCHES = (1, 2, 4, 7, 11, 16, 23, 32, 45, 64)
@@ -82,7 +85,9 @@ def one_model(name: str, arguments: argparse.Namespace) -> str:
         request.write_text(json.dumps({"profile": str(Path(folder) / "profile.json"),
                                        "found": str(Path(folder) / "found.json"),
                                        "degrees": [1, larger], "seed": arguments.seed}))
-        run_ranks("benchmarks.profile_accuracy", request, arguments.ranks, watch=lambda: None)
+        ranks = RankProgram(module="benchmarks.profile_accuracy", argument=request,
+                            count=arguments.ranks)
+        LocalLauncher().run(ranks, watch=lambda: None)
         found = json.loads((Path(folder) / "found.json").read_text())
     return report(name, session.problem.dtype, took_s, profile, found)
 
@@ -196,12 +201,15 @@ def full_steps(ranks: Ranks, profile: Profile, timing: ProfileTiming, rng: np.ra
     assert spec is not None
     bench = LayerBench(spec, getattr(torch, of.dtype), num_stages=1, is_probed=False)
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=spec.num_layers)
-    times = StageTimes(spec, detect(of.ranks), timing, of.dtype, [stage], mean_input=0.0)
+    cluster = detect(of.ranks)
+    times = StageTimes(LayerTimes(spec, timing, cluster.intra_link, of.dtype, empirical([1])),
+                       cluster, [stage])
     for batch in BATCHES:
         inputs = [int(n) for n in rng.integers(15, max(min(150, 2600 // batch), 16), batch)]
         contexts = [int(n) for n in rng.integers(40, 300, batch)]
         measured_s = _outside_s(ranks, bench.encode(inputs))
-        attention = {d: np.sum(s) for d, s in times.attention_s(np.array(inputs), batch).items()}
+        each_s = times.encode_attention_s(np.array(inputs), batch)
+        attention = {d: np.sum(s) for d, s in each_s.items()}
         found.setdefault("encode step", []).append((float(times.encode_s(
             float(sum(inputs)), float(batch), attention)[0]), measured_s))
         measured_s = _outside_s(ranks, bench.decode(contexts))

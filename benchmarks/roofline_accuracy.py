@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from calibrate import CalibrationPoint, Gemm, calibrate
 from numpy.typing import NDArray
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
 from xgpt.core.model import ModelSpec
-from xprofiler.calibrate import CalibrationPoint, Gemm, calibrate
 from xprofiler.importers import kernel_tables, vidur
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
@@ -209,7 +209,7 @@ def calibrated(source: Roofline, products: Sequence[Product], chosen: Iterable[i
 def product_errors(source: Roofline, products: Sequence[Product]) -> FloatArray:
     n, k, rows, measured = (np.array([getattr(p, name) for p in products], float)
                             for name in ("n", "k", "rows", "seconds"))
-    return error(source.gemm_s(rows, n, k), measured)
+    return error(source.kernels.gemm_s(rows, n, k), measured)
 
 
 # All-reduce (Vidur, aiconfigurator's NCCL tables)
@@ -313,7 +313,7 @@ def collective_errors(source: Roofline, points: Sequence[Collective], link: Link
         of = np.array([p.degree == degree for p in points])
         sizes = np.array([p.num_bytes for p in points])[of]
         measured = np.array([p.seconds for p in points])[of]
-        errors[of] = error(source.collective_s(sizes, degree, link), measured)
+        errors[of] = error(source.links.collective_s(sizes, degree, link), measured)
     return errors
 
 
@@ -409,7 +409,7 @@ def gemm_grid_section(data: Path) -> str:
             ("a100", "vllm_0.14.0", "in-sample"), ("a100", "trtllm_1.0.0", "in-sample"),
             ("h200", "vllm_0.19.0", ""), ("h200", "trtllm_1.2.0rc5", "")):
         table = kernel_tables.read_gemm(data / f"aiconfigurator/{gpu}_sxm_{engine}_gemm.csv")
-        errors = error(roofline(gpu).gemm_s(table.m, table.n, table.k), table.seconds)
+        errors = error(roofline(gpu).kernels.gemm_s(table.m, table.n, table.k), table.seconds)
         errors = errors[table.m <= 4096]
         lines.append(f"| {gpu} | {engine} | {len(errors)} | {spread(errors)} | {note} |")
     return "\n".join(lines)

@@ -35,7 +35,8 @@ from xprofiler.timing import TimingSource
 from xscheduler.search import Scheduler
 from xscheduler.spaces import grid_search as baselines
 from xsimulator.policies import make_config, make_policy
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 
 POLICIES = ("rra", "waa-c", "waa-m")
 SAMPLES = 24  # values of decode_iterations at which the grid's size is looked at

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner": {WORDS, "rules", "runner"},
     "measure": {WORDS, "rules", "profile", "runner", "measure"},
     "launch": {WORDS, "launch"},
-    "report": {WORDS, "profile", "report"},
+    "report": {WORDS, "rules", "profile", "simulator", "scheduler", "report"},
     "app": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
             "app"},
     "cli": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",

@@ -25,7 +25,7 @@ class RunPlan:
     model_dir: Path
     model_name: str
     served_by: str
-    requests: Path
+    requests: str  # where they came from, and a digest of them
     is_chat: bool
     max_tokens: int
     dtype: str
@@ -49,9 +49,7 @@ class RunPlan:
         decisive = {k: str(v) for k, v in asdict(self).items()
                     if k not in ("name", "output", "served_by", "threads_per_rank", "device_kind",
                                  "is_watched", "slots", "shuffle_window")}
-        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode())
-        digest.update(self.requests.read_bytes())
-        return digest.hexdigest()[:16]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self) -> Path:
         path = self.output / "run.json"
@@ -65,7 +63,7 @@ def load_plan(path: Path) -> RunPlan:
     raw = json.loads(path.read_text(encoding="utf-8"))
     assert raw.pop("version") == PLAN_VERSION, f"{path} is of another version of xgpt"
     raw.pop("fingerprint")
-    paths = ("output", "model_dir", "requests")
+    paths = ("output", "model_dir")
     values: dict[str, Any] = {k: Path(v) if k in paths else v for k, v in raw.items()}
     return RunPlan(**values)
 
@@ -77,15 +75,6 @@ def saved_fingerprint(output: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return str(value)
-
-
-def num_usable(output: Path) -> int | None:
-    """Queries of the run that wrote into `output`, once it had read them."""
-    try:
-        total = json.loads((output / "total.json").read_text(encoding="utf-8"))["queries"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return int(total)
 
 
 def write_atomically(path: Path, text: str) -> None:

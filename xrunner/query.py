@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
@@ -27,7 +28,7 @@ class PreparedQuery:
 
     index: int
     id: str
-    input_ids: tuple[int, ...]
+    input_ids: Sequence[int]
     max_new_tokens: int
     is_forced: bool = False  # exactly max_new_tokens; end-of-sequence does not end it
     sampling: Sampling = field(default_factory=Sampling)

@@ -15,7 +15,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
 from xscheduler.spaces.waa import group_range
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 

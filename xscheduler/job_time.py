@@ -17,16 +17,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import JOB_STATUS, Estimate, Rejected, Schedule
 from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.prediction import job_lengths, predict
+from xscheduler.room import with_room
 from xscheduler.search import POLICIES
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
-from xscheduler.uncertainty import Margin
+from xscheduler.uncertainty import Doubts, Margin
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken
@@ -66,46 +69,64 @@ def searched_spaces(problem: Problem, timing: TimingSource) -> list[Space]:
     return found
 
 
-def for_the_job(schedule: Schedule, count: int, wall_s: Callable[[Estimate, int], float],
-                spaces: Callable[[], Sequence[Space]],
-                judge: Callable[[Estimate], Margin]) -> Schedule:
-    """`schedule`, or the one that answers the job's `count` queries sooner.
-
-    wall_s: what the job takes by an estimate, the mean of so many replays; infinite where it cannot
-    run it. judge: an estimate's margin, times which its latency must keep the bound.
-    """
-    own = schedule.estimate
-    if count >= SHORT * own.most_in_system:
+def for_the_job(problem: Problem, timing: TimingSource, schedule: Schedule,
+                spaces: Callable[[], Sequence[Space]] | None = None) -> Schedule:
+    """`schedule`, or the one that answers the problem's own queries sooner. spaces: what is looked
+    at; by default the policies that are searched."""
+    own, count = schedule.estimate, problem.num_queries
+    if (not count or problem.observes  # what every query at its cap would take says nothing
+            or count >= SHORT * own.most_in_system):
         return schedule
-    clock = _Counted(wall_s)
-    first = _first_round(_admissible(spaces(), schedule.bound.limit_s, count), clock, count,
+    clock = _Clock(problem, timing, schedule)
+    doubts = Doubts(problem, timing, replays=True)
+    looked_at = searched_spaces(problem, timing) if spaces is None else spaces()
+    first = _first_round(_admissible(looked_at, schedule.bound.limit_s, count), clock, count,
                          clock(own, 1))
     replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
     final = sorted(((clock(estimate, replays), estimate) for estimate in first),
                    key=lambda pair: pair[0])
-    for found_s, estimate in final:
-        if found_s > (1 - WORTH) * steady_s:
+    for wall_s, estimate in final:
+        if wall_s > (1 - WORTH) * steady_s:
             break
-        margin = judge(estimate)
+        margin = doubts.margin(estimate)
         if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
-            return _taken(schedule, estimate, margin, count, found_s, steady_s, clock.num_replayed)
+            return _taken(schedule, estimate, margin, count, wall_s, steady_s, clock.num_replayed)
     return schedule
 
 
-class _Counted:
-    """Counts the estimates asked about."""
+class _Clock:
+    """What the job takes by an estimate; counts the estimates asked about."""
 
-    def __init__(self, wall_s: Callable[[Estimate, int], float]) -> None:
-        self._wall_s, self._asked = wall_s, set[Estimate]()
+    def __init__(self, problem: Problem, timing: TimingSource, schedule: Schedule) -> None:
+        self._problem, self._timing, self._schedule = problem, timing, schedule
+        self._asked = set[Estimate]()
+        self._most = self._num_runnable(self._roomy(schedule.estimate))
 
     def __call__(self, estimate: Estimate, replays: int) -> float:
+        """Seconds, the mean of so many replays; infinite where it cannot run all the queries that
+        `schedule` can."""
         self._asked.add(estimate)
-        return self._wall_s(estimate, replays)
+        estimate = self._roomy(estimate)
+        if self._num_runnable(estimate) < self._most:
+            return math.inf
+        try:
+            prediction = predict(self._problem, self._timing, estimate, replays=replays)
+        except XgptError:  # times that the profile refuses
+            return math.inf
+        return math.inf if prediction is None else prediction.wall_s
 
     @property
     def num_replayed(self) -> int:
         return len(self._asked)
+
+    def _roomy(self, estimate: Estimate) -> Estimate:
+        return with_room(replace(self._schedule, estimate=estimate), self._problem).estimate
+
+    def _num_runnable(self, estimate: Estimate) -> int:
+        """Requests that it has room for; 0 where their lengths are not known."""
+        known = job_lengths(self._problem, estimate)
+        return 0 if known is None else len(known.inputs)
 
 
 def _admissible(spaces: Sequence[Space], bound_s: float, count: int) -> list[_Entry]:
@@ -120,7 +141,7 @@ def _admissible(spaces: Sequence[Space], bound_s: float, count: int) -> list[_En
     return sorted(found, key=lambda entry: -entry.throughput_qps)
 
 
-def _first_round(entries: Sequence[_Entry], clock: _Counted, count: int,
+def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
                  steady_s: float) -> list[Estimate]:
     """The quickest by one replay each, of all that may be quicker than what was seen."""
     found: list[tuple[float, Estimate]] = []

@@ -1,48 +1,139 @@
-"""Schedules as the commands show them: searched, within the confidence, explained."""
+"""The one planner: the schedule of a problem, whatever is fixed, short, or yet to be observed.
+
+    steady     the best of the policies that are searched, or of the baseline that the job names,
+               within the bound and its confidence, explained
+    beginning  where outputs are known only as caps and no schedule keeps the bound with those:
+               the quickest there is
+    job        for a job of few queries what answers these soonest, ramp and drain included
+    room       for the longest request, where memory allows it
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.schedule import Rejected, Schedule
 from xprofiler.timing import TimingSource
+from xscheduler.beginning import beginning, can_settle
 from xscheduler.branch_and_bound import Status
 from xscheduler.explanation import FREE_ROW, explain_choice
+from xscheduler.few_queries import plan_with_enough
+from xscheduler.job_time import for_the_job
+from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
+from xscheduler.spaces.baselines import BASELINES, baseline_space, find_baseline
 from xscheduler.uncertainty import PlannedWithin, plan_within
+
+# Of the policies that are searched, the one whose schedule can be changed while it runs.
+_CHANGEABLE = "rra"
+Horizon = Literal["job", "steady"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PlanOptions:
     """`gap`: share by which a schedule may be better than the one found. `max_nodes`: boxes of
-    configurations that each policy's search may look at; None: as many as it takes."""
+    configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
+    for the problem's own queries, where it has any, or for the steady state of a job without end.
+    """
 
     gap: float = GAP
     max_nodes: int | None = None
+    horizon: Horizon = "job"
+
+
+def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
+         tell: Callable[[str], None] | None = None) -> Schedule:
+    """The schedule to run. `tell` takes notes for the user. Raises InfeasibleError, and InputError
+    for fixed values that the model or the cluster cannot hold."""
+    return Planner(problem, timing, options, tell=tell).plan()
 
 
 class Planner:
     """Schedules of one problem under one latency bound after the other: what was evaluated for one
     serves the next."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, limits: Limits | None = None, *,
-                 asked: FixedSchedule | None = None) -> None:
-        """asked: what the job fixes, where `problem` fixes more."""
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 options: PlanOptions | None = None, *,
+                 tell: Callable[[str], None] | None = None) -> None:
+        """See `plan`."""
         self.problem, self.timing = problem, timing
-        self.limits = limits or Limits()
-        self._explained = problem if asked is None else replace(problem, fixed=asked)
-        self._own = self._search_of(problem)
+        self.options = options or PlanOptions()
+        self._tell = tell if tell is not None else lambda text: None
+        self._own: _Search | None = None
+        self._numberless: Planner | None = None
+        self._known: dict[float, Schedule] = {}  # of the steady state, by latency bound
 
-    def find(self, latency_bound_s: float | None = None) -> Schedule:
-        """The best schedule that keeps the bound (by default the problem's) with the constraint's
-        confidence. Raises InfeasibleError."""
-        began, before = time.monotonic(), self._own.nodes
+    def plan(self, latency_bound_s: float | None = None) -> Schedule:
+        """The schedule to run under the bound (by default the problem's). Raises InfeasibleError.
+        """
         problem = _bounded(self.problem, latency_bound_s)
+        schedule = plan_with_enough(
+            problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell)
+        return with_room(schedule, problem)
+
+    def steady(self, latency_bound_s: float | None = None) -> Schedule:
+        """The best schedule in steady state that keeps the bound (by default the problem's) with
+        the constraint's confidence. Raises InfeasibleError."""
+        return plan_with_enough(
+            _bounded(self.problem, latency_bound_s),
+            lambda enough: self._like(enough)._steady(enough), lambda note: None)
+
+    def of(self, problem: Problem) -> Schedule:
+        """The steady state's schedule of a problem like this one, with the same options. Raises
+        InfeasibleError."""
+        if _bounded(problem, self.problem.constraint.latency_s) == self.problem:
+            return self.steady(problem.constraint.latency_s)
+        return Planner(problem, self.timing, self.options).steady()
+
+    def without_margin(self, problem: Problem) -> Schedule:
+        """The best schedule of a problem like this one, all taken as certain. Raises
+        InfeasibleError."""
+        return self._search_of(problem).find(problem.constraint.latency_s)
+
+    def _like(self, problem: Problem) -> Planner:
+        """The planner of the problem under any bound, which may be without its number of queries.
+        """
+        if problem.num_queries == self.problem.num_queries:
+            return self
+        if self._numberless is None:
+            self._numberless = Planner(replace(self.problem, num_queries=None), self.timing,
+                                       self.options)
+        return self._numberless
+
+    def _for_its_horizon(self, problem: Problem) -> Schedule:
+        if self.options.horizon == "steady":
+            return self._steady(problem)
+        try:
+            schedule = self._steady(problem)
+        except InfeasibleError:
+            begun = beginning(problem, self.timing) if can_settle(problem) else None
+            if begun is None:
+                raise
+            schedule = begun
+        is_baseline = problem.fixed.policy in BASELINES
+        return for_the_job(problem, self.timing, schedule, (
+            lambda: [baseline_space(problem, self.timing)]) if is_baseline else None)
+
+    def _steady(self, problem: Problem) -> Schedule:
+        bound_s = problem.constraint.latency_s
+        if bound_s not in self._known:
+            self._known[bound_s] = (
+                find_baseline(problem, self.timing) if problem.fixed.policy in BASELINES else
+                self._searched(problem))
+        return self._known[bound_s]
+
+    def _searched(self, problem: Problem) -> Schedule:
+        began = time.monotonic()
+        if self._own is None:
+            self._own = self._search_of(self._narrowed)
+        before = self._own.nodes
         bound_s = problem.constraint.latency_s
         longer: list[_Search] = []
 
@@ -51,31 +142,31 @@ class Planner:
                 longer.append(self._search_of(other))
             return longer[-1].find(other.constraint.latency_s)
 
-        planned = plan_within(problem, self.timing, self._own.find,
+        planned = plan_within(_bounded(self._narrowed, bound_s), self.timing, self._own.find,
                               search_problem=of_problem, replays=True)
         schedule = _compared(planned, [found for search in (self._own, *longer)
                                        for found in search.found])
         # what does not keep its margin is explained by what it does use
         limit_s = max(bound_s / planned.margin.factor, min(schedule.estimate.figures.latency_s, bound_s))
-        explanation = explain_choice(schedule, _bounded(self._explained, bound_s), self.timing,
-                                     latency_limit_s=limit_s)
-        return schedule.changed(margin=KeptMargin(     factor=planned.margin.factor, cost=max(planned.cost, 0.0),     note=planned.margin.sentence),
+        explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
+        return schedule.changed(margin=KeptMargin(factor=planned.margin.factor, cost=max(planned.cost, 0.0),
+                              note=planned.margin.sentence),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
             nodes=self._own.nodes - before + sum(search.nodes for search in longer),
             seconds=time.monotonic() - began)
 
-    def of(self, problem: Problem, timing: TimingSource) -> Schedule:
-        """The same of a problem like this one: what other parts search with."""
-        return Planner(problem, timing, self.limits).find()
-
-    def without_margin(self, problem: Problem) -> Schedule:
-        """The best schedule of a problem like this one, all taken as certain. Raises
-        InfeasibleError."""
-        return self._search_of(problem).find(problem.constraint.latency_s)
+    @property
+    def _narrowed(self) -> Problem:
+        """What is searched: lengths yet to be observed want a schedule that can be changed in
+        place."""
+        fixed = self.problem.fixed
+        if self.options.horizon == "steady" or not self.problem.observes or fixed.policy:
+            return self.problem
+        return replace(self.problem, fixed=replace(fixed, policy=_CHANGEABLE))
 
     def _search_of(self, problem: Problem) -> _Search:
         return _Search(problem.lengths, Scheduler(
-            problem, self.timing, gap=self.limits.gap, max_nodes=self.limits.max_nodes))
+            problem, self.timing, gap=self.options.gap, max_nodes=self.options.max_nodes))
 
 
 class _Search:

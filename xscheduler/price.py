@@ -18,14 +18,13 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
-from xprofiler.timing import TimingSource
-from xscheduler.search import find_schedule
 
 STEP = 0.1  # by which a limit is relaxed
 NOTHING = 0.005  # share of throughput that counts as nothing: the search's gap
 VARIABLES = ("policy", "encode_batch", "decode_iterations", "decode_micro_batches", "tp_degree",
              "tp_gpus")
-Search = Callable[[Problem, TimingSource], Schedule]
+Find = Callable[[Problem], Schedule]
+AS_IT_IS = "as it is"  # of the offer that says why there is no schedule now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +64,17 @@ class Offer:
         return f"{found}, {self.gain:+.1%}{changed}{end}"
 
 
-def price(problem: Problem, timing: TimingSource, *, search: Search | None = None,
-          base: Schedule | None = None) -> tuple[Offer, ...]:
-    """Offers in the order latency, devices, memory. base: the problem's schedule, where it is known
-    already; `search` finds schedules, by default find_schedule for the timing source's kernels.
-    `timing` serves them all: the device stays what it is, and plans of a tensor-parallel degree
-    that it cannot time are left out."""
-    find = search if search is not None else _find
-    why_not = None
-    if base is None:
-        try:
-            base = find(problem, timing)
-        except InfeasibleError as cause:
-            why_not = str(cause)
-    offers = []
+def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
+    """Offers in the order latency, devices, memory. find: the steady state's schedule of a problem
+    like this one; raises InfeasibleError (a planner's `of`)."""
+    base, offers = None, []
+    try:
+        base = find(problem)
+    except InfeasibleError as cause:  # what binds, and the tightest bound that can be met
+        offers.append(_none(AS_IT_IS, str(cause)))
     for what, changed in _relaxed(problem):
-        if isinstance(changed, str):
-            offers.append(_none(what, changed))
-        else:
-            offers.append(_offer(what, changed, timing, find, base))
-    if why_not is not None:  # first of all: what binds, and the tightest bound that can be met
-        offers.insert(0, _none("as it is", why_not))
+        offers.append(_none(what, changed) if isinstance(changed, str) else
+                      _offer(what, changed, find, base))
     return tuple(offers)
 
 
@@ -111,10 +100,9 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
     return found
 
 
-def _offer(what: str, changed: Problem, timing: TimingSource, find: Search,
-           base: Schedule | None) -> Offer:
+def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Offer:
     try:
-        found = find(changed, timing).estimate
+        found = find(changed).estimate
     except InfeasibleError as cause:
         return _none(what, f"no schedule then either: {cause}" if base is None else str(cause))
     except InputError as cause:  # what the job fixes does not go with the changed cluster
@@ -151,7 +139,3 @@ def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
 
 def _none(what: str, reason: str) -> Offer:
     return Offer(what=what, throughput_qps=None, gain=None, changes=(), reason=reason)
-
-
-def _find(problem: Problem, timing: TimingSource) -> Schedule:
-    return find_schedule(problem, timing)

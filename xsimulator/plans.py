@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -27,19 +28,31 @@ from xsimulator.allocation import (
     refuse_plan,
     stage_ranks,
 )
-from xsimulator.stage_times import LayerTimes, StageTimes
+from xsimulator.layer_times import LayerTimes
+from xsimulator.stage_times import StageTimes
+from xsimulator.step_table import StepTable
 
 REFERENCE_ENCODE_QUERIES = 8
 REFERENCE_DECODE_QUERIES = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The stages of one pool."""
+    """The stages of one pool, and how long its steps take."""
 
     stages: tuple[StageAssignment, ...]
     times: StageTimes
     weight_bytes: FloatArray  # [stages] on each rank
+
+    @cached_property
+    def steps(self) -> StepTable:
+        """The table of its step times."""
+        return StepTable(self.times)
+
+    @cached_property
+    def least_steps(self) -> StepTable:
+        """A table of lower bounds of them."""
+        return StepTable(self.times, lowered=True)
 
 
 class _DegreeCost(NamedTuple):
@@ -55,6 +68,7 @@ class Plans:
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
+        self.layers = LayerTimes.of(problem, timing)
         fewer = 0 if problem.model.is_encoder_decoder else 1
         # every query takes at least one iteration here: a split needs some decoding to go by
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
@@ -79,31 +93,33 @@ class Plans:
         """A pool of stages on these ranks that works one phase, or both."""
         key = (tuple(ranks), role, first_index)
         if key not in self._known:
-            problem, model = self.problem, self.problem.model
-            stages = tuple(replace(stage, index=stage.index + first_index, role=role)
-                           for stage in allocate(model, ranks, self._costs(ranks, role), role))
-            weights = memory.weight_bytes(model, stages, problem.dtype)
-            if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
-                weights[-1] -= model.head_params / stages[-1].tp_degree * DTYPE_BYTES[problem.dtype]
-            self._known[key] = Plan(
-                stages=stages, weight_bytes=weights,
-                times=StageTimes(model, problem.cluster, self.timing, problem.dtype, stages,
-                                 mean_input=problem.lengths.inputs.mean))
+            split = allocate(self.problem.model, ranks, self._costs(ranks, role), role)
+            self._known[key] = self.of_stages(tuple(
+                replace(stage, index=stage.index + first_index, role=role) for stage in split),
+                role)
         return self._known[key]
+
+    def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> Plan:
+        """The pool of these stages."""
+        problem, model = self.problem, self.problem.model
+        weights = memory.weight_bytes(model, stages, problem.dtype)
+        if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
+            weights[-1] -= model.head_params / stages[-1].tp_degree * DTYPE_BYTES[problem.dtype]
+        return Plan(stages=stages, weight_bytes=weights,
+                    times=StageTimes(self.layers, problem.cluster, stages))
 
     def layer_s(self, degree: int) -> tuple[float, float]:
         """Reference seconds of one layer per query: (encoding, decoding)."""
-        problem, timing = self.problem, self.timing
-        layers = LayerTimes(problem.model, timing, problem.cluster.intra_link, problem.dtype)
+        timing, layers = self.timing, self.layers
         queries, tokens, rounds = self._reference(degree)
-        inputs = problem.lengths.inputs.mean
+        inputs = self.problem.lengths.inputs.mean
         one = layers.encode_attention_s(
             min(inputs, timing.reach(Operator.ENCODE_ATTENTION, degree).x),
             REFERENCE_ENCODE_QUERIES, degree)
         encode = layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree)
         context = min(inputs + self._iterations / 2,
                       timing.reach(Operator.DECODE_ATTENTION, degree).y)
-        decode = rounds * layers.decode_layer_s(queries, context, degree, inputs)
+        decode = rounds * layers.decode_layer_s(queries, context, degree)
         return (float(encode) / REFERENCE_ENCODE_QUERIES, float(decode) / REFERENCE_ENCODE_QUERIES)
 
     def _reference(self, degree: int) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ from xgpt.app.local_profile import wanted_profile
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
+from xscheduler.planner import plan
 from xscheduler.spaces.baselines import find_baseline
 
 
@@ -63,10 +64,9 @@ def test_a_run_searches_every_policy_unless_the_job_names_one(tmp_path: Path, sc
 @pytest.mark.parametrize(("schedule", "policy"), [("", "rra"), ("policy: waa-c", "waa-c")])
 def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
         tmp_path: Path, schedule: str, policy: str) -> None:
-    own = session_of(tmp_path, schedule)
-    lengths = replace(own.job.workload.output_tokens, kind="observe")
-    job = replace(own.job, workload=replace(own.job.workload, output_tokens=lengths))
-    assert executable(replace(own, job=job)).problem.fixed.policy == policy
+    own = session_of(tmp_path, schedule, cluster="a40-4")
+    found = plan(replace(own.problem, observes=True, num_queries=None), timing_of(own))
+    assert found.estimate.policy == policy
 
 
 def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:

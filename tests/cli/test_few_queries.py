@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app import few_queries
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.cli.schedule import schedule
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.problem import Problem
+from xscheduler.few_queries import plan_with_enough
 
 NOTE = "batches will not fill"
 
@@ -48,12 +49,12 @@ def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pyt
     found = find(session, timing_of(session)).estimate
     assert found.figures.encode_batch <= 3 and NOTE not in capsys.readouterr().err
 
-    def refuse(session: Session) -> None:
-        assert session.problem.num_queries == 3, "planned again"
+    def refuse(problem: Problem) -> None:
+        assert problem.num_queries == 3, "planned again"
         raise InfeasibleError("no")
 
     with pytest.raises(InfeasibleError):
-        few_queries.plan_with_enough(session, refuse)  # type: ignore[arg-type]
+        plan_with_enough(session.problem, refuse, print)  # type: ignore[arg-type]
 
 
 def test_what_more_queries_would_not_help_is_refused_as_before(

@@ -18,6 +18,7 @@ from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.session import Session, executable, find, open_session  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import StoppedEarly  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402
 from xrunner.io.held import HELD_FILE  # noqa: E402
@@ -73,12 +74,15 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(worker, "connect", lambda kind: alone)
 
     def once(stop_after: int = COUNT + 1, ranks_work: bool = True) -> dict[str, Any]:
-        def run_ranks(module: str, argument: Path, ranks: int, **_: Any) -> None:
-            assert ranks_work and (module, ranks) == ("xrunner.worker", 1)
-            assert worker.main([str(argument)]) == 0
+        class InProcess:
+            is_here = True
 
-        monkeypatch.setattr(execution, "run_ranks", run_ranks)
-        monkeypatch.setattr(worker.RunSink, "should_stop",
+            def run(self, ranks: RankProgram, **_: Any) -> None:
+                assert ranks_work and (ranks.module, ranks.count) == ("xrunner.worker", 1)
+                assert worker.main([str(ranks.argument)]) == 0
+
+        monkeypatch.setattr(execution, "launcher_of", lambda job, problem: InProcess())
+        monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
                             lambda sink: len(sink.finished_queries) >= stop_after)
         session = opened(folder)
         return execution.execute(session, roofline(session), find(session, roofline(session)))
@@ -186,7 +190,7 @@ def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder
     for policy in POLICIES:
         session = opened(folder, policy, ranks=2)
         schedule = find(session, roofline(session))
-        plan = execution._plan(session, schedule)
+        plan = execution._plan(session, schedule, "digest")
         prints[policy] = plan.fingerprint
         assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
     assert len(set(prints.values())) == 1, prints

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.job_choice import choose_for_the_job
-from xgpt.app.prediction import predict
-from xgpt.app.session import Session, executable, find, open_session, timing_of, with_room
+from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.core.schedule import JOB_STATUS, Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
-from xscheduler.job_time import SHORT, WORTH, searched_spaces
-from xscheduler.planner import Planner
+from xscheduler.job_time import SHORT, WORTH, for_the_job, searched_spaces
+from xscheduler.planner import Planner, PlanOptions
+from xscheduler.prediction import predict
 from xscheduler.uncertainty import margin
 
 
@@ -29,12 +28,11 @@ def session_of(folder: Path, count: int, bound: str = "12",
 
 
 def steady_of(session: Session) -> Schedule:
-    planner = Planner(session.problem, timing_of(session), asked=session.job.schedule)
-    return with_room(session, planner.find())
+    return Planner(session.problem, timing_of(session), PlanOptions(horizon="steady")).plan()
 
 
 def wall_s(session: Session, schedule: Schedule) -> float:
-    found = predict(session, timing_of(session), schedule)
+    found = predict(session.problem, timing_of(session), schedule.estimate)
     assert found is not None
     return found.wall_s
 
@@ -45,30 +43,22 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
                                                           schedule: str) -> None:
     session = session_of(tmp_path, 100, bound, schedule)
     timing = timing_of(session)
-    steady, found = steady_or_baseline(session), find(session, timing)
+    steady, found = steady_of(session), find(session, timing)
     assert wall_s(session, found) <= wall_s(session, steady)
     own = margin(session.problem, timing, found.estimate)
-    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.bound.limit_s
-    assert found.bound.limit_s == steady.bound.limit_s
+    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.latency_bound_s
+    assert found.latency_bound_s == steady.latency_bound_s
     if found.estimate != steady.estimate:
         assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
-        assert found.estimate.figures.throughput_qps * (1 + found.proof.gap) == pytest.approx(found.proof.bound_qps)
+        assert found.estimate.figures.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
         assert "this job's 100 queries" in found.explanation[0]
         assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
-
-
-def steady_or_baseline(session: Session) -> Schedule:
-    from xscheduler.spaces.baselines import find_baseline
-
-    if session.problem.fixed.policy == "ft":
-        return with_room(session, find_baseline(session.problem, timing_of(session)))
-    return steady_of(session)
 
 
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     found = find(session, timing_of(session))
-    assert found.proof.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
+    assert found.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
     assert JOB_STATUS in schedule_table(found)
     save_schedule(found, tmp_path / "schedule.json")
     assert load_schedule(tmp_path / "schedule.json") == found
@@ -81,8 +71,8 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
     long = replace(session, problem=replace(session.problem,
                                             num_queries=math.ceil(SHORT * present)))
     asked: list[object] = []
-    assert choose_for_the_job(long, timing_of(session), steady,
-                              lambda: asked.append(1) or []) is steady  # type: ignore[func-returns-value]
+    assert for_the_job(long.problem, timing_of(session), steady,
+                       lambda: asked.append(1) or []) is steady  # type: ignore[func-returns-value]
     assert not asked
 
 
@@ -99,7 +89,6 @@ def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
 
 def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
-    outputs = replace(session.job.workload.output_tokens, kind="observe")
-    job = replace(session.job, workload=replace(session.job.workload, output_tokens=outputs))
     steady = steady_of(session)
-    assert choose_for_the_job(replace(session, job=job), timing_of(session), steady) is steady
+    observing = replace(session.problem, observes=True)
+    assert for_the_job(observing, timing_of(session), steady) is steady

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from test_rescheduling import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
-from xgpt.app.observing import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
 from xgpt.app.session import Session, find, timing_of
 from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
 from xgpt.core.errors import InfeasibleError
@@ -25,6 +24,7 @@ from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
 from xrunner.rules.rra import most_active, rra_change, rra_rule
+from xscheduler.beginning import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
 from xscheduler.live.revision import revise
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
@@ -56,8 +56,8 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
                     "tokens; beginning with the quickest there is, until lengths are observed")
     assert estimate.figures.decode_iterations == 199, "no query is interrupted"
     with pytest.raises(InfeasibleError, match="no schedule satisfies") as refusal:
-        find(replace(session, job=replace(session.job, run=replace(
-            session.job.run, reschedule=None))), timing_of(session))
+        find(replace(session, problem=replace(session.problem, is_revised=False)),
+             timing_of(session))
     least_s = float(str(refusal.value).split("tightest that can be met is ")[1].split(" s")[0])
     assert least_s < estimate.figures.latency_s <= 1.001 * (1 + NEAR) * least_s
     assert estimate.figures.encode_batch > 8, "as large a batch as that allows"
@@ -89,7 +89,7 @@ def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[st
     session = observing(tmp_path, **given)
     with pytest.raises(InfeasibleError):
         find(session, timing_of(session))
-    assert hint(session.job, session.problem, timing_of(session)) == ""
+    assert hint(session.problem, timing_of(session)) == ""
 
 
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
                                                 memory_bytes=2**32))))
     with pytest.raises(InfeasibleError, match="memory binds"):
         find(session, timing_of(session))
-    assert hint(session.job, session.problem, timing_of(session)) == ""
+    assert hint(session.problem, timing_of(session)) == ""
 
 
 @pytest.mark.parametrize(("schedule", "fixed"), [
@@ -112,7 +112,7 @@ def test_what_the_job_fixes_stays(tmp_path: Path, schedule: str, fixed: dict[str
 
 
 def refused(folder: Path) -> str:
-    done = CliRunner().invoke(command.schedule, [str(folder / "job.yaml")])
+    done = CliRunner().invoke(command.schedule, [str(folder / "job.yaml"), "--horizon=steady"])
     assert isinstance(done.exception, InfeasibleError), done.output
     return str(done.exception)
 
@@ -163,10 +163,10 @@ class Followed:
         rule = rra_rule(self.estimate, slots=self.own.slots)
         for change in self.changes:
             rule.change(change)
-        inputs = self.session.input_lengths
-        assert inputs is not None
+        known = self.session.problem.queries
+        assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
-                          inputs=inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
+                          inputs=known.inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
 
     def run(self) -> None:
         phase = 1

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from xgpt.app.prediction import predict
-from xgpt.app.session import Session
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
-from xgpt.core.workload import Request
+from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.rules.order import run_order
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
-from xsimulator.replay import predict as predictions
+from xscheduler import prediction
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -35,16 +33,13 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     inputs = np.arange(1, 201)
     inputs[17] = 10**6  # cannot run, and so has no place in the order
-    session = cast(Session, SimpleNamespace(
-        problem=problem, input_lengths=inputs, requests=[
-            Request(index=i, line=i + 1, id=str(i), forced_tokens=i % 7 + 1 if forced else None)
-            for i in range(200)],
-        job=SimpleNamespace(run=SimpleNamespace(seed=5),
-                            workload=SimpleNamespace(requests=Path("r.jsonl")))))
+    most = np.arange(200) % 7 + 1 if forced else np.full(200, 80)
+    problem = replace(problem, seed=5, queries=QueryLengths(
+        inputs=inputs, most_outputs=most, outputs=most if forced else None))
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=9, decode_iterations=8))
     taken: dict[str, Any] = {}
-    monkeypatch.setattr(predictions, "predict_job", lambda *args, **kwargs: taken.update(kwargs))
-    predict(session, timing, cast(Any, SimpleNamespace(estimate=estimate)))
+    monkeypatch.setattr(prediction, "predict_job", lambda *args, **kwargs: taken.update(kwargs))
+    prediction.predict(problem, timing, estimate)
     usable = np.delete(inputs, 17)
     order = run_order(199, shuffle or 1, 5)
     assert taken["inputs"].tolist() == usable[order].tolist()

@@ -17,6 +17,7 @@ from xgpt.app.run import _plan
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
+from xgpt.core.problem import resolve
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
@@ -37,8 +38,10 @@ def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", 
                     f"schedule: {{{schedule}}}\nrun: {{{run}}}\noutput: out\n")
     (folder / "out").mkdir(exist_ok=True)
     session = executable(open_session(path, (), fetch=False))
-    inputs = np.array([len(r.tokens or ()) for r in session.requests])
-    return replace(session, input_lengths=inputs)  # as a run has them, which fetches the model
+    assert session.requests is not None
+    requests = replace(session.requests, are_tokenised=True)  # as of a run, which fetches the model
+    problem = resolve(session.job, requests=requests)
+    return replace(session, problem=replace(session.problem, queries=problem.queries))
 
 
 def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60,
@@ -73,7 +76,8 @@ def latency_s(session: Session, schedule: Schedule, lengths: Sequence[int]) -> f
     from xsimulator.replay.job import replay_job
 
     own = np.array(lengths)
-    inputs = np.resize(session.input_lengths, len(own))  # type: ignore[arg-type]
+    assert session.problem.queries is not None
+    inputs = np.resize(session.problem.queries.inputs, len(own))
     result = replay_job(session.problem, timing_of(session), schedule.estimate, inputs=inputs,
                         outputs=own, max_outputs=200)
     long = own >= np.quantile(own, 0.985)
@@ -114,9 +118,9 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
     before, after = schedule.estimate, found.schedule.estimate
     assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
-    assert f"encode_batch {before.figures.encode_batch} -> {after.figures.encode_batch}" in found.sentence
-    assert (after.deployment.stages, after.deployment.num_groups) == (before.deployment.stages,
-                                                          before.deployment.num_groups)
+    assert f"encode_batch {before.encode_batch} -> {after.encode_batch}" in found.sentence
+    assert (after.stages, after.decode_micro_batches) == (before.stages,
+                                                          before.decode_micro_batches)
     limit_s = session.problem.constraint.latency_s
     assert latency_s(session, found.schedule, lengths) <= 1.02 * limit_s
     if mean > PLANNED_MEAN:
@@ -126,8 +130,8 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
             found.record["throughput_qps"]["before"])
     told = load_adjustment(session.job.output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (after.figures.encode_batch,
-                                                           after.figures.decode_iterations)
+    assert (told.encode_batch, told.decode_iterations) == (after.encode_batch,
+                                                           after.decode_iterations)
     assert told.group_max_active <= own.slots
     assert told.group_kv_tokens >= own._longest
     assert own.update() is False, "once"
@@ -148,8 +152,8 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     (found,) = own.decisions
     assert found.schedule is not None and found.record["cause"] == "observe"
     settled, start = found.schedule.estimate, schedule.estimate
-    assert settled.figures.throughput_qps > 2 * found.record["throughput_qps"]["before"]
-    assert settled.figures.decode_batch > start.figures.decode_batch
+    assert settled.throughput_qps > 2 * found.record["throughput_qps"]["before"]
+    assert settled.decode_batch > start.decode_batch
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False
@@ -277,8 +281,9 @@ def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[Session, Sch
     session = replace(session, files=ModelFiles(
         directory=Path("/model"), spec=spec, served_by="test"))
     kv_tokens = schedule.estimate.deployment.kv_tokens
-    prints = {_plan(session, schedule.changed(kv_tokens=tokens)).fingerprint
+    prints = {_plan(session, schedule.changed(kv_tokens=tokens), "of them").fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
     assert len(prints) == 1
     groups = schedule.estimate.deployment.num_groups
-    assert _plan(session, schedule.changed(kv_tokens=100 * groups)).fingerprint not in prints
+    small = schedule.changed(kv_tokens=100 * groups)
+    assert _plan(session, small, "of them").fingerprint not in prints

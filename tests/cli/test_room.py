@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.session import find, open_session, timing_of, with_room_for
+from xgpt.app.session import find, open_session, timing_of
+from xscheduler.room import with_room_for
 
 
 @pytest.fixture

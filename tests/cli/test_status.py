@@ -68,7 +68,8 @@ def test_a_run_that_is_killed_is_not_running_any_more(job: Path) -> None:
 def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job: Path) -> None:
     out = job.parent / "out"
     write_progress(out / "progress.json", replace(RUNNING, state="loading", total=0, done=0))
-    (out / "total.json").write_text('{"queries": 400}\n')
+    (out / "spool").mkdir(parents=True)
+    (out / "spool" / "spool.json").write_text('{"queries": 400}\n')
     results(out, 7)
     with output_lock(out):
         text, found = shown(job)

@@ -16,6 +16,7 @@ import toys
 
 from xgpt.core.schedule import StageAssignment
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
+from xrunner.engine.links import ToDecodePool
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.rules.rra import RraRule
@@ -85,8 +86,9 @@ def run_waa(case: dict[str, Any], stages: list[StageAssignment], route: Route, m
     rules = toys.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
                                num_groups=case["num_groups"])
     if messages.rank == 0:
-        sink = toys.lead_encoding(directory, messages, route, executor, rules, decode_head,
-                                  toys.random_queries(case["queries"]))
+        sink = toys.lead(directory, messages, route, executor, rules[0],
+                         toys.random_queries(case["queries"]),
+                         link=ToDecodePool(messages, *rules, decode_head))
         messages.flush()
         return {r.query.index: list(r.output_ids) for r in sink.results}
     if messages.rank == decode_head:

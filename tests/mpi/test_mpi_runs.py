@@ -23,15 +23,16 @@ import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
-from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.held import read_held  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -115,7 +116,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     reference = toys.make_model("t5", directory)
     queries = toys.random_queries(20, seed=3)
     job = write_job(tmp_path, directory, as_requests(queries), ranks=3)
-    problem = resolve(load_job(job, ()))
+    problem = open_session(job, (), fetch=False).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(
         encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
@@ -126,16 +127,19 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
         fingerprint=problem.fingerprint), out / "schedule.json")
     plan = RunPlan(
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=40, dtype="float32",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=estimate.deployment.group_kv_tokens)
-    run_ranks("xrunner.worker", plan.save(), 3, watch=lambda: None)
+    toys.write_spool(plan, tmp_path / "requests.jsonl")
+    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=3),
+                        watch=lambda: None)
     check_layout(out, [[0, 1], [2]], (directory / "model.safetensors").stat().st_size)
     check_against_replay(job, queries, out)
     assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
         q.id: toys.generate(reference, q) for q in queries}
     with pytest.raises(XgptError, match="launcher started 2"):
-        run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+        LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=2),
+                        watch=lambda: None)
 
 
 def check_layout(out: Path, layout: list[list[int]], model_bytes: int) -> None:
@@ -153,7 +157,7 @@ def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
     """The run's steps are those of the simulator's replay with the lengths it recorded."""
     estimate = load_schedule(out / "schedule.json").estimate
     results = {r["id"]: r["output_tokens"] for r in read_lines(out / "results.jsonl")}
-    problem = resolve(load_job(job, ()))
+    problem = open_session(job, (), fetch=False).problem
     replayed = replay_job(
         problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
         inputs=np.array([len(q.input_ids) for q in queries]),

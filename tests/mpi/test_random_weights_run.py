@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
@@ -16,11 +17,14 @@ from job_folder import XGPT, read_lines  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
-from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.core.spool import Record, Spool, SpoolWriter  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.random_model import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 
 JOB = """
 model: {model}
@@ -55,8 +59,10 @@ def check_run(out: Path, done: subprocess.CompletedProcess[str]) -> dict[str, An
     metrics: dict[str, Any] = json.loads(done.stdout)
     assert metrics["queries"] == 20 and metrics["model_source"] == "random weights of its shape"
     results = read_lines(out / "results.jsonl")
-    requests = read_lines(out / "requests.jsonl")
-    assert [len(r["output_ids"]) for r in results] == [r["forced_tokens"] for r in requests]
+    spool = Spool(out)
+    assert [r["output_tokens"] for r in results] == [
+        spool.most_output_tokens(query) for query in range(20)]
+    assert [r["input_tokens"] for r in results] == [len(spool.tokens(q)) for q in range(20)]
     assert {r["text"] for r in results} == {""}
     assert not list((out / "model").glob("*.safetensors"))
     return metrics
@@ -107,19 +113,22 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=4, decode_iterations=4))
     write_random_model(out / "model", problem.model)
-    (tmp_path / "requests.jsonl").write_text("".join(
-        json.dumps({"tokens": [i, 7, 9], "forced_tokens": 3 + i % 5}) + "\n" for i in range(20)))
     save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
     plan = RunPlan(
         name="random", output=out, model_dir=out / "model", model_name="opt-125m",
-        served_by=SERVED_BY, requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=16,
+        served_by=SERVED_BY, requests="test", is_chat=False, max_tokens=16,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
         query_kv_tokens=estimate.deployment.group_kv_tokens)
-    run_ranks("xrunner.worker", plan.save(), 2, watch=lambda: None)
+    spool = SpoolWriter()
+    for i in range(20):
+        spool.add(Record(id=str(i), line=i + 1, is_forced=True), (i, 7, 9))
+    spool.save(out, np.array([(i, 3 + i % 5) for i in range(20)]), 0)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=2),
+                        watch=lambda: None)
     results = read_lines(out / "results.jsonl")
     assert [len(r["output_ids"]) for r in results] == [3 + i % 5 for i in range(20)]
     measured = json.loads((out / "measured.json").read_text())

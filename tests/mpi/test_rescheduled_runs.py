@@ -27,7 +27,8 @@ from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
 from xrunner.rules.rra import RraChange, rra_rule  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra, RraConfig  # noqa: E402
+from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi

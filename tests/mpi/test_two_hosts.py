@@ -21,14 +21,14 @@ import namespaces  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
-from xgpt.launch.local import run_ranks  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.rra.closed_form import RraConfig  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.policies.waa.closed_form import WaaConfig  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
@@ -37,14 +37,14 @@ pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 LAUNCH = """
 import sys
 from pathlib import Path
-from xgpt.app.local_profile import hosts_of
-from xgpt.core.job_file import load_job
-from xgpt.launch.local import run_ranks
-from xgpt.core.problem import resolve
-job = load_job(Path(sys.argv[1]), sys.argv[3:])
-hosts = hosts_of(job, resolve(job))
-assert hosts is not None and hosts.ranks_each == 1
-run_ranks("xrunner.worker", Path(sys.argv[2]), 2, watch=lambda: None, hosts=hosts)
+from xgpt.app.session import open_session
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.rows import launcher_of
+session = open_session(Path(sys.argv[1]), sys.argv[3:], fetch=False)
+hosts = launcher_of(session.job, session.problem)
+assert not hosts.is_here and hosts.ranks_each == 1
+hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
+          watch=lambda: None)
 """
 CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4),
            "waa-c": WaaConfig(encode_batch=1)}
@@ -83,19 +83,21 @@ def on_first_host(hosts: namespaces.TwoHosts, *command: str, env: dict[str, str]
 def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     """What a run's ranks read, as the simulator plans it for this machine."""
     out.mkdir()
-    problem = resolve(load_job(job_file, ()))
+    problem = open_session(job_file, (), fetch=False).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
     save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
-    return RunPlan(
+    plan = RunPlan(
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests=job_file.with_name("requests.jsonl"), is_chat=False, max_tokens=40,
+        requests="test", is_chat=False, max_tokens=40,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
-        query_kv_tokens=estimate.deployment.group_kv_tokens).save()
+        query_kv_tokens=estimate.deployment.group_kv_tokens)
+    toys.write_spool(plan, job_file.with_name("requests.jsonl"))
+    return plan.save()
 
 
 def answers(out: Path) -> dict[str, list[int]]:
@@ -116,8 +118,8 @@ def test_two_hosts_give_the_tokens_of_one(
                          env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     sent = [now - then for now, then in zip(hosts.sent_bytes(), before, strict=True)]
-    run_ranks("xrunner.worker", lay_out(tmp_path / "one", job, directory, policy), 2,
-              watch=lambda: None)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", count=2, argument=lay_out(
+        tmp_path / "one", job, directory, policy)), watch=lambda: None)
     assert answers(tmp_path / "two") == answers(tmp_path / "one") == {
         q.id: toys.generate(reference, q) for q in queries}
     hidden_bytes = sum(len(q.input_ids) for q in queries) * 48 * 4

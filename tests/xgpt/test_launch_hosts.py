@@ -10,9 +10,12 @@ import pytest
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
-from xgpt.core.problem import resolve_cluster
+from xgpt.core.problem import resolve, resolve_cluster
 from xgpt.launch import local
-from xgpt.launch.hosts import Hosts, check_hosts
+from xgpt.launch.hosts import HostsLauncher, check_hosts
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.local import LocalLauncher
+from xgpt.launch.rows import launcher_of
 
 JOB = """
 model: opt-125m
@@ -28,9 +31,9 @@ def job_file(folder: Path, run: str, cluster: str = "local") -> Path:
     return path
 
 
-def hosts_for(launcher: Path, names: tuple[str, ...], threads: int = 1) -> Hosts:
-    return Hosts(names=names, ranks_each=2, threads_per_rank=threads, launcher=str(launcher),
-                 source=Path("job.yaml"))
+def hosts_for(launcher: Path, names: tuple[str, ...], threads: int = 1) -> HostsLauncher:
+    return HostsLauncher(names=names, ranks_each=2, threads_per_rank=threads,
+                         program=str(launcher), source=Path("job.yaml"))
 
 
 def fake_ssh(folder: Path, **answers: str) -> Path:
@@ -77,13 +80,20 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
     monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     argument, launcher = tmp_path / "run.json", fake_ssh(tmp_path)
     module = [sys.executable, "-m", "mpi4py", "-m", "worker", str(argument)]
-    assert local.rank_command("worker", argument, 4) == ["mpiexec", "-n", "4", *module]
+    four, one = (RankProgram(module="worker", argument=argument, count=count) for count in (4, 1))
+    assert LocalLauncher().command(four) == ["mpiexec", "-n", "4", *module]
     hosts = hosts_for(launcher, ("h1", "h2"))
-    assert local.rank_command("worker", argument, 4, hosts) == [
+    assert hosts.command(four) == [
         "mpiexec", "-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", "h1,h2", "-ppn",
         "2", "-n", "4", *module]
-    assert "mpiexec" in local.rank_command("worker", argument, 1, hosts), "the host is another one"
-    assert "mpiexec" not in local.rank_command("worker", argument, 1)
+    assert "mpiexec" in hosts.command(one), "the host is another one"
+    assert "mpiexec" not in LocalLauncher().command(one)
+
+
+def test_the_job_says_which_launcher_starts_its_ranks(tmp_path: Path) -> None:
+    for run, kind in (("ranks: 2", LocalLauncher), ("ranks: 2, hosts: [h1, h2]", HostsLauncher)):
+        job = load_job(job_file(tmp_path, run), ())
+        assert isinstance(launcher_of(job, resolve(job)), kind)
 
 
 def test_every_host_that_cannot_serve_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from xgpt.core import catalog, local
@@ -15,7 +15,8 @@ from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
 from xgpt.core.problem import Problem, resolve, resolve_dtype
-from xgpt.core.workload import read_requests
+from xgpt.core.requests import requests_of
+from xgpt.core.workload import Request, read_requests
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},
@@ -44,7 +45,15 @@ def _job(folder: Path, *overrides: str) -> Job:
 
 
 def _resolve(folder: Path, *overrides: str) -> Problem:
-    return resolve(_job(folder, *overrides))
+    return _resolved(_job(folder, *overrides))
+
+
+def _resolved(job: Job, token_lengths: Sequence[int] | None = None) -> Problem:
+    """As the launcher does. `token_lengths`: of the prompts, where they were tokenised."""
+    if job.workload.requests is None:
+        return resolve(job)
+    rows = [row for row in read_requests(job.workload.requests) if isinstance(row, Request)]
+    return resolve(job, requests=requests_of(rows, token_lengths))
 
 
 def _refused(folder: Path, *overrides: str) -> str:
@@ -147,7 +156,7 @@ def test_requests_give_joint_lengths(folder: Path) -> None:
 def test_tokenised_lengths_are_taken_from_the_caller(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, "
                        "output_tokens: {mean: 5, std: 1, max: 9}}")
-    problem = resolve(job, token_lengths=np.array([7, 9]))
+    problem = _resolved(job, [7, 9])
     assert (problem.lengths.inputs.max, problem.lengths.outputs.max) == (9, 9)
     assert problem.num_queries == 2, "the bad line is no query"
 
@@ -157,41 +166,28 @@ def test_prompts_that_nobody_tokenised_are_refused_with_the_way_out(folder: Path
     assert "workload.input_tokens" in reason and "tokenised" in reason
 
 
-def test_requests_read_already_are_not_read_again(folder: Path) -> None:
-    job = _job(folder, "workload={requests: tokens.jsonl}")
-    requests, _ = read_requests(folder / "tokens.jsonl")
-    (folder / "tokens.jsonl").unlink()
-    assert resolve(job, requests=requests).num_queries == 2
-
-
 def test_outputs_that_nobody_forced_are_refused(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, output_tokens: from_requests}")
     with pytest.raises(InputError, match="2 of 2 requests have no forced_tokens"):
-        resolve(job, token_lengths=np.array([7, 9]))
-
-
-def test_a_file_without_a_usable_request_is_refused(folder: Path) -> None:
-    (folder / "prompts.jsonl").write_text("bad\n", encoding="utf-8")
-    reason = _refused(folder, "workload={requests: prompts.jsonl}")
-    assert "no usable request (1 bad lines; first, line 1: not JSON" in reason
+        _resolved(job, [7, 9])
 
 
 def test_observe_plans_every_query_to_its_cap(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}")
-    lengths = resolve(job, token_lengths=np.array([7, 9])).lengths
+    lengths = _resolved(job, [7, 9]).lengths
     assert lengths.pairs is not None and lengths.pairs.tolist() == [[7, 9], [9, 40]]
     assert "cap" in lengths.outputs.note
 
 
 def test_observe_without_any_cap_uses_the_documented_one(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl}")
-    problem = resolve(job, token_lengths=np.array([7, 9]))
+    problem = _resolved(job, [7, 9])
     assert problem.lengths.outputs.max == problem.default_max_tokens == DEFAULT_MAX_TOKENS
 
 
 def test_observed_caps_end_where_the_models_positions_do(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 4000}", "model=gpt2")
-    lengths = resolve(job, token_lengths=np.array([7, 1000])).lengths
+    lengths = _resolved(job, [7, 1000]).lengths
     assert lengths.pairs is not None and lengths.pairs.tolist() == [[7, 9], [1000, 24]]
 
 
@@ -203,14 +199,14 @@ def test_observed_outputs_beside_given_inputs_end_there_too(folder: Path) -> Non
 
 def test_prompts_beyond_the_positions_are_left_out_of_the_plan(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=gpt2")
-    assert resolve(job, token_lengths=np.array([7, 1024])).lengths.inputs.max == 7
+    assert _resolved(job, [7, 1024]).lengths.inputs.max == 7
     with pytest.raises(InputError, match="no prompt has a token and is shorter"):
-        resolve(job, token_lengths=np.array([2000, 1024]))
+        _resolved(job, [2000, 1024])
 
 
 def test_prompts_that_tokenise_to_nothing_are_left_out_of_the_plan(folder: Path) -> None:
     job = _job(folder, "workload={requests: prompts.jsonl, max_tokens: 40}", "model=t5-11b")
-    assert resolve(job, token_lengths=np.array([7, 0])).lengths.inputs.mean == 7
+    assert _resolved(job, [7, 0]).lengths.inputs.mean == 7
 
 
 def test_a_file_of_both_sides_is_joint_and_of_one_is_not(folder: Path) -> None:

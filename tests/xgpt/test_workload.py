@@ -22,7 +22,9 @@ def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[
         line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
     path = folder / "requests.jsonl"
     path.write_bytes(b"\n".join(raw) + b"\n")
-    return read_requests(path)
+    lines = list(read_requests(path))
+    return ([line for line in lines if isinstance(line, Request)],
+            [line for line in lines if isinstance(line, RequestError)])
 
 
 def _one(folder: Path, line: bytes | str | dict[str, Any]) -> Request:
@@ -37,9 +39,9 @@ def test_our_three_forms_are_read(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stop": "."})
     assert not errors
     assert requests == [
-        Request(index=0, line=1, id="a", prompt="Hi"),
-        Request(index=1, line=2, id="7", tokens=(1, 2)),
-        Request(index=2, line=3, id="3", messages=({"role": "user", "content": "Hi"},),
+        Request(line=1, id="a", prompt="Hi"),
+        Request(line=2, id="7", tokens=(1, 2)),
+        Request(line=3, id="3", messages=({"role": "user", "content": "Hi"},),
                 max_tokens=5, stop=(".",))]
 
 
@@ -105,7 +107,7 @@ def test_a_bad_line_is_an_error_record_and_the_rest_runs(
         tmp_path: Path, line: bytes | str | dict[str, Any], reason: str) -> None:
     requests, errors = _read(tmp_path, {"id": "x1", "prompt": "a"}, line,
                              {"id": "x3", "prompt": "b"})
-    assert [(r.index, r.line, r.id) for r in requests] == [(0, 1, "x1"), (1, 3, "x3")]
+    assert [(r.line, r.id) for r in requests] == [(1, "x1"), (3, "x3")]
     assert [error.line for error in errors] == [2] and reason in errors[0].error
 
 
@@ -135,7 +137,7 @@ def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken(tmp_path: Path
 def test_an_empty_file_has_no_requests_and_a_missing_one_is_wrong_input(tmp_path: Path) -> None:
     assert _read(tmp_path, "") == ([], [])
     with pytest.raises(InputError, match="cannot be read"):
-        read_requests(tmp_path / "none.jsonl")
+        list(read_requests(tmp_path / "none.jsonl"))
 
 
 _VALUES = st.recursive(
@@ -162,27 +164,29 @@ def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(
 
 
 def test_a_requests_own_limit_comes_before_the_jobs() -> None:
-    base = Request(index=0, line=1, id="a", prompt="x")
+    base = Request(line=1, id="a", prompt="x")
     assert base.output_cap(50) == 50
-    assert Request(index=0, line=1, id="a", prompt="x", max_tokens=7).output_cap(50) == 7
-    assert Request(index=0, line=1, id="a", prompt="x", max_tokens=7,
+    assert Request(line=1, id="a", prompt="x", max_tokens=7).output_cap(50) == 7
+    assert Request(line=1, id="a", prompt="x", max_tokens=7,
                    forced_tokens=3).output_cap(50) == 3
 
 
 def test_synthetic_requests_have_the_lengths_asked_for_and_repeat_with_the_seed() -> None:
     lengths = JointLengths(inputs=truncated_normal(20, 5, 40), outputs=truncated_normal(8, 3, 16))
-    requests = synthetic_requests(lengths, 500, seed=3, vocab_size=100)
-    inputs = np.array([len(r.tokens or ()) for r in requests])
-    outputs = np.array([r.forced_tokens or 0 for r in requests])
+    requests = list(synthetic_requests(lengths, 500, seed=3, vocab_size=100))
+    inputs = np.array([len(tokens) for tokens, _ in requests])
+    outputs = np.array([count for _, count in requests])
     assert inputs.mean() == pytest.approx(lengths.inputs.mean, rel=0.05) and inputs.max() <= 40
     assert outputs.mean() == pytest.approx(lengths.outputs.mean, rel=0.1) and outputs.min() >= 1
-    assert all(0 <= token < 100 for r in requests for token in r.tokens or ())
-    assert len({r.id for r in requests}) == 500 and [r.index for r in requests] == list(range(500))
-    assert requests == synthetic_requests(lengths, 500, seed=3, vocab_size=100)
-    assert requests != synthetic_requests(lengths, 500, seed=4, vocab_size=100)
+    assert all(0 <= token < 100 for tokens, _ in requests for token in tokens)
+    again, other = (list(synthetic_requests(lengths, 500, seed=seed, vocab_size=100))
+                    for seed in (3, 4))
+    assert all((a == b).all() and n == m
+               for (a, n), (b, m) in zip(requests, again, strict=True))
+    assert [n for _, n in requests] != [n for _, n in other]
 
 
 def test_synthetic_requests_keep_the_correlation_of_their_lengths() -> None:
     lengths = joint_empirical(np.array([[3, 1], [9, 3]]))
-    for request in synthetic_requests(lengths, 50, seed=0, vocab_size=10):
-        assert len(request.tokens or ()) == 3 * (request.forced_tokens or 0)
+    for tokens, count in synthetic_requests(lengths, 50, seed=0, vocab_size=10):
+        assert len(tokens) == 3 * count

@@ -10,7 +10,8 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec
-from xprofiler.roofline import Roofline, cross_kv_params, link_kind, rest_params
+from xprofiler.links import link_kind
+from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
@@ -127,7 +128,7 @@ def test_catalogue_links_are_told_apart(name, kind):
 @pytest.mark.parametrize("rows", [1.0, 64.0, 4096.0])
 @pytest.mark.parametrize("source", sources(), ids=["gpu", "encoder-decoder", "cpu"])
 def test_a_narrow_shard_takes_more_than_its_part_of_the_whole_product(source, rows):
-    whole, narrow = source.gemm_s(rows, 8192, 8192), source.gemm_s(rows, 1024, 8192)
+    whole, narrow = source.kernels.gemm_s(rows, 8192, 8192), source.kernels.gemm_s(rows, 1024, 8192)
     assert whole / 8 < narrow < whole
 
 
@@ -138,7 +139,7 @@ def test_products_of_all_sizes_lie_between_the_longer_of_compute_and_memory_and_
     compute_s = 2 * n * k * (rows + c.gemm_half_rows) / (
         device.peak_flops_per_s("float16") * c.gemm_flops_share)
     memory_s = 2 * (n * k + rows * (n + k)) / (device.bandwidth_bytes_per_s * c.gemm_bytes_share)
-    seconds = source.gemm_s(rows, n, k) - c.gemm_launch_s
+    seconds = source.kernels.gemm_s(rows, n, k) - c.gemm_launch_s
     assert (seconds >= np.maximum(compute_s, memory_s) * (1 - 1e-12)).all()
     assert (seconds <= compute_s + memory_s).all()
 
@@ -148,16 +149,16 @@ def test_products_of_all_sizes_lie_between_the_longer_of_compute_and_memory_and_
 def test_all_reduce_is_a_collective_and_the_ranks_skew(name, degree):
     source, link = sources()[0], catalog.link(name)
     volume = np.geomspace(1, 1e9, 300)
-    seconds = source.collective_s(volume, degree, link)
+    seconds = source.links.collective_s(volume, degree, link)
     assert (np.diff(seconds) >= 0).all() and (np.diff(seconds / volume) <= 0).all()
     assert source.message_s(REDUCE, volume, link, tp_degree=degree) == pytest.approx(
-        seconds + source.synchronisation_s(degree))
+        seconds + source.links.synchronisation_s(degree))
     # no ring moves its bytes faster than the link does
     assert (seconds > 2 * (degree - 1) / degree * volume / link.bandwidth_bytes_per_s).all()
 
 
 def test_synchronisation_grows_with_the_degree_and_one_rank_has_none():
-    seconds = [sources()[0].synchronisation_s(t) for t in (1, 2, 3, 4, 8, 16, 32)]
+    seconds = [sources()[0].links.synchronisation_s(t) for t in (1, 2, 3, 4, 8, 16, 32)]
     assert seconds[0] == 0
     assert (np.diff(seconds[:-1]) > 0).all()
     assert seconds[-1] == seconds[-2]
@@ -207,10 +208,3 @@ def test_given_constants_replace_those_of_the_kind_and_the_provenance_says_so():
     assert slower.operator_s(Operator.LAYER_REST, 1) > 3 * plain.operator_s(Operator.LAYER_REST, 1)
     assert "analytic" in plain.provenance() and "calibrated" in slower.provenance()
     assert np.isinf(plain.reach(Operator.HEAD, 8)).all() and not plain.facts.is_padded
-
-
-def test_rest_leaves_out_the_cross_attentions_keys_and_values():
-    model = catalog.model("t5-11b")
-    assert cross_kv_params(model) == 2 * model.hidden_size * model.num_heads * model.head_dim
-    assert rest_params(model) + cross_kv_params(model) == model.decoder_layer_params
-    assert cross_kv_params(GPT_20B) == 0

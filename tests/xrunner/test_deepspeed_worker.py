@@ -52,11 +52,13 @@ def plan(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         *lines, {"id": "bad", "tokens": []}, {"id": "long", "tokens": [9] * 90}]))
     save(tmp_path, estimate_of(toys.spec_of(directory).num_layers))
-    return RunPlan(
+    own = RunPlan(
         name="toy", output=tmp_path, model_dir=directory, model_name="toy", served_by="test",
-        requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=40, dtype="float32",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=100, engine="deepspeed")
+    toys.write_spool(own, tmp_path / "requests.jsonl")
+    return own
 
 
 def save(folder: Path, estimate: Estimate) -> None:
@@ -94,7 +96,7 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
         return len(sink.finished_queries) >= 4
 
     with monkeypatch.context() as patched:
-        patched.setattr("xrunner.worker.RunSink.should_stop", stop_after_a_batch)
+        patched.setattr("xrunner.io.sink.RunSink.should_stop", stop_after_a_batch)
         deepspeed_worker.run(plan, WORLD)
     measured = json.loads((plan.output / "measured.json").read_text())
     assert (measured["state"], measured["queries"]) == ("stopped", 4)

@@ -89,11 +89,11 @@ def stages(spec: ModelSpec, *roles: str) -> list[StageAssignment]:
     return found
 
 
-def encode(*, leaves: bool = False) -> StepMessage:
+def encode(*, goes_on: bool = False) -> StepMessage:
     choices = (Sampling(), Sampling(), Sampling())
     return StepMessage(
         kind=StepKind.ENCODE, group=0, phase=0, iteration=0, removed=(), ended=(),
-        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, leaves=leaves)
+        joined=tuple(Joined(query=i, input_tokens=n, sampling=s, goes_on=goes_on)
                      for i, (n, s) in enumerate(zip(LENGTHS, choices, strict=True))))
 
 
@@ -149,7 +149,7 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
     decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))
     for executor in (encoder, decoder):
         executor.start(START)
-    message = encode(leaves=True)
+    message = encode(goes_on=True)
     encoder.execute(message, on_host(sum(LENGTHS)))
     comms[0].is_open.set()
     encoder.close()

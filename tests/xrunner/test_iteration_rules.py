@@ -78,7 +78,7 @@ def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
     order = [q for s in steps for q in s.joined]
     assert order == sorted(order), "admission keeps the input's order"
     assert all(len(s.joined) <= 1 for s in steps)
-    assert rule.num_active == rule.num_waiting == rule.reserved_tokens == 0
+    assert rule.next_group() is None and rule.reserved_tokens == 0
 
 
 @pytest.mark.parametrize(("capacity", "together"), [(100, 2), (40, 1)])

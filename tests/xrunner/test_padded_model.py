@@ -21,15 +21,16 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xrunner.engine.baseline_heads import StaticHead
+from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
+from xrunner.engine.query import Vocabulary
 from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
 from xrunner.transport.comm import local_comms
 from xrunner.transport.route import Route
 from xsimulator.policies import make_policy
-from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.job import replay_job
 
 Made = Callable[[str], tuple[Path, Any]]
@@ -61,10 +62,9 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
                for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
-    head = StaticHead(
-        rule=rule, executor=executors[0], comm=comms[0], sink=sink, decode_text=text_of,
-        route=Route(rank=0, stage=0, steps_from=None, peers=tuple(range(1, ranks))),
-        eos_ids=frozenset([EOS]))
+    route = Route(rank=0, stage=0, steps_from=None, peers=tuple(range(1, ranks)))
+    head = Head(rule=rule, executor=executors[0], neighbours=Neighbours(comms[0], route), sink=sink,
+                vocabulary=Vocabulary(eos_ids=frozenset([EOS]), decode_text=text_of))
     for query in queries:
         assert head.submit(query)
     head.start()

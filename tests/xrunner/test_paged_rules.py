@@ -130,7 +130,7 @@ def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
     iterations = data.draw(st.lists(st.integers(0, 39), min_size=len(inputs),
                                     max_size=len(inputs)))
     steps, _ = drive(rule, inputs, iterations)
-    assert rule.num_active == rule.num_waiting == 0
+    assert rule.next_group() is None
     for step in steps:
         assert sum(chunk.tokens for chunk in step.chunks) <= budget
         if kind == "vllm" and len(step.joined) > 1:

@@ -1,31 +1,80 @@
-"""Which requests a schedule can run."""
+"""Which requests a schedule can run, and what a rank takes up of them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import spec_of
+from toys import spec_of, write_spool
 
-from xgpt.core.workload import Request
-from xrunner.io.prepare import prepare
-from xrunner.io.tokenizer import TextTokenizer
+from xgpt.core.spool import Spool
+from xrunner.io.prepare import queries_of
 from xrunner.plan import RunPlan
 
 
-@pytest.mark.parametrize(("most", "fitting"), [(None, 4), (9, 4), (5, 3), (2, 2)])
+def plan_of(output: Path, model: Path, **changes: Any) -> RunPlan:
+    values: dict[str, Any] = {
+        "name": "toy", "output": output, "model_dir": model, "model_name": "toy",
+        "served_by": "test", "requests": "test", "is_chat": False, "max_tokens": 8,
+        "dtype": "float32", "seed": 2, "temperature": 0.5, "top_k": None, "top_p": 1.0,
+        "ignore_eos": False, "threads_per_rank": 1, "query_kv_tokens": 40}
+    return RunPlan(**{**values, **changes})
+
+
+def spooled(plan: RunPlan, *requests: dict[str, Any] | str) -> tuple[Spool, list[dict[str, Any]]]:
+    """(the spool, error records)"""
+    path, errors = plan.output / "requests.jsonl", plan.output / "errors.jsonl"
+    path.write_text("".join(
+        (line if isinstance(line, str) else json.dumps(line)) + "\n" for line in requests))
+    write_spool(plan, path)
+    path.unlink()  # nobody needs it any more
+    return Spool(plan.output), [json.loads(line) for line in errors.read_text().splitlines()
+                                ] if errors.exists() else []
+
+
+@pytest.mark.parametrize(("most", "fitting"), [(0, 4), (9, 4), (5, 3), (2, 2)])
 def test_an_input_that_the_encode_pool_cannot_hold_becomes_an_error_record(
-        llama: tuple[Path, Any], tmp_path: Path, most: int | None, fitting: int) -> None:
-    plan = RunPlan(
-        name="toy", output=tmp_path, model_dir=llama[0], model_name="toy", served_by="test",
-        requests=tmp_path / "requests.jsonl", is_chat=False, max_tokens=8, dtype="float32", seed=0,
-        temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=40)
-    requests = [Request(index=i, line=i + 1, id=f"q{i}", tokens=(7,) * n)
-                for i, n in enumerate((1, 9, 5, 2))]
-    queries, errors = prepare(requests, TextTokenizer(llama[0]), plan, spec_of(llama[0]),
-                              most_input_tokens=most)
-    assert len(queries) == fitting
+        llama: tuple[Path, Any], tmp_path: Path, most: int, fitting: int) -> None:
+    plan = plan_of(tmp_path, llama[0], most_input_tokens=most)
+    spool, errors = spooled(plan, *({"id": f"q{n}", "tokens": [7] * n} for n in (1, 9, 5, 2)))
+    queries = list(queries_of(spool, plan))
+    assert len(queries) == fitting and spool.num_errors == len(errors) == 4 - fitting
     assert [q.index for q in queries] == list(range(fitting))
-    assert all(f"planned to encode {most}" in e.error for e in errors)
+    assert all(f"planned to encode {most}" in e["error"] for e in errors)
+
+
+def test_a_query_is_what_its_request_and_the_job_say(llama: tuple[Path, Any],
+                                                     tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, llama[0])
+    spool, _ = spooled(plan, "", {"id": "plain", "tokens": [3, 4]}, {
+        "id": "own", "tokens": [5], "forced_tokens": 6, "seed": 11, "temperature": 0, "top_k": 3,
+        "top_p": 0.5, "stop": ["a", "b"]},
+        {"custom_id": "c", "body": {"prompt": [9, 8, 7], "max_tokens": 3}})
+    plain, own, openai = queries_of(spool, plan)
+    assert (plain.id, [*plain.input_ids], plain.max_new_tokens) == ("plain", [3, 4], 8)
+    assert (plain.sampling.temperature, plain.sampling.seed) == (0.5, 2 * 1_000_003 + 2)
+    assert (own.max_new_tokens, own.is_forced, own.stop) == (6, True, ("a", "b"))
+    assert (own.sampling.seed, own.sampling.temperature) == (11, 0.0)
+    assert (own.sampling.top_k, own.sampling.top_p) == (3, 0.5)
+    assert (openai.is_openai, openai.max_new_tokens, openai.input_ids[-1]) == (True, 3, 7)
+    assert len(openai.input_ids) == 3 and not openai.is_forced and not openai.is_chat
+
+
+@pytest.mark.parametrize(("request_", "why"), [
+    ({"tokens": [1, 10**6]}, "token 1000000 is outside the vocabulary"),
+    ({"tokens": [7] * 4000}, "4000 input tokens leave no room in the model's"),
+    ({"tokens": [7] * 10, "forced_tokens": 4000}, "forced_tokens 4000 after 10 input tokens"),
+    ({"tokens": [7] * 10, "max_tokens": 31}, "needs up to 41 tokens of KV cache (10 of input)"),
+    ({"tokens": []}, "tokens must be a list of at least one token id"), ("{", "not JSON")])
+def test_what_cannot_run_is_said_and_the_others_run(
+        llama: tuple[Path, Any], tmp_path: Path, request_: dict[str, Any] | str,
+        why: str) -> None:
+    plan = plan_of(tmp_path, llama[0])
+    spool, errors = spooled(plan, {"tokens": [1, 2]}, request_, {"id": "c", "tokens": [3, 4, 5]})
+    (error,) = errors
+    assert error["line"] == 2 and why in error["error"]
+    assert [(q.index, q.id, [*q.input_ids]) for q in queries_of(spool, plan)] == [
+        (0, "1", [1, 2]), (1, "c", [3, 4, 5])]
+    assert spec_of(llama[0]).max_positions is not None

@@ -32,8 +32,9 @@ from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.closed_form import IterationConfig
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
-from xsimulator.policies.static.closed_form import StaticConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.policies.static.config import StaticConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords

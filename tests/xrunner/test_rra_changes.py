@@ -22,7 +22,8 @@ from xprofiler.roofline import Roofline
 from xrunner.io.adjustments import Adjustment, Steering, read_observed
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
 
 
@@ -90,7 +91,7 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
     steps = drive(rule, dict(enumerate(outputs)))
     order = [query for step in steps for query in step.joined]
     assert order == sorted(order) and Counter(order) == Counter(range(len(outputs)))
-    assert rule.num_active == rule.num_waiting == rule.reserved_tokens == 0
+    assert rule.next_group() is None and rule.reserved_tokens == 0
 
 
 class Changing(Collector):

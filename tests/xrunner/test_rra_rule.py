@@ -75,7 +75,7 @@ def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
     assert joined == Counter(wanted.keys())
     order = [q for s in steps for q in s.joined]
     assert order == sorted(order), "admission keeps the input's order"
-    assert rule.num_active == rule.num_waiting == rule.reserved_tokens == 0
+    assert rule.next_group() is None and rule.reserved_tokens == 0
     for phase in {s.phase for s in steps}:
         assert sum(len(s.joined) for s in steps if s.phase == phase) <= encode_batch
 

@@ -124,7 +124,7 @@ def test_every_row_reserves_the_batchs_longest_output() -> None:
     step = rule.decide()
     # with query 3's 20 tokens of output, the three before it would reserve 75: it has to wait
     assert step is not None and step.joined == (0, 1, 2)
-    assert rule.reserved_tokens == 30 and rule.num_waiting == 2
+    assert rule.reserved_tokens == 30
 
 
 @pytest.mark.parametrize(("groups", "encodes"), [(2, 3), (4, 2)])
@@ -143,7 +143,7 @@ def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
     steps = drive(rule, wanted)
     order = [query for step in steps for query in step.joined]
     assert order == sorted(wanted), "each once, in the input's order"
-    assert rule.num_active == rule.num_waiting == rule.reserved_tokens == 0
+    assert rule.next_group() is None and rule.reserved_tokens == 0
     for phase in {step.phase for step in steps}:
         of_batch = [step for step in steps if step.phase == phase]
         encodes = [step for step in of_batch if step.kind is StepKind.ENCODE]

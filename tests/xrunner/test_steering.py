@@ -21,7 +21,8 @@ from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import WaaEncodeRule, waa_rules
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 
 MEAN = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from xrunner.engine.query import ActiveQuery
+from xrunner.engine.query import ActiveQuery, Vocabulary
 from xrunner.query import PreparedQuery
 
 # as tokenizers have them: pieces of bytes, of which some are half a character, and silent specials
@@ -40,10 +40,11 @@ def test_it_is_found_with_the_token_that_ends_it() -> None:
         stops = [text[at:at + source.randint(1, 30)] or "x", "never"]
         active = active_query(stops)
         for count, token in enumerate(ids, start=1):
-            active.append(token, frozenset())
+            is_last = active.take(token, 0.0, Vocabulary(eos_ids=frozenset(), decode_text=decode))
             expected = naive(ids[:count], stops)
-            assert active.stopped_text(decode) == expected, f"{stops = } {count = }"
-            if expected is not None:
+            assert active.ending == (None if expected is None else ("stop", expected)), (
+                f"{stops = } {count = }")
+            if is_last:
                 found += count > 64
                 break
     assert found > 10
@@ -57,7 +58,7 @@ def test_a_long_output_is_not_decoded_again_with_every_token() -> None:
         decoded += len(ids)
         return decode(ids)
 
-    for token in random.Random(4).choices(range(5), k=2000):
-        active.append(token, frozenset())
-        assert active.stopped_text(counted) is None
+    vocabulary = Vocabulary(eos_ids=frozenset(), decode_text=counted)
+    assert not any(active.take(token, 0.0, vocabulary)
+                   for token in random.Random(4).choices(range(5), k=2000))
     assert decoded < 40 * 2000

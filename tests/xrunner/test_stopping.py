@@ -17,6 +17,7 @@ from toys import waa_stages as stages_of_pools
 from xrunner import worker
 from xrunner.engines import deepspeed_worker
 from xrunner.io.results import Answered
+from xrunner.io.sink import STOP_FILE, RunSink
 from xrunner.plan import RunPlan
 from xrunner.rules.paged import VllmRule
 from xrunner.rules.rra import RraRule
@@ -68,7 +69,7 @@ def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama: tuple[Path
 def plan_of(output: Path) -> RunPlan:
     return RunPlan(
         name="toy", output=output, model_dir=output, model_name="toy", served_by="test",
-        requests=output / "requests.jsonl", is_chat=False, max_tokens=4, dtype="float32", seed=0,
+        requests="test", is_chat=False, max_tokens=4, dtype="float32", seed=0,
         temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=9)
 
@@ -76,13 +77,13 @@ def plan_of(output: Path) -> RunPlan:
 def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("xrunner.worker.time.monotonic", lambda: now)
-    sink = worker.RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
+    monkeypatch.setattr("xrunner.io.sink.time.monotonic", lambda: now)
+    sink = RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
     assert not sink.should_stop()
-    (tmp_path / worker.STOP_FILE).touch()
+    (tmp_path / STOP_FILE).touch()
     now += 1.0
     assert sink.should_stop()
-    (tmp_path / worker.STOP_FILE).unlink()
+    (tmp_path / STOP_FILE).unlink()
     now += 1.0
     assert sink.should_stop()
     sink.close(1.0, "stopped")
@@ -94,7 +95,6 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
 def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str], number: int,
                                           is_users: bool, module: Any, work: str) -> None:
-    (tmp_path / "requests.jsonl").touch()
     ended: list[int] = []
     alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
                   abort=ended.append, split=lambda group, place: pytest.fail("in no group"),

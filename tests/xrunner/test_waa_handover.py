@@ -97,7 +97,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
     senders = [EntrySender(comms[rank], found) for rank in (0, 1)]
     head = EntryReceiver(comms[2], found, [2, 3])
     message = StepMessage(kind=StepKind.ENCODE, group=0, phase=5, iteration=0, joined=tuple(
-        Joined(query=q, input_tokens=n, sampling=Sampling(), leaves=q != 8)
+        Joined(query=q, input_tokens=n, sampling=Sampling(), goes_on=q != 8)
         for q, n in ((7, 3), (8, 1), (9, 2))))
     for rank, sender in enumerate(senders):
         cache = cache_of(stages[rank])

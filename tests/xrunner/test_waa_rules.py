@@ -138,7 +138,7 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
     assert done.refused == too_large
     served = [query for step in done.encodes for query in step.joined]
     assert served == [i for i in range(len(queries)) if i not in too_large]
-    assert not any(done.left.values()) and not done.in_system and encode.num_waiting == 0
+    assert not any(done.left.values()) and not done.in_system and encode.next_group() is None
     assert encode.reserved_tokens == decode.reserved_tokens == 0
     # a single batch may be larger than the limit: it goes alone, or nothing would ever move
     assert done.most_in_system <= max(in_system, encode.group_max_active)

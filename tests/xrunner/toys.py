@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,15 +14,20 @@ import torch
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
+from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
-from xrunner.engine.baseline_heads import head_for
+from xrunner.engine.head import Head, Link, Sink
+from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
+from xrunner.engine.query import Vocabulary
 from xrunner.engine.stage import StageExecutor
-from xrunner.engine.waa_heads import DecodeHead, EncodeHead
-from xrunner.io.tokenizer import start_token
+from xrunner.io.intake import KnownVocabulary, take_in
+from xrunner.io.prepare import hand_on
+from xrunner.io.tokenizer import TextTokenizer, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
+from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
@@ -127,6 +131,13 @@ def _stir_norms_and_biases(model: Any, centre: float | None = None) -> None:
 
 def spec_of(directory: Path) -> ModelSpec:
     return read_spec(directory, directory.name)
+
+
+def write_spool(plan: RunPlan, requests: Path) -> None:
+    """What the launcher hands on of a file of requests."""
+    spec, spool = spec_of(plan.model_dir), SpoolWriter()
+    vocabulary = KnownVocabulary(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
+    hand_on(take_in(requests, vocabulary, spool), spool, plan, spec)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:
@@ -238,8 +249,8 @@ def run_waa_in_process(
     threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in ranks[1:]]
     for thread in threads:
         thread.start()
-    sink = lead_encoding(directory, comms[0], route[0], executors[0], rules, decode_ranks[0],
-                         queries, sink)
+    sink = lead(directory, comms[0], route[0], executors[0], rules[0], queries, sink,
+                link=ToDecodePool(comms[0], *rules, decode_ranks[0]))
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -306,24 +317,11 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
 
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
-         queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
+         queries: Sequence[PreparedQuery], sink: Collector | None = None, *,
+         link: Link | None = None) -> Collector:
     """What the first rank does."""
     sink = sink or Collector()
-    head = head_for(rule, sink=sink, **of_head(directory, comm, route, executor))
-    for query in queries:
-        assert head.submit(query)
-    head.start()
-    sink.is_complete = head.run()
-    return sink
-
-
-def lead_encoding(directory: Path, comm: Comm, route: Route, executor: StageExecutor,
-                  rules: tuple[WaaEncodeRule, WaaDecodeRule], decode_head: int,
-                  queries: Sequence[PreparedQuery], sink: Collector | None = None) -> Collector:
-    """What the first rank of WAA's encode pool does."""
-    sink = sink or Collector()
-    head = EncodeHead(rule=rules[0], decode_rule=rules[1], decode_head=decode_head, sink=sink,
-                      **of_head(directory, comm, route, executor))
+    head = head_of(directory, Neighbours(comm, route), executor, rule, sink, link)
     for query in queries:
         assert head.submit(query)
     head.start()
@@ -336,18 +334,20 @@ def lead_decoding(directory: Path, comm: Comm, route: Route, executor: StageExec
                   rule: WaaDecodeRule) -> None:
     """What the first rank of WAA's decode pool does."""
     assert executor.receiver is not None
-    head = DecodeHead(rule=rule, receiver=executor.receiver, encode_head=0,
-                      clock=time.perf_counter, **of_head(directory, comm, route, executor))
+    link = FromEncodePool(comm, executor.receiver, encode_head=0)
+    head = head_of(directory, Neighbours(comm, route), executor, rule, link.reports, link)
     head.start()
     head.run()
     executor.close()
 
 
-def of_head(directory: Path, comm: Comm, route: Route, executor: StageExecutor) -> dict[str, Any]:
+def head_of(directory: Path, neighbours: Neighbours, executor: StageExecutor, rule: BatchingRule,
+            sink: Sink, link: Link | None = None) -> Head:
     is_encoder_decoder = executor.model.spec.is_encoder_decoder
-    return {"executor": executor, "comm": comm, "route": route, "eos_ids": frozenset([EOS]),
-            "decode_text": lambda ids: " ".join(map(str, ids)),
-            "start_token": start_token(directory) if is_encoder_decoder else None}
+    return Head(rule=rule, executor=executor, neighbours=neighbours, sink=sink, link=link,
+                vocabulary=Vocabulary(
+                    eos_ids=frozenset([EOS]), decode_text=lambda ids: " ".join(map(str, ids)),
+                    start_token=start_token(directory) if is_encoder_decoder else None))
 
 
 def serve(comm: Comm, route: Route, executor: StageExecutor) -> None:

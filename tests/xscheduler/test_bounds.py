@@ -25,7 +25,8 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
-from xsimulator.policies.rra.closed_form import Rra, RraConfigs
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.waa.bounds import WaaBounds, WaaBoxes
 from xsimulator.policies.waa.closed_form import WaaConfig
 

@@ -15,7 +15,7 @@ from xgpt.core.job import FixedSchedule
 from xscheduler.live.deployment import redeployment
 from xscheduler.live.pinned import PinnedSearch, pinned_policy
 from xscheduler.live.reschedule import break_even, reschedule
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
@@ -135,7 +135,7 @@ def test_too_little_memory_for_any_batch_is_said():
 
 
 def answer(problem, estimate):
-    return lambda *_: schedule_of(problem, estimate)
+    return schedule_of(problem, estimate)
 
 
 def test_break_even_is_where_both_have_answered_as_many():
@@ -150,13 +150,13 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     # so slow that far more queries must be left than are ever present
     problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
     better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
-    free = reschedule(rra(), problem, roofline_of(problem), search=answer(problem, better))
+    free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
     assert free.loading == redeployment(rra().stages, better.stages, problem.model, problem.dtype,
                                         problem.cluster)
     assert free.cost_s == free.loading.from_dram_s > 0
     left = replace(problem, num_queries=int(factor * free.break_even_queries))
-    found = reschedule(rra(), left, roofline_of(problem), search=answer(left, better))
+    found = reschedule(rra(), left, roofline_of(problem), best=answer(left, better))
     assert found.adjust == free.adjust
     assert found.choice == choice
     assert ("pays after" in found.sentence) == (choice == "adjust")
@@ -166,7 +166,7 @@ def test_a_slower_source_takes_longer_to_pay():
     problem = toy_problem(outputs=LONGER)
     better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
     dram, ssd = (reschedule(rra(), problem, roofline_of(problem), source=source,
-                            search=answer(problem, better)) for source in ("dram", "ssd"))
+                            best=answer(problem, better)) for source in ("dram", "ssd"))
     assert ssd.cost_s > dram.cost_s and ssd.break_even_queries > dram.break_even_queries
 
 
@@ -174,7 +174,7 @@ def test_keeps_what_is_still_best():
     problem = toy_problem()
     best = adjusted(rra(), problem).estimate
     found = reschedule(schedule_of(problem, best), problem, roofline_of(problem),
-                       search=answer(problem, best))
+                       best=answer(problem, best))
     assert found.choice == "keep" and found.chosen == best and found.loading is None
     assert found.redeploy.reason == "no layer would move" and found.cost_s == 0.0
 
@@ -184,17 +184,15 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     _, tightest_s = brute_force(old, toy_problem(outputs=LONGER))
     problem = toy_problem(outputs=LONGER, latency_s=tightest_s * 1.3)
 
-    def none(*_):
-        raise InfeasibleError("no schedule")
-
-    found = reschedule(old, problem, roofline_of(problem), search=none)
+    none = InfeasibleError("no schedule")
+    found = reschedule(old, problem, roofline_of(problem), best=none)
     assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
-    assert found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
+    assert found.choice == "adjust" and found.chosen.latency_s <= problem.constraint.latency_s
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
-    tighter = reschedule(old, problem, roofline_of(problem), search=none,
-                         latency_limit_s=found.chosen.figures.latency_s * 0.9)
-    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.figures.latency_s * 0.9
-    impossible = reschedule(old, problem, roofline_of(problem), search=none, latency_limit_s=1e-9)
+    tighter = reschedule(old, problem, roofline_of(problem), best=none,
+                         latency_limit_s=found.chosen.latency_s * 0.9)
+    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.latency_s * 0.9
+    impossible = reschedule(old, problem, roofline_of(problem), best=none, latency_limit_s=1e-9)
     assert impossible.choice is None and impossible.chosen is None
     assert "No schedule meets the bound" in impossible.sentence
 
@@ -202,7 +200,7 @@ def test_adjusts_where_the_current_variables_break_the_bound():
 def test_redeploys_where_nothing_else_is_admissible():
     problem = toy_problem(outputs=LONGER, latency_s=1e-9)
     other = rra(problem, tp_degree=4, tp_gpus=4)
-    found = reschedule(rra(), problem, roofline_of(problem), search=answer(problem, other))
+    found = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, other))
     assert found.choice == "redeploy" and found.break_even_queries == 0.0
     assert "Without moving layers no schedule is admissible" in found.sentence
 
@@ -211,7 +209,7 @@ def test_the_real_search_never_loses_to_what_is_deployed():
     problem = toy_problem(outputs=SHORTER)
     found = reschedule(rra(), problem, roofline_of(problem))
     best = max(found.keep.qps, found.adjust.qps, found.redeploy.qps)
-    assert found.chosen.figures.throughput_qps >= best * 0.99
+    assert found.chosen.throughput_qps >= best * 0.99
     assert found.adjust.qps >= found.keep.qps > 0
 
 

@@ -15,8 +15,8 @@ import paper_scenarios  # noqa: E402
 import scenarios as benchmark  # noqa: E402
 
 from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.rra.closed_form import RraConfig  # noqa: E402
-from xsimulator.policies.static.closed_form import StaticConfig  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
+from xsimulator.policies.static.config import StaticConfig  # noqa: E402
 
 OPT = paper_scenarios.Scenario(model="opt-13b", cluster="a40-4", task="S", has_peer_access=True)
 

@@ -28,7 +28,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import Scheduler, find_schedule
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 
 QUERIES = 40  # of every job here that is compared with brute force
 

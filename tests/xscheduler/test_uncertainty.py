@@ -22,7 +22,8 @@ from xprofiler.timing import Operator
 from xscheduler import uncertainty
 from xscheduler.live.pinned import pinned_policy
 from xscheduler.uncertainty import Doubts, Margin, margin, plan_within, upper_limit
-from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig, RraConfigs
 
 CONFIG = {"encode_batch": 12, "decode_iterations": 6}
 BOUND_S = 0.05

@@ -14,7 +14,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.roofline import Roofline
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,

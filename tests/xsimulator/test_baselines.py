@@ -16,8 +16,9 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.spaces import grid_search as baselines
 from xsimulator.policies.continuous.closed_form import IterationConfig, Orca, Sarathi, Vllm
-from xsimulator.policies.rra.closed_form import EstimateArrays
-from xsimulator.policies.static.closed_form import Dsi, Ft, StaticConfig
+from xsimulator.policies.figures import EstimateArrays
+from xsimulator.policies.static.closed_form import dsi, ft
+from xsimulator.policies.static.config import StaticConfig
 
 PLANS = [(1, 0), (4, 4)]
 
@@ -35,7 +36,7 @@ def static_of(policy, num_queries, kind="sequence"):
 
 
 def all_static(policy, num_queries):
-    parts = range(1, 9) if policy is Dsi else (None,)
+    parts = range(1, 9) if policy is dsi else (None,)
     return [StaticConfig(encode_batch=batch, decode_micro_batches=groups, encode_parts=part,
                          tp_degree=degree, tp_gpus=gpus)
             for batch, groups, part, (degree, gpus) in itertools.product(
@@ -43,7 +44,7 @@ def all_static(policy, num_queries):
 
 
 @pytest.mark.parametrize("kind", ["sequence", "queries"])
-@pytest.mark.parametrize("policy", [Ft, Dsi])
+@pytest.mark.parametrize("policy", [ft, dsi])
 def test_nothing_that_brute_force_finds_is_better(policy, kind):
     ours = static_of(policy, 75, kind)
     configs = all_static(policy, 75)
@@ -53,11 +54,11 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
         found = baselines.best(ours, bound_s, plans=PLANS)
         is_admissible = figures.fits & (figures.latency_s <= bound_s)
         most = figures.throughput_qps[is_admissible].max()
-        assert found is not None and found.figures.fits and found.figures.latency_s <= bound_s
-        assert found.policy == ours.name and found.figures.encode_batch <= 75
-        assert policy is Dsi or found.controls.encode_micro_batches == found.deployment.num_groups
+        assert found is not None and found.fits and found.latency_s <= bound_s
+        assert found.policy == ours.name and found.encode_batch <= 75
+        assert policy is dsi or found.encode_micro_batches == found.decode_micro_batches
         # climbing may end on another top: never more than half a percent below the highest
-        assert found.figures.throughput_qps >= 0.995 * most, f"{bound_s = }"
+        assert found.throughput_qps >= 0.995 * most, f"{bound_s = }"
 
 
 @pytest.mark.parametrize("policy", [Orca, Vllm, Sarathi])
@@ -72,8 +73,8 @@ def test_nothing_that_a_finer_grid_finds_is_better(policy):
         found = baselines.best(ours, bound_s, plans=PLANS)
         is_admissible = (figures.fits & (figures.latency_s <= bound_s)
                          & (figures.present <= 90 + 1e-9))
-        assert found is not None and found.figures.fits and found.figures.latency_s <= bound_s
-        assert found.figures.throughput_qps >= 0.99 * figures.throughput_qps[is_admissible].max()
+        assert found is not None and found.fits and found.latency_s <= bound_s
+        assert found.throughput_qps >= 0.99 * figures.throughput_qps[is_admissible].max()
 
 
 def test_what_is_ruled_out_by_limits_is_not_evaluated():
@@ -86,27 +87,28 @@ def test_what_is_ruled_out_by_limits_is_not_evaluated():
 
 
 def test_none_where_no_configuration_is_quick_enough():
-    ours = static_of(Ft, 50)
+    ours = static_of(ft, 50)
     assert baselines.best(ours, 0.01, plans=PLANS) is None
 
 
 def test_all_plans_are_considered_by_default():
-    ours = static_of(Ft, 75)
+    ours = static_of(ft, 75)
     plans = baselines.tensor_plans(ours.problem.model, ours.problem.cluster, ours.timing)
     assert plans == [(1, 0), (2, 2), (2, 4), (4, 4)]
     found, of_few = baselines.best(ours, math.inf), baselines.best(ours, math.inf, plans=PLANS)
     assert found is not None and of_few is not None
-    assert found.figures.throughput_qps >= of_few.figures.throughput_qps
+    assert found.throughput_qps >= of_few.throughput_qps
 
 
 def test_a_wider_bound_is_never_worse_and_dsi_never_below_ft():
     last = 0.0
     for bound_s in (6.0, 9.0, 14.0, math.inf):
-        ft = baselines.best(static_of(Ft, 200), bound_s, plans=PLANS)
-        dsi = baselines.best(static_of(Dsi, 200), bound_s, plans=PLANS)
-        assert ft is not None and dsi is not None
-        assert ft.figures.throughput_qps >= last and dsi.figures.throughput_qps >= 0.999 * ft.throughput_qps
-        last = ft.figures.throughput_qps
+        slow = baselines.best(static_of(ft, 200), bound_s, plans=PLANS)
+        quick = baselines.best(static_of(dsi, 200), bound_s, plans=PLANS)
+        assert slow is not None and quick is not None
+        assert slow.throughput_qps >= last and (
+            quick.throughput_qps >= 0.999 * slow.throughput_qps)
+        last = slow.throughput_qps
 
 
 @dataclass(frozen=True, kw_only=True)

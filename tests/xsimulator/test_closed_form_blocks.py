@@ -17,9 +17,11 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.occupancy import QueryFlow
 from xsimulator.pipeline import phase_timeline
-from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
+from xsimulator.plans import Plans
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.phase_blocks import BlockTable, block_ends
-from xsimulator.policies.step_tables import SizeTable, StepTables
+from xsimulator.step_table import SizeTable, StepTable
 
 EVERY_ITERATION = 10**6
 RAGGED = JointLengths(inputs=empirical([5, 80, 700]), outputs=empirical([2, 9, 9, 40, 41, 150]))
@@ -149,8 +151,8 @@ def test_tables_refuse_exactly_what_their_function_refuses():
 def test_stages_of_a_kind_cost_what_each_costs():
     problem = problem_of("gpt3-39b", "a40-16", catalog.task("S"))
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    times = Rra(problem, roofline)._plan(2, 6).plan.times
-    tables = StepTables(times, roofline)
+    times = Plans(problem, roofline).both(2, 6).times
+    tables = StepTable(times)
     queries, context = np.array([[1.0, 7.3, 240.0]]), np.array([[90.0, 300.0, 310.0]])
     found = np.stack([tables.decode_s(queries, context)[kind] for kind in tables.kind_of], axis=-1)
     assert found == pytest.approx(times.decode_s(queries, context), rel=2e-4)

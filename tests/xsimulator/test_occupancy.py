@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from xgpt.core.lengths import JointLengths, empirical, joint_empirical, truncated_normal
-from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import QueryFlow
 
 TASKS = {"S": ((256, 252, 512), (32, 13, 80)), "T": ((128, 81, 256), (128, 68, 320)),
          "G": ((64, 23, 128), (192, 93, 480)), "C1": ((256, 115, 512), (64, 30, 160)),

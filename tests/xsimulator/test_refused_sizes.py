@@ -29,7 +29,8 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
 from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,
@@ -250,7 +251,7 @@ def test_messages_of_any_size_are_answered_for():
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():
     problem = toy_problem(devices=3)
-    stages = Rra(problem, profiled(problem, queries=(1, 2))).stages(1, 0)
+    stages = Rra(problem, profiled(problem, queries=(1, 2))).plans.both(1, 0).stages
     assert max(stage.num_layers for stage in stages) <= 3
 
 

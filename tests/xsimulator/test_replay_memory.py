@@ -13,7 +13,8 @@ from xscheduler.spaces.grid_search import tensor_plans
 from xsimulator import memory
 from xsimulator.plans import Plans
 from xsimulator.policies import POLICIES, make_config, make_policy
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.divisions import WaaC, WaaConfig
 from xsimulator.replay.job import Replayer
 
@@ -119,8 +120,9 @@ def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
 def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     """The paper's section 7.4: not even with one query encoded at a time; RRA can."""
     problem = problem_of(model, cluster, task)
-    waa, rra = WaaC(problem, roofline_of(problem)), Rra(problem, roofline_of(problem))
-    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
+    timing = roofline_of(problem, padded=True)
+    waa, rra = WaaC(problem, timing), Rra(problem, timing)
+    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
     tried = 0
     for degree, gpus in tensor_plans(problem.model, problem.cluster, roofline_of(problem)):
         try:

@@ -14,7 +14,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.recorded import load_recording
@@ -62,6 +62,8 @@ class _Twice:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._times, name)
+        if name == "layers":
+            return _Twice(found)
         if not callable(found):
             return 2 * found if name == "overhead_s" else found
         return lambda *args, **kwargs: _doubled(found(*args, **kwargs))

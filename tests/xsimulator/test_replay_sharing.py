@@ -12,7 +12,7 @@ from xgpt.core.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords, ReplayResult

@@ -16,8 +16,10 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xrunner.rules.rra import RraRule, rra_rule
+from xsimulator.layer_times import LayerTimes
 from xsimulator.policies import policy_class
-from xsimulator.policies.rra.closed_form import Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.predict import predict_job
 from xsimulator.replay.steady import steady_figures
@@ -92,9 +94,8 @@ def test_replay_of_one_query_is_the_sum_of_its_steps():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
     result, _ = replayed(problem, found, 1, padded=True)
-    times = StageTimes(problem.model, problem.cluster, roofline_of(problem), problem.dtype,
-                       found.stages, mean_input=problem.lengths.inputs.mean)
-    attention = times.attention_s(np.array([10]), 1)
+    times = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster, found.stages)
+    attention = times.encode_attention_s(np.array([10]), 1)
     expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
     expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()
     assert result.makespan_s == pytest.approx(expected)
@@ -151,7 +152,7 @@ def test_stages_hold_every_layer_once_in_order():
     problem = problem_of("gpt3-39b", "a40-16")
     rra = Rra(problem, roofline_of(problem))
     for degree, gpus in ((1, 0), (2, 6), (4, 8), (8, 16)):
-        stages = rra.stages(degree, gpus)
+        stages = rra.plans.both(degree, gpus).stages
         ranks = [rank for stage in stages for rank in stage.ranks]
         assert ranks == list(range(16))
         first = 0
@@ -163,7 +164,7 @@ def test_stages_hold_every_layer_once_in_order():
 
 def test_encoder_decoder_stages_split_both_kinds_of_layers():
     problem = problem_of("t5-11b", "a40-8")
-    stages = Rra(problem, roofline_of(problem)).stages(1, 0)
+    stages = Rra(problem, roofline_of(problem)).plans.both(1, 0).stages
     assert sum(stage.num_layers for stage in stages) == problem.model.num_layers
     assert sum(s.num_encoder_layers for s in stages) == problem.model.num_encoder_layers
     assert all(stage.num_encoder_layers >= 1 for stage in stages)

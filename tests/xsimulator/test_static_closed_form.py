@@ -16,7 +16,8 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xrunner.rules.static import StaticRule, static_rule
-from xsimulator.policies.static.closed_form import Dsi, Ft, StaticConfig
+from xsimulator.policies.static.closed_form import dsi, ft
+from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.engine import Engine, Pool
 from xsimulator.replay.job import replay_job
 
@@ -30,7 +31,7 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind
         default_max_tokens=1)
 
 
-def policy_of(problem, policy=Ft, *, padded=True):
+def policy_of(problem, policy=ft, *, padded=True):
     return policy(problem, roofline_of(problem, padded=padded))
 
 
@@ -83,7 +84,7 @@ def test_figure_1_dsi_encodes_in_four_and_decodes_in_two():
     assert result.latency_s.tolist() == [11, 10, 9, 8]
 
 
-@pytest.mark.parametrize("policy", [Ft, Dsi])
+@pytest.mark.parametrize("policy", [ft, dsi])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("cluster", ["a40-4", "a40-8"])
 def test_exact_where_nothing_is_random(policy, groups, cluster):
@@ -92,7 +93,7 @@ def test_exact_where_nothing_is_random(policy, groups, cluster):
     ours = policy_of(problem_of("t5-11b" if cluster == "a40-8" else "opt-13b", cluster,
                                 lengths=constant), policy)
     config = StaticConfig(encode_batch=48, decode_micro_batches=groups,
-                          encode_parts=None if policy is Ft else 3)
+                          encode_parts=None if policy is ft else 3)
     found = ours.estimate(config)
     result, _ = replayed(ours, found, 4)
     assert found.throughput_qps == pytest.approx(4 * 48 / result.makespan_s, rel=0.005)
@@ -100,20 +101,20 @@ def test_exact_where_nothing_is_random(policy, groups, cluster):
 
 
 CASES = [  # model, cluster, task, policy, config, padded, kind
-    ("opt-13b", "a40-4", "S", Ft, StaticConfig(encode_batch=64, decode_micro_batches=4), True,
+    ("opt-13b", "a40-4", "S", ft, StaticConfig(encode_batch=64, decode_micro_batches=4), True,
      "sequence"),
-    ("opt-13b", "a40-4", "S", Ft, StaticConfig(encode_batch=9, decode_micro_batches=4), False,
+    ("opt-13b", "a40-4", "S", ft, StaticConfig(encode_batch=9, decode_micro_batches=4), False,
      "queries"),
-    ("opt-13b", "a40-4", "T", Ft, StaticConfig(
+    ("opt-13b", "a40-4", "T", ft, StaticConfig(
         encode_batch=12, decode_micro_batches=1, tp_degree=4, tp_gpus=4), True, "queries"),
-    ("opt-13b", "a40-4", "C1", Dsi, StaticConfig(
+    ("opt-13b", "a40-4", "C1", dsi, StaticConfig(
         encode_batch=40, decode_micro_batches=2, encode_parts=4), True, "queries"),
-    ("opt-13b", "a40-4", "S", Dsi, StaticConfig(
+    ("opt-13b", "a40-4", "S", dsi, StaticConfig(
         encode_batch=50, decode_micro_batches=3, encode_parts=3, tp_degree=2, tp_gpus=2), True,
      "sequence"),
-    ("t5-11b", "a40-8", "C1", Dsi, StaticConfig(
+    ("t5-11b", "a40-8", "C1", dsi, StaticConfig(
         encode_batch=64, decode_micro_batches=8, encode_parts=2), True, "queries"),
-    ("t5-11b", "a40-8", "S", Ft, StaticConfig(encode_batch=33, decode_micro_batches=12), False,
+    ("t5-11b", "a40-8", "S", ft, StaticConfig(encode_batch=33, decode_micro_batches=12), False,
      "sequence"),
 ]
 
@@ -142,7 +143,7 @@ def test_decode_iterations_are_the_expected_longest_output_of_a_batch():
 
 
 def test_the_budget_is_never_exceeded_and_holds_a_full_batch():
-    ours = policy_of(problem_of(), Dsi)
+    ours = policy_of(problem_of(), dsi)
     found = ours.estimate(StaticConfig(encode_batch=60, decode_micro_batches=4, encode_parts=2))
     result, _ = replayed(ours, found, 40)
     pool = result.pools[0]
@@ -171,7 +172,7 @@ def test_single_token_outputs_need_no_decoding():
 
 
 def test_grid_fits_memory_covers_every_plan_and_estimates_as_one_by_one():
-    ours = policy_of(problem_of(), Dsi)
+    ours = policy_of(problem_of(), dsi)
     grid = ours.grid(3000, [(1, 0), (4, 4)])
     figures = ours.evaluate(grid)
     assert figures.fits.all() and (figures.throughput_qps > 0).all()
@@ -204,7 +205,7 @@ class Refusing:
 @pytest.mark.parametrize("kind", ["sequence", "queries"])
 def test_sizes_the_timing_source_refuses_have_no_throughput(kind):
     problem = problem_of(kind=kind)
-    ours = Ft(problem, Refusing(policy_of(problem).timing))
+    ours = ft(problem, Refusing(policy_of(problem).timing))
     figures = ours.evaluate([StaticConfig(encode_batch=batch, decode_micro_batches=1)
                              for batch in (4, 200)])
     assert figures.throughput_qps[0] > 0 and figures.throughput_qps[1] == 0

@@ -110,7 +110,7 @@ def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_sl
     times = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices).encode.times
     inputs = waa.problem.lengths.inputs
     steps = times.encode_s(batch * inputs.mean, batch, {
-        degree: batch * one for degree, one in times.mean_attention_s(inputs, batch).items()})
+        degree: batch * one for degree, one in times.mean_attention_s(batch).items()})
     assert (steps[0] == steps.max()) == is_first_slowest
     assert found.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
     plan = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices)

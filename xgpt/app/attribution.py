@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.app.prediction import in_run_order, job_lengths
 from xgpt.app.session import Session
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
+from xscheduler.prediction import in_run_order, job_lengths
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.recorded import load_recording
 
@@ -52,7 +52,7 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
     try:
         recording = load_recording(output, estimate.deployment.stages)
         replayer = Replayer(session.problem, timing, estimate)
-        order = in_run_order(session, estimate, len(recording.inputs))
+        order = in_run_order(session.problem, estimate, len(recording.inputs))
         inputs, outputs = recording.inputs[order], recording.outputs[order]
         most = _most_outputs(session, schedule, len(inputs))
         own = replayer.run(inputs, outputs, max_outputs=most)
@@ -69,7 +69,7 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
 
 def _most_outputs(session: Session, schedule: Schedule, num_queries: int) -> IntArray:
     """[queries] tokens that each query reserved for its output: decides when it was admitted."""
-    known = job_lengths(session, schedule)
+    known = job_lengths(session.problem, schedule.estimate)
     if known is None or len(known.inputs) != num_queries:
         raise XgptError(f"the run answered {num_queries} requests, others can run")
     return known.most_outputs

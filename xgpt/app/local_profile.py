@@ -26,8 +26,8 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.launch.contention import Contention, in_words
-from xgpt.launch.hosts import Hosts
-from xgpt.launch.local import run_ranks
+from xgpt.launch.launcher import Launcher, RankProgram, threads_per_rank
+from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
 from xprofiler.plan import Needs, missing
 from xprofiler.profile import Profile, ProfileMetadata
@@ -51,7 +51,7 @@ class Wanted:
     degrees: tuple[int, ...]
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
-    hosts: Hosts | None = None  # that measure; None: this machine
+    launcher: Launcher  # of the ranks that measure
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None) -> Wanted:
@@ -78,7 +78,7 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     return Wanted(metadata=profile_metadata(job, problem), model=problem.model,
                   needs=_needs(problem), degrees=tuple(possible), refused=refused,
                   links=(cluster.intra_link.name, cluster.inter_link.name),
-                  hosts=hosts_of(job, problem))
+                  launcher=launcher_of(job, problem))
 
 
 def local_profile(wanted: Wanted, tell: Teller, *, budget_s: float | None = None,
@@ -147,21 +147,6 @@ def _alone(folder: Path, tell: Teller) -> Iterator[None]:
         yield
 
 
-def threads_per_rank(job: Job, problem: Problem) -> int:
-    given = job.run.threads_per_rank
-    return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
-
-
-def hosts_of(job: Job, problem: Problem) -> Hosts | None:
-    """Where the job's ranks run; None for this machine."""
-    if not job.run.hosts:
-        return None
-    cluster = problem.cluster
-    return Hosts(names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
-                 threads_per_rank=threads_per_rank(job, problem), launcher=job.run.launcher,
-                 source=job.source)
-
-
 def _sharing(job: Job, problem: Problem) -> float:
     """Threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise."""
     cluster = problem.cluster
@@ -214,7 +199,7 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, tell: Teller, *,
         tell.say(f"profile: left out, {reason}")
     # every rank reads the request: hosts have the cache in common, but not /tmp
     scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-",
-                                    dir=target.parent if wanted.hosts is not None else None))
+                                    dir=None if wanted.launcher.is_here else target.parent))
     try:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
         near, far = wanted.links
@@ -224,9 +209,9 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, tell: Teller, *,
             "near": near, "far": far, "target": str(target), "progress": str(progress),
             "stop": str(stop)}), encoding="utf-8")
         try:
-            run_ranks("xprofiler.measure.worker", request, of.ranks,
-                      watch=lambda: tell_share(tell, "profiling", progress),
-                      ask_to_stop=stop.touch, hosts=wanted.hosts)
+            ranks = RankProgram(module="xprofiler.measure.worker", argument=request, count=of.ranks)
+            wanted.launcher.run(ranks, watch=lambda: tell_share(tell, "profiling", progress),
+                                ask_to_stop=stop.touch)
         finally:
             tell.end_progress()
         if stop.exists():

@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
-from xgpt.app.prediction import in_run_order
 from xgpt.app.session import Session
 from xgpt.core.schedule import Estimate
 from xgpt.report import timeline
 from xgpt.report.canvas import Drawing
 from xprofiler.timing import TimingSource
+from xscheduler.prediction import in_run_order
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.predict import sample_job
 from xsimulator.replay.records import ReplayResult
@@ -28,9 +28,9 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     or of enough for a steady state; and the steady state in it."""
     problem = session.problem
     rng = np.random.default_rng(session.job.run.seed)
-    inputs = session.input_lengths if num_queries is not None else None
-    if inputs is not None:
-        inputs = inputs[in_run_order(session, estimate, len(inputs))]
+    known = problem.queries if num_queries is not None else None
+    inputs = None if known is None else known.inputs[
+        in_run_order(problem, estimate, len(known.inputs))]
     present = estimate.most_in_system
     count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
     own, outputs = sample_job(problem.lengths, count, rng, inputs)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from xgpt.core.spool import num_queries
 from xrunner.io.results import ResultWriter, answered, count_results
-from xrunner.plan import RunPlan, num_usable, saved_fingerprint
+from xrunner.plan import RunPlan, saved_fingerprint
 
 TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
               "wrote metrics.json: these results are taken over, and nothing is run again")
@@ -22,7 +23,7 @@ def is_left_whole(plan: RunPlan) -> bool:
     """Whether the folder holds all results of this very job, and no account of it. Results that
     are held but could be in results.jsonl are put there. For who has the folder's lock."""
     output = plan.output
-    results, total = output / "results.jsonl", num_usable(output)
+    results, total = output / "results.jsonl", num_queries(output)
     if not total or (output / "metrics.json").is_file() or (
             saved_fingerprint(output) != plan.fingerprint or answered(results).total < total):
         return False
@@ -34,7 +35,7 @@ def is_left_whole(plan: RunPlan) -> bool:
 def account(output: Path) -> dict[str, Any]:
     """measured.json of the run, if it wrote one; else one of what results.jsonl tells, with None
     for what only the run knew."""
-    total = num_usable(output)
+    total = num_queries(output)
     try:
         measured: dict[str, Any] = json.loads((output / "measured.json").read_text("utf-8"))
         if (measured["state"], measured["queries_before"] + measured["queries"]) == ("done", total):

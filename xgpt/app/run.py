@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.app.attribution import attribute
-from xgpt.app.local_profile import hosts_of, threads_per_rank
-from xgpt.app.observing import said_of
-from xgpt.app.prediction import predict
+from xgpt.app.intake import made
 from xgpt.app.progress import tell_run
 from xgpt.app.replays import replay_steady, steady_timeline
 from xgpt.app.resume import TAKEN_OVER, account, is_left_whole
-from xgpt.app.session import Session, reserve_tokens
+from xgpt.app.session import Session
 from xgpt.app.telling import Teller
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import DEEPSPEED, OWN_ENGINE, Job
 from xgpt.core.json_values import plain
 from xgpt.core.policies import policy
+from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
-from xgpt.core.workload import synthetic_requests
+from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.contention import Contention, in_words
-from xgpt.launch.local import run_ranks
+from xgpt.launch.launcher import RankProgram, threads_per_rank
+from xgpt.launch.rows import launcher_of
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.page import write_report
 from xgpt.report.table import WIDTH, summary_table
@@ -43,10 +43,13 @@ from xrunner.checkpoint.random_model import shape_to_make, write_random_model
 from xrunner.io.adjustments import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.held import HELD_FILE
 from xrunner.io.lock import output_lock
+from xrunner.io.prepare import hand_on
 from xrunner.io.results import answered
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
-from xrunner.plan import RunPlan, num_usable, saved_fingerprint, write_atomically
+from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
+from xscheduler.beginning import said_of
+from xscheduler.prediction import predict
 
 STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
 _WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
@@ -63,13 +66,15 @@ def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[
 def _execute(session: Session, timing: TimingSource, schedule: Schedule,
              lock: int) -> dict[str, Any]:
     output = session.job.output
-    plan = _plan(session, schedule)
+    requests, spool = _requests(session)
+    plan = _plan(session, schedule, requests.digest)
     if is_left_whole(plan):
         return _take_over(session, timing, schedule)
     rescheduler = rescheduler_of(session, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots)
     _make_room(output, plan, session.tell)
+    hand_on(requests, spool, plan, session.problem.model)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")
@@ -79,7 +84,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     if beginning is not None:  # what is expected of it is what the job is not left with
         session.tell.say(textwrap.fill(f"note: {beginning}", WIDTH))
     elif session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
-        prediction = predict(session, timing, schedule)
+        prediction = predict(session.problem, timing, schedule.estimate)
         replayed, _ = replay_steady(session, timing, schedule.estimate)
         write_atomically(output / EXPECTED_TIMELINE,
                          steady_timeline(session, schedule.estimate, replayed).inline() + "\n")
@@ -108,7 +113,8 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     is_same = (_executed(executed) == _executed(schedule)
                and session.job.run.engine == OWN_ENGINE)
     # of another schedule, or by other times, it would not be what this run was expected to take
-    prediction = predict(session, timing, executed) if is_same and measured["stages"] else None
+    prediction = (predict(session.problem, timing, executed.estimate)
+                  if is_same and measured["stages"] else None)
     metrics = _metrics(session, executed, measured, prediction)
     metrics |= {"others_cpu_share": None, "rescheduling": []}
     _explain(metrics, session, timing, executed, measured, prediction)
@@ -173,14 +179,12 @@ def check_model(session: Session) -> None:
         start_token(files.directory)
 
 
-def _plan(session: Session, schedule: Schedule) -> RunPlan:
+def _plan(session: Session, schedule: Schedule, digest: str) -> RunPlan:
+    """`digest`: of the requests."""
     job, files = session.job, session.files
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
         write_random_model(files.directory, files.spec)
-    requests = job.workload.requests
-    if requests is None:
-        requests = _write_synthetic(session)
     query_tokens = schedule.estimate.deployment.group_kv_tokens
     most_input = schedule.estimate.deployment.encoding.kv_tokens
     # what no request needs decides nothing: a run may go on by another schedule
@@ -189,10 +193,10 @@ def _plan(session: Session, schedule: Schedule) -> RunPlan:
         most_input = 0 if most_input >= longest.input_tokens else most_input
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
-        served_by=files.served_by, requests=requests, is_chat=job.workload.chat,
-        max_tokens=session.problem.default_max_tokens, dtype=session.problem.dtype,
-        seed=job.run.seed, temperature=job.run.temperature, top_k=job.run.top_k,
-        top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
+        served_by=files.served_by, requests=f"{job.workload.requests or 'synthetic'} {digest}",
+        is_chat=job.workload.chat, max_tokens=session.problem.default_max_tokens,
+        dtype=session.problem.dtype, seed=job.run.seed, temperature=job.run.temperature,
+        top_k=job.run.top_k, top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
@@ -209,26 +213,22 @@ class _Longest(NamedTuple):
 def _longest(session: Session) -> _Longest | None:
     """None where lengths are not known. The other requests become error records whatever the
     schedule is."""
-    inputs, reserves = session.input_lengths, reserve_tokens(session)
-    if inputs is None or reserves is None:
+    known = session.problem.queries
+    if known is None:
         return None
-    model = session.problem.model
-    least = inputs + np.array([request.forced_tokens or 1 for request in session.requests])
-    fits = np.array([not r.tokens or (min(r.tokens) >= 0 and max(r.tokens) < model.vocab_size)
-                     for r in session.requests]) & (least <= (model.max_positions or np.inf))
+    requests, inputs, reserves = session.requests, known.inputs, known.reserves
+    assert requests is not None, "their lengths are known"
+    least = inputs + np.maximum(requests.forced, 1)
+    fits = least <= (session.problem.model.max_positions or np.inf)
+    fits[list(requests.unusable)] = False
     return _Longest(int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1)))
 
 
-def _write_synthetic(session: Session) -> Path:
-    """`requests: {count: N}` as a file like any other: tokens in, an exact number of tokens out."""
-    problem, path = session.problem, session.job.output / "requests.jsonl"
-    assert problem.num_queries is not None, "a workload has requests or a count"
-    requests = synthetic_requests(problem.lengths, problem.num_queries, session.job.run.seed,
-                                  problem.model.vocab_size)
-    lines = [json.dumps({"id": r.id, "tokens": list(r.tokens or ()),
-                         "forced_tokens": r.forced_tokens}) for r in requests]
-    write_atomically(path, "\n".join(lines) + "\n")
-    return path
+def _requests(session: Session) -> tuple[Requests, SpoolWriter]:
+    if session.requests is None:
+        return made(session.problem, session.job.run.seed)
+    assert session.spool is not None, "a run has its requests at hand"
+    return session.requests, session.spool
 
 
 def _make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
@@ -238,12 +238,11 @@ def _make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
     results = output / RESULTS_FILE
-    before, total = answered(results), num_usable(output)
+    before, total = answered(results), num_queries(output)
     if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
         if before.total:
             tell.say(f"going on after the {before.total} queries an earlier run answered")
         return
-    (output / "total.json").unlink(missing_ok=True)
     for path in (results, output / HELD_FILE):
         if path.is_file() and path.stat().st_size > 0:
             kept = _free_name(path)
@@ -271,11 +270,12 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
-    ranks = sum(stage.tp_degree for stage in schedule.estimate.deployment.stages)
+    ranks = RankProgram(module=_WORKERS[session.job.run.engine], argument=run_file,
+                  count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages),
+                  inherited=(lock,))
     try:
-        run_ranks(_WORKERS[session.job.run.engine], run_file, ranks, watch=watch,
-                  ask_to_stop=lambda: (output / STOP_FILE).touch(), inherited=(lock,),
-                  hosts=hosts_of(session.job, session.problem))
+        launcher_of(session.job, session.problem).run(
+            ranks, watch=watch, ask_to_stop=lambda: (output / STOP_FILE).touch())
         if not (output / "measured.json").is_file():
             raise StoppedEarly("ended before the run could stop in good order; what was done is "
                                "kept, and the same command goes on from there")
@@ -293,7 +293,7 @@ def _kept(session: Session) -> dict[str, Any]:
     output = session.job.output
     results = output / RESULTS_FILE
     return {"name": session.job.name, "engine": session.job.run.engine,
-            "queries": answered(results).total, "queries_total": num_usable(output),
+            "queries": answered(results).total, "queries_total": num_queries(output),
             "results": results}
 
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.app.observing import FIRST_QUERIES, can_settle, headroom
-from xgpt.app.session import Session, reserve_tokens, with_room_for
+from xgpt.app.session import Session
 from xgpt.core.controls import max_in_system
 from xgpt.core.job import OWN_ENGINE
 from xgpt.core.lengths import IntArray
@@ -31,6 +30,7 @@ from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.io.adjustments import Adjustment, LengthsSoFar, ObservedState, read_observed
 from xrunner.rules.rra import most_active, rra_change
+from xscheduler.beginning import FIRST_QUERIES, can_settle, headroom
 from xscheduler.live.observed import (
     Drift,
     Observation,
@@ -42,6 +42,7 @@ from xscheduler.live.observed import (
 from xscheduler.live.pinned import POLICIES
 from xscheduler.live.reschedule import Reschedule, reschedule
 from xscheduler.live.revision import Revised, revise
+from xscheduler.room import with_room_for
 
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
 # Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
@@ -272,7 +273,7 @@ def rescheduler_of(session: Session, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """None where the job does not want it, or there is nothing to observe or to change."""
     job, problem, estimate = session.job, session.problem, schedule.estimate
-    reserves, fixed = reserve_tokens(session), job.schedule
+    known, fixed = problem.queries, job.schedule
     is_fixed = fixed.encode_batch is not None and (
         estimate.policy != "rra" or fixed.decode_iterations is not None)
     is_known = job.workload.output_tokens.kind == "from_requests"
@@ -281,9 +282,9 @@ def rescheduler_of(session: Session, timing: TimingSource,
         return None
     is_observing = job.workload.output_tokens.kind == "observe"
     is_few = (problem.num_queries or 0) <= LEAST_QUERIES
-    if reserves is None or (is_few and not can_settle(job, problem)):
+    if known is None or (is_few and not can_settle(problem)):
         return None
-    longest = _longest(reserves, estimate)
+    longest = _longest(known.reserves, estimate)
     slots = 0 if estimate.policy != "rra" else slots_for(
         estimate, problem, longest,
         headroom(estimate, problem, timing) if is_observing else HEADROOM)

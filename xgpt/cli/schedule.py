@@ -9,11 +9,8 @@ from typing import Any
 
 import click
 
-from xgpt.app.few_queries import plan_with_enough
-from xgpt.app.observing import hint
-from xgpt.app.session import Session, open_session, timing_of, with_room
+from xgpt.app.session import Session, open_session, timing_of
 from xgpt.cli.options import job_arguments, print_json, writable_file
-from xgpt.cli.schedule_parts import drift_table, offers_table, reschedule_table
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.json_values import plain
@@ -22,11 +19,14 @@ from xgpt.core.schedule_file import flat, load_schedule, save_schedule
 from xgpt.core.units import parse_share
 from xgpt.report.choice_table import choice_table
 from xgpt.report.table import schedule_table, stage_table
+from xgpt.report.what_if_tables import drift_table, offers_table, reschedule_table
 from xprofiler.timing import TimingSource
+from xscheduler.beginning import hint
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.live.reschedule import Reschedule, reschedule
-from xscheduler.planner import Limits, Planner
-from xscheduler.price import Offer, price
+from xscheduler.planner import Horizon, Planner, PlanOptions
+from xscheduler.price import AS_IT_IS, Offer, price
+from xscheduler.room import with_room
 from xscheduler.search import GAP
 
 
@@ -77,21 +77,24 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> f
               help="Stop once no schedule can be better by more than this.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Stop each policy's search after N boxes of configurations.")
+@click.option("--horizon", type=click.Choice(("job", "steady")), default="job", show_default=True,
+              help="Plan for the job's own queries, as submit does, or for a job without end.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float,
-             max_nodes: int | None) -> None:
+             max_nodes: int | None, horizon: Horizon) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
         writable_file(out, "--out")
     current = None if from_file is None else load_schedule(from_file)
     session = open_session(job_file, overrides, Terminal(), fetch=False)
     timing = timing_of(session)
-    planner = Planner(session.problem, timing, Limits(gap=gap, max_nodes=max_nodes))
-    answer = _found(session, planner)
+    planner = Planner(session.problem, timing, PlanOptions(
+        gap=gap, max_nodes=max_nodes, horizon=horizon), tell=say)
+    answer = _found(planner)
     if with_price:
-        answer = replace(answer, offers=_offers(planner, answer.schedule))
+        answer = replace(answer, offers=_offers(planner))
     if current is not None:
-        answer = replace(answer, ways=_ways(planner, answer, current))
+        answer = replace(answer, ways=_ways(planner, current))
     if with_drift and answer.schedule is not None:
         say("replaying the schedule, and the best one, on 13 changed distributions ...")
         answer = replace(answer, drift=drift_rows(
@@ -102,41 +105,35 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     if not as_json:
         _show(session, timing, answer)
     if answer.infeasible is not None:
-        hinted = InfeasibleError(f"{answer.infeasible}{hint(session.job, session.problem, timing)}")
+        hinted = InfeasibleError(f"{answer.infeasible}{hint(session.problem, timing)}")
         hinted.details = plain(answer.to_dict())
         raise hinted
     if as_json:
         print_json(answer.to_dict())
 
 
-def _found(session: Session, planner: Planner) -> _Answer:
+def _found(planner: Planner) -> _Answer:
     try:
-        found = plan_with_enough(session, lambda enough: (
-            planner if enough is session else
-            Planner(enough.problem, planner.timing, planner.limits)).find())
-        return _Answer(schedule=with_room(session, found), infeasible=None)
+        return _Answer(schedule=planner.plan(), infeasible=None)
     except InfeasibleError as why:
         return _Answer(schedule=None, infeasible=why)
 
 
-def _offers(planner: Planner, base: Schedule | None) -> Sequence[Offer]:
-    found = price(planner.problem, planner.timing, search=planner.of, base=base)
-    # without a base the first says why there is none, which the command does anyway
-    return found if base is not None else found[1:]
+def _offers(planner: Planner) -> Sequence[Offer]:
+    offers = price(planner.problem, planner.of)
+    # the first says why there is no schedule now, which the command does anyway
+    return offers if offers[0].what != AS_IT_IS else offers[1:]
 
 
-def _ways(planner: Planner, answer: _Answer, current: Schedule) -> Reschedule:
-    found, refusal = answer.schedule, answer.infeasible
-
-    def known(_problem: object, _timing: object) -> Schedule:
-        if found is None:
-            assert refusal is not None
-            raise refusal
-        return found
-
-    bound_s = planner.problem.constraint.latency_s
-    return reschedule(current, planner.problem, planner.timing, search=known,
-                      latency_limit_s=None if found is None else bound_s / found.margin.factor)
+def _ways(planner: Planner, current: Schedule) -> Reschedule:
+    try:
+        steady: Schedule | InfeasibleError = planner.steady()
+    except InfeasibleError as why:
+        steady = why
+    limit_s = None if isinstance(steady, InfeasibleError) else (
+        planner.problem.constraint.latency_s / steady.margin.factor)
+    return reschedule(current, planner.problem, planner.timing, best=steady,
+                      latency_limit_s=limit_s)
 
 
 def _write(session: Session, answer: _Answer, out: Path) -> None:
@@ -145,8 +142,8 @@ def _write(session: Session, answer: _Answer, out: Path) -> None:
         return
     if ways is not None and ways.chosen is not None and ways.choice != "redeploy":
         qps = ways.chosen.figures.throughput_qps
-        found = with_room(session, found.changed(estimate=ways.chosen, gap=found.proof.bound_qps / qps - 1, explanation=(),
-            rejected=()))
+        found = with_room(found.changed(estimate=ways.chosen, gap=found.proof.bound_qps / qps - 1, explanation=(),
+            rejected=()), session.problem)
     save_schedule(found, out)
     say(f"schedule written to {out}")
 

@@ -73,7 +73,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
     if given is None and fixed == FixedSchedule():
         return find(session, timing).estimate
     name = given.policy if given is not None else fixed.policy or "rra"
-    source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
+    source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")

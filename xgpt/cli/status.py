@@ -12,11 +12,11 @@ from xgpt.app.progress import progress_line
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job
+from xgpt.core.spool import num_queries
 from xgpt.report.table import WIDTH
 from xrunner.io.lock import is_locked
 from xrunner.io.progress import Progress, read_progress
 from xrunner.io.results import answered
-from xrunner.plan import num_usable
 
 _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
                     latency_p50_s=None, latency_p99_s=None)
@@ -47,7 +47,7 @@ def run_status(output: Path) -> RunStatus | None:
         progress = replace(progress, state="died")
     if progress.state in ("died", "stopped"):
         progress = replace(progress, done=results.total,
-                           total=progress.total or num_usable(output) or 0)
+                           total=progress.total or num_queries(output) or 0)
     return RunStatus(progress=progress, is_alive=is_alive, num_results=results.written,
                      num_held=len(results.held))
 

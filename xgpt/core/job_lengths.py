@@ -8,8 +8,6 @@ is a lower bound. While the job runs, xgpt.app.watch puts what it sees in its pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,15 +24,14 @@ from xgpt.core.lengths import (
     truncated_normal,
 )
 from xgpt.core.model import ModelSpec
-from xgpt.core.workload import Request
+from xgpt.core.requests import Requests
 
 # Cap on the output where neither the request, the job nor a distribution of outputs gives one.
 DEFAULT_MAX_TOKENS = 512
 _OBSERVE_NOTE = "every query taken to run to its cap, until observed"
 
 
-def resolve_lengths(job: Job, model: ModelSpec, requests: Sequence[Request] | None,
-                    token_lengths: IntArray | None) -> JointLengths:
+def resolve_lengths(job: Job, model: ModelSpec, requests: Requests | None) -> JointLengths:
     """The joint distribution of the job's (input, output) lengths. Raises InputError, also where
     the longest of them do not fit into the model's positions."""
     inputs, outputs = job.workload.input_tokens, job.workload.output_tokens
@@ -44,9 +41,9 @@ def resolve_lengths(job: Job, model: ModelSpec, requests: Sequence[Request] | No
     elif inputs.kind == "file" and inputs == outputs:
         lengths = _joint_of_file(inputs)
     elif inputs.kind == "from_requests" and outputs.kind in ("from_requests", "observe"):
-        lengths = _joint_of_requests(job, model, _needed(requests), token_lengths)
+        lengths = _joint_of_requests(job, model, _needed(requests))
     else:
-        lengths = JointLengths(inputs=_inputs(job, model, requests, token_lengths),
+        lengths = JointLengths(inputs=_inputs(job, model, requests),
                                outputs=_outputs(job, model, requests))
     _check_positions(job, model, lengths)
     return lengths
@@ -67,11 +64,10 @@ def _joint_of_file(spec: LengthSpec) -> JointLengths:
     return joint_empirical(pairs, note=f"observed in {len(pairs)} rows of {spec.path.name}")
 
 
-def _joint_of_requests(job: Job, model: ModelSpec, requests: Sequence[Request],
-                       token_lengths: IntArray | None) -> JointLengths:
+def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointLengths:
     is_observed = job.workload.output_tokens.kind == "observe"
     outputs = _caps(job, requests) if is_observed else _forced(job, requests)
-    pairs = np.stack([_input_lengths(job, requests, token_lengths), outputs], axis=1)
+    pairs = np.stack([_input_lengths(job, requests), outputs], axis=1)
     pairs = pairs[_can_run(job, pairs[:, 0], model.max_positions)]
     if is_observed and model.max_positions is not None:
         # a cap beyond the positions ends where they do; a forced length cannot
@@ -92,17 +88,16 @@ def _can_run(job: Job, input_lengths: IntArray, max_positions: int | None) -> ND
     return np.asarray(mask)
 
 
-def _inputs(job: Job, model: ModelSpec, requests: Sequence[Request] | None,
-            token_lengths: IntArray | None) -> Lengths:
+def _inputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     spec = job.workload.input_tokens
     if spec.kind != "from_requests":
         return _marginal(spec, is_input=True)
-    lengths = _input_lengths(job, _needed(requests), token_lengths)
+    lengths = _input_lengths(job, _needed(requests))
     lengths = lengths[_can_run(job, lengths, model.max_positions)]
     return empirical(lengths, note=f"of {len(lengths)} requests")
 
 
-def _outputs(job: Job, model: ModelSpec, requests: Sequence[Request] | None) -> Lengths:
+def _outputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     spec = job.workload.output_tokens
     if spec.kind == "from_requests":
         return empirical(_forced(job, _needed(requests)), note="forced by the requests")
@@ -131,37 +126,31 @@ def _marginal(spec: LengthSpec, *, is_input: bool) -> Lengths:
     return empirical(values, note=f"observed in {len(values)} rows of {spec.path.name}")
 
 
-def _needed(requests: Sequence[Request] | None) -> Sequence[Request]:
+def _needed(requests: Requests | None) -> Requests:
     assert requests, "load_job lets from_requests and observe through only with a file of requests"
     return requests
 
 
-def _input_lengths(job: Job, requests: Sequence[Request],
-                   token_lengths: IntArray | None) -> IntArray:
-    if token_lengths is not None:
-        assert len(token_lengths) == len(requests), f"{len(token_lengths) = } {len(requests) = }"
-        return np.asarray(token_lengths, dtype=np.int64)
-    lengths = [len(request.tokens) for request in requests if request.tokens is not None]
-    if len(lengths) < len(requests):
+def _input_lengths(job: Job, requests: Requests) -> IntArray:
+    if requests.input_tokens is None:
         raise _bad(job, "workload.input_tokens", "from_requests",
                    "the prompts must be tokenised to know their lengths, which needs the model's "
                    "tokenizer; without it give {mean, std, max} or {file: path}")
-    return np.array(lengths, dtype=np.int64)
+    return requests.input_tokens
 
 
-def _forced(job: Job, requests: Sequence[Request]) -> IntArray:
-    forced = [r.forced_tokens for r in requests if r.forced_tokens is not None]
-    if len(forced) < len(requests):
+def _forced(job: Job, requests: Requests) -> IntArray:
+    num_free = int((requests.forced == 0).sum())
+    if num_free:
         raise _bad(job, "workload.output_tokens", "from_requests",
-                   f"{len(requests) - len(forced)} of {len(requests)} requests have no "
-                   "forced_tokens; give {mean, std, max}, {file: path} or observe")
-    return np.array(forced, dtype=np.int64)
+                   f"{num_free} of {len(requests)} requests have no forced_tokens; give "
+                   "{mean, std, max}, {file: path} or observe")
+    return requests.forced
 
 
-def _caps(job: Job, requests: Sequence[Request]) -> IntArray:
+def _caps(job: Job, requests: Requests) -> IntArray:
     default = job.workload.max_tokens or DEFAULT_MAX_TOKENS
-    caps = [min(request.output_cap(default), MAX_LENGTH_TOKENS) for request in requests]
-    return np.array(caps, dtype=np.int64)
+    return np.minimum(requests.output_caps(default), MAX_LENGTH_TOKENS)
 
 
 def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:

@@ -2,29 +2,31 @@
 
 `resolve` is the one function between what the user wrote (`Job`) and what is computed with
 (`Problem`). It reads files the job names, and looks at this machine for `cluster: local`; it
-neither downloads nor tokenises: a caller that has done so passes `model` and `token_lengths`.
+neither downloads nor reads requests: a caller that has done so passes `model` and `requests`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.inline_cluster import build_cluster
-from xgpt.core.job import Adjustment, FixedSchedule, Job
+from xgpt.core.job import OWN_ENGINE, Adjustment, FixedSchedule, Job
 from xgpt.core.job_file import LOCAL_CLUSTER
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
-from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import read_shape
-from xgpt.core.workload import Request, read_requests
+from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.requests import Requests
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
 # (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
@@ -35,7 +37,13 @@ _SHAPE = ("family", "num_encoder_layers", *_COUNTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a planner is asked. `num_queries` None: the job names no requests (steady state)."""
+    """What a planner is asked. `num_queries` None: the job names no requests (steady state).
+
+    `queries`: the requests of its file, where they were tokenised; None for requests that are made
+    (`is_synthetic`: these have exactly the lengths drawn with `seed`) and for texts whose lengths
+    nobody knows yet. `observes`: output lengths are caps, until a run has seen what outputs are.
+    `is_revised`: a run may change its schedule for what it has seen.
+    """
 
     model: ModelSpec
     cluster: Cluster
@@ -46,6 +54,11 @@ class Problem:
     num_queries: int | None
     default_max_tokens: int  # cap on the output of a request that names none
     adjustment: Adjustment = Adjustment()
+    queries: QueryLengths | None = None
+    is_synthetic: bool = False
+    seed: int = 0  # of the order in which queries are taken up, and of those that are made
+    observes: bool = False
+    is_revised: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -59,27 +72,42 @@ class Problem:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def resolve(job: Job, *, model: ModelSpec | None = None, requests: Sequence[Request] | None = None,
-            token_lengths: IntArray | None = None) -> Problem:
+def resolve(job: Job, *, model: ModelSpec | None = None,
+            requests: Requests | None = None) -> Problem:
     """The Problem of `job`. Raises InputError.
 
     model: the shape, where it was fetched (a hub id's config.json); else the catalog row or the
         local folder's config.json.
-    requests: the job's usable requests, where they were read already.
-    token_lengths: [num_requests], their tokenised input lengths; needed by `from_requests`
-        unless every request gives tokens.
+    requests: what is in the file of them that the job names.
     """
+    assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = resolve_cluster(job)
-    if requests is None and job.workload.requests is not None:
-        requests = _usable_requests(job, job.workload.requests)
-    lengths = resolve_lengths(job, shape, requests, token_lengths)
+    lengths = resolve_lengths(job, shape, requests)
+    most_outputs = default_max_tokens(job, lengths)
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
         fixed=job.schedule, dtype=resolve_dtype(job.run.dtype, cluster.device),
         num_queries=job.workload.count if requests is None else len(requests),
-        default_max_tokens=default_max_tokens(job, lengths), adjustment=job.adjustment,
-    )
+        default_max_tokens=most_outputs, adjustment=job.adjustment,
+        queries=_query_lengths(requests, most_outputs, shape),
+        is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
+        observes=job.workload.output_tokens.kind == "observe",
+        is_revised=job.run.reschedule is not None and job.run.engine == OWN_ENGINE)
+
+
+def _query_lengths(requests: Requests | None, most_outputs: int,
+                   model: ModelSpec) -> QueryLengths | None:
+    """None where the requests were not tokenised. No query takes more positions than the model
+    has; one whose input alone does becomes an error record."""
+    if requests is None or requests.input_tokens is None or not requests.are_tokenised:
+        return None
+    total = requests.input_tokens + requests.output_caps(most_outputs)
+    if model.max_positions is not None:
+        total = np.minimum(total, model.max_positions)
+    caps = total - requests.input_tokens
+    return QueryLengths(inputs=requests.input_tokens, most_outputs=caps,
+                        outputs=caps if requests.are_forced else None)
 
 
 def resolve_cluster(job: Job) -> Cluster:
@@ -146,15 +174,6 @@ def known_model(job: Job) -> ModelSpec:
     raise _bad(job.source, "model", job.model,
                "the shape of this hub model is known only once its config.json is fetched; "
                "give a catalog name, or a folder with config.json")
-
-
-def _usable_requests(job: Job, path: Path) -> list[Request]:
-    requests, errors = read_requests(path)
-    if not requests:
-        first = f"; first, line {errors[0].line}: {errors[0].error}" if errors else ""
-        raise _bad(job.source, "workload.requests", str(path),
-                   f"holds no usable request ({len(errors)} bad lines{first})")
-    return requests
 
 
 def _bad(source: Path, key: str, value: object, allowed: str) -> InputError:

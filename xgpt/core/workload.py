@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_INT = 2**31 - 1
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MISSPELT = {"max_new_tokens": "max_tokens"}
 _GUARDED = ("max_tokens", "forced_tokens", "temperature", "messages")
 
@@ -39,7 +40,6 @@ class Request:
     """One query. Exactly one of `prompt`, `messages` and `tokens` is there; None elsewhere leaves
     the choice to the job."""
 
-    index: int  # position among the usable requests of the file, from 0
     line: int  # in the file, from 1
     id: str
     prompt: str | None = None
@@ -72,32 +72,39 @@ class _BadLine(Exception):
     """Why a line cannot be used."""
 
 
-def read_requests(path: Path) -> tuple[list[Request], list[RequestError]]:
+def read_requests(path: Path, see: Callable[[bytes], object] = lambda raw: None,
+                  ) -> Iterator[Request | RequestError]:
     """The usable requests of a file in its order, and the lines that are none. Blank lines are
-    skipped; an id that is missing is the line's number. Raises InputError for an unreadable file.
-    """
+    skipped; an id that is missing is the line's number. `see` is shown every line as it is. Raises
+    InputError for an unreadable file."""
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        with path.open("rb") as file:
+            yield from _requests_of(file, see)
     except OSError as cause:
         raise InputError([Mistake(file=str(path), line=None, key="requests", value=None,
                                   allowed=f"cannot be read: {cause.strerror}")]) from None
-    requests: list[Request] = []
-    errors: list[RequestError] = []
+
+
+def _requests_of(lines: Iterable[bytes], see: Callable[[bytes], object],
+                 ) -> Iterator[Request | RequestError]:
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
+        see(raw)
+        line = raw.removesuffix(b"\n").removeprefix(_BYTE_ORDER_MARK if number == 1 else b"")
+        if not line.strip():
             continue
         name: str | None = None
         try:
-            record = _decode(raw)
+            record = _decode(line)
             name = _read_id(record, number)
             if name in seen:
                 raise _BadLine(f"id {name!r} is already that of line {seen[name]}")
-            requests.append(_read_request(record, len(requests), number, name))
-            seen[name] = number
+            request = _read_request(record, number, name)
         except _BadLine as cause:
-            errors.append(RequestError(line=number, id=name, error=str(cause)))
-    return requests, errors
+            yield RequestError(line=number, id=name, error=str(cause))
+        else:
+            seen[name] = number
+            yield request
 
 
 def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[IntArray, IntArray]:
@@ -106,18 +113,12 @@ def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[Int
 
 
 def synthetic_requests(lengths: JointLengths, count: int, seed: int,
-                       vocab_size: int) -> list[Request]:
-    """`count` requests of random tokens; input and (forced) output lengths follow `lengths`."""
-    inputs, outputs = synthetic_lengths(lengths, count, seed)
+                       vocab_size: int) -> Iterator[tuple[IntArray, int]]:
+    """(random tokens, number of output tokens) of each of `count` requests, whose lengths follow
+    `lengths`."""
     rng = np.random.default_rng((seed, 1))
-    # one int object a token id, shared by all requests: 8 bytes a token instead of 36
-    ids = list(range(vocab_size))
-    return [
-        Request(index=i, line=i + 1, id=str(i),
-                tokens=tuple(map(ids.__getitem__, rng.integers(vocab_size, size=int(inputs[i])))),
-                forced_tokens=int(outputs[i]))
-        for i in range(count)
-    ]
+    for inputs, outputs in zip(*synthetic_lengths(lengths, count, seed), strict=True):
+        yield rng.integers(vocab_size, size=int(inputs)), int(outputs)
 
 
 def _decode(raw: bytes) -> dict[str, Any]:
@@ -148,13 +149,13 @@ def _read_id(record: Mapping[str, Any], line: int) -> str:
     return _text(str(value), key)
 
 
-def _read_request(record: Mapping[str, Any], index: int, line: int, name: str) -> Request:
+def _read_request(record: Mapping[str, Any], line: int, name: str) -> Request:
     is_openai = _is_openai(record)
     body = _openai_body(record) if is_openai else record
     if not is_openai:
         _refuse_misspelt(record)
     request = Request(
-        index=index, line=line, id=name, is_openai=is_openai,
+        line=line, id=name, is_openai=is_openai,
         max_tokens=_integer(body, _max_tokens_key(body), 1, MAX_INT),
         forced_tokens=_integer(body, "forced_tokens", 1, MAX_LENGTH_TOKENS),
         seed=_seed(body),

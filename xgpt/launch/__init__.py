@@ -1,1 +1,1 @@
-"""Starting ranks: locally with mpiexec, or through Slurm."""
+"""Starting ranks, and watching them until they end."""

@@ -11,12 +11,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.local import mpi_command
+from xgpt.launch.process import run_watched
 
 _SSH = "ssh"
 # without a terminal nobody can answer a question of ssh's
@@ -26,31 +29,41 @@ _NO_PYTHON, _NO_FILE = 41, 42  # exit codes of the question below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosts:
-    """`ranks_each` consecutive ranks on each host, in this order. `launcher`: a program called as
+class HostsLauncher:
+    """Starts `ranks_each` consecutive ranks on each host, in this order. `program`: is called as
     `PROGRAM HOST COMMAND...` (ssh's way). `source`: the job file, for messages."""
 
     names: tuple[str, ...]
     ranks_each: int
     threads_per_rank: int
-    launcher: str | None
+    program: str | None
     source: Path
 
     @property
-    def mpiexec_options(self) -> list[str]:
-        """MPICH's, which are Intel MPI's too."""
+    def is_here(self) -> bool:
+        return False
+
+    def command(self, ranks: RankProgram) -> list[str]:
+        """The options are MPICH's, which are Intel MPI's too."""
         options = ["-launcher", _SSH]
-        if self.launcher is not None:
-            options += ["-launcher-exec", _program(self.launcher)]
-        return [*options, "-hosts", ",".join(self.names), "-ppn", str(self.ranks_each)]
+        if self.program is not None:
+            options += ["-launcher-exec", _path_of(self.program)]
+        return mpi_command(ranks, [*options, "-hosts", ",".join(self.names), "-ppn",
+                                   str(self.ranks_each)])
+
+    def run(self, ranks: RankProgram, *, watch: Callable[[], None],
+            ask_to_stop: Callable[[], None] | None = None) -> None:
+        check_hosts(self, ranks.argument)
+        run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
+                    inherited=ranks.inherited)
 
 
-def check_hosts(hosts: Hosts, argument: Path) -> None:
+def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
     """Asks all hosts at once whether they have this Python, see `argument`, and have the cores.
     Raises InputError with every host that cannot serve."""
-    if shutil.which(_program(hosts.launcher or _SSH)) is None:
+    if shutil.which(_path_of(hosts.program or _SSH)) is None:
         raise InputError([Mistake(file=str(hosts.source), line=None, key="run.launcher",
-                                  value=hosts.launcher or _SSH,
+                                  value=hosts.program or _SSH,
                                   allowed="no such program on this machine")])
     with ThreadPoolExecutor(max_workers=min(len(hosts.names), 32)) as pool:
         reasons = list(pool.map(lambda name: _refusal(hosts, name, argument), hosts.names))
@@ -61,13 +74,13 @@ def check_hosts(hosts: Hosts, argument: Path) -> None:
         raise InputError(mistakes)
 
 
-def _refusal(hosts: Hosts, name: str, argument: Path) -> str | None:
+def _refusal(hosts: HostsLauncher, name: str, argument: Path) -> str | None:
     """Why the host cannot serve, or None if it can."""
     python, seen = shlex.quote(sys.executable), shlex.quote(str(argument))
     question = (f"test -x {python} || exit {_NO_PYTHON}; test -r {seen} || exit {_NO_FILE}; "
                 "getconf _NPROCESSORS_ONLN")
     try:
-        done = subprocess.run([*_ask(hosts.launcher), name, question], capture_output=True,
+        done = subprocess.run([*_ask(hosts.program), name, question], capture_output=True,
                               text=True, errors="replace", stdin=subprocess.DEVNULL,
                               timeout=_ASK_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -87,12 +100,12 @@ def _refusal(hosts: Hosts, name: str, argument: Path) -> str | None:
     return None
 
 
-def _ask(launcher: str | None) -> Sequence[str]:
-    return (_SSH, *_SSH_OPTIONS) if launcher is None else (_program(launcher),)
+def _ask(program: str | None) -> Sequence[str]:
+    return (_SSH, *_SSH_OPTIONS) if program is None else (_path_of(program),)
 
 
-def _program(launcher: str) -> str:
-    return shutil.which(launcher) or str(Path(launcher).expanduser())
+def _path_of(program: str) -> str:
+    return shutil.which(program) or str(Path(program).expanduser())
 
 
 def _last_line(text: str) -> str:

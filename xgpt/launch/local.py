@@ -1,128 +1,44 @@
-"""Ranks on this machine, or on hosts like it: `mpiexec -n N python -m mpi4py -m MODULE`, watched
-until they end."""
+"""Ranks on this machine: `mpiexec -n N python -m mpi4py -m MODULE`."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
-from xgpt.core.errors import MissingExtraError, StoppedEarly, XgptError
-from xgpt.launch.hosts import Hosts, check_hosts
-
-_POLL_S = 0.1
-# A layer's large temporaries come and go thousands of times: keep their memory instead of returning
-# it to the system, which hands it back page by page (seen: 5 % of an encode). glibc's names.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-# CUDA counts the fastest GPU first; nvidia-smi, by which a plan is made, goes by their places.
-_GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-_GRACE_S = 20.0  # between asking a run to stop and ending it
+from xgpt.core.errors import MissingExtraError
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.process import run_watched
 
 
-def rank_command(module: str, argument: Path, ranks: int,
-                 hosts: Hosts | None = None) -> list[str]:
-    """The command that runs `module` on `ranks` ranks; a single one here needs no MPI."""
-    if ranks == 1 and hosts is None:
-        return [sys.executable, "-m", module, str(argument)]
+class LocalLauncher:
+    """Starts ranks on this machine; a single one needs no MPI."""
+
+    is_here = True
+
+    def command(self, ranks: RankProgram) -> list[str]:
+        if ranks.count == 1:
+            return [sys.executable, "-m", ranks.module, str(ranks.argument)]
+        return mpi_command(ranks)
+
+    def run(self, ranks: RankProgram, *, watch: Callable[[], None],
+            ask_to_stop: Callable[[], None] | None = None) -> None:
+        run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
+                    inherited=ranks.inherited)
+
+
+def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
+    """The command that starts the ranks through mpiexec, which gets these options too."""
     # `-m mpi4py` aborts every rank when one fails; without it the others would wait for ever
-    where = hosts.mpiexec_options if hosts is not None else []
-    return [find_mpiexec(), *where, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", module,
-            str(argument)]
+    return [find_mpiexec(), *options, "-n", str(ranks.count), sys.executable, "-m", "mpi4py", "-m",
+            ranks.module, str(ranks.argument)]
 
 
 def find_mpiexec() -> str:
     """mpiexec of this environment before any other on the PATH: it belongs to mpi4py's library."""
     beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
-    if found is None:
+    path = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if path is None:
         raise MissingExtraError("mpich", "run", "running more than one rank")
-    return found
-
-
-def run_ranks(module: str, argument: Path, ranks: int, *, watch: Callable[[], None],
-              ask_to_stop: Callable[[], None] | None = None,
-              inherited: tuple[int, ...] = (), hosts: Hosts | None = None) -> None:
-    """Runs `module` and calls `watch` ten times a second meanwhile.
-
-    SIGINT and SIGTERM call `ask_to_stop` (None: end the ranks at once) and let the ranks finish in
-    their own time; a second signal, or a grace period that runs out, ends them. Raises XgptError
-    with the end of the ranks' messages if they fail, StoppedEarly if they were ended at once.
-    `inherited`: descriptors the launcher keeps open (the output folder's lock). `hosts`: None for
-    this machine; raises InputError for those that cannot be used.
-    """
-    if hosts is not None:
-        check_hosts(hosts, argument)
-    environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile() as messages:
-        # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
-        process = subprocess.Popen(rank_command(module, argument, ranks, hosts), stdout=messages,
-                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   env=environment, start_new_session=True,
-                                   pass_fds=inherited)
-        stopper = _Stopper(process, ask_to_stop)
-        try:
-            with stopper:
-                while process.poll() is None:
-                    watch()
-                    stopper.check()
-                    time.sleep(_POLL_S)
-            watch()
-        finally:
-            if process.poll() is None:
-                stopper.kill()
-        if stopper.was_asked and ask_to_stop is None:
-            raise StoppedEarly("interrupted; nothing was kept of this step")
-        if process.returncode != 0 and not stopper.was_asked:
-            messages.seek(0)
-            text = messages.read().decode(errors="replace").strip()
-            raise XgptError(f"the ranks failed (exit code {process.returncode}):\n{_tail(text)}")
-
-
-class _Stopper:
-    """Turns signals into a polite request, then an end."""
-
-    def __init__(self, process: subprocess.Popen[bytes], ask: Callable[[], None] | None) -> None:
-        self._process, self._ask, self._asked_at = process, ask, 0.0
-        self.was_asked = False
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> _Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.was_asked or self._ask is None:
-            self.was_asked = True
-            self.kill()
-            return
-        self.was_asked, self._asked_at = True, time.monotonic()
-        self._ask()
-
-    def check(self) -> None:
-        if self.was_asked and self._asked_at and time.monotonic() - self._asked_at > _GRACE_S:
-            self.kill()
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-
-
-def _tail(text: str, limit: int = 3000) -> str:
-    return text if len(text) <= limit else "...\n" + text[-limit:]
+    return path

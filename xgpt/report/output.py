@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
+from xgpt.core.spool import Spool
 
 EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do
 
@@ -38,7 +39,7 @@ class QueryFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One query as a person reads it. `prompt` is None where the requests could not be read."""
+    """One query as a person reads it. `prompt` is None where it was not kept."""
 
     id: str
     text: str
@@ -84,7 +85,7 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
     remarks: list[str] = []
     job = _read_object(directory / "job.json", remarks) or {}
     queries, answers = _read_results(directory / "results.jsonl", max_answers, remarks)
-    prompts = _read_prompts(job, {answer_id for answer_id, _, _ in answers}, remarks)
+    prompts = _read_prompts(directory, max(answers, default=-1) + 1, remarks)
     return Output(
         directory=directory,
         job=job,
@@ -93,8 +94,8 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
         metrics=_read_object(directory / "metrics.json", remarks, is_optional=True),
         profile=_read_object(directory / "profile.json", remarks, is_optional=True),
         queries=tuple(queries),
-        answers=tuple(Answer(id=i, text=text, prompt=prompts.get(i), figures=figures)
-                      for i, text, figures in answers),
+        answers=tuple(replace(answer, prompt=prompts[query] if query < len(prompts) else None)
+                      for query, answer in answers.items()),
         errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
         steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
         expected_timeline=_read_svg(directory / EXPECTED_TIMELINE),
@@ -167,20 +168,13 @@ def _read_schedule(path: Path, remarks: list[str]) -> Schedule | None:
 def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
                 ) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file of lines; lines that are none are counted in one remark."""
-    for _, row in _read_numbered_lines(path, remarks, is_optional):
-        yield row
-
-
-def _read_numbered_lines(path: Path, remarks: list[str], is_optional: bool = False,
-                         ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As `_read_lines`, each with its number from 1."""
     if not path.exists():
         if not is_optional:
             remarks.append(f"{path.name} is missing.")
         return
     bad, is_last_torn = 0, False
     with path.open("rb") as lines:
-        for line_number, line in enumerate(lines, start=1):
+        for line in lines:
             if not line.strip():
                 continue
             try:
@@ -188,7 +182,7 @@ def _read_numbered_lines(path: Path, remarks: list[str], is_optional: bool = Fal
             except (ValueError, RecursionError):  # nested without end counts as unreadable
                 value = None
             if isinstance(value, dict):
-                yield line_number, value
+                yield value
             else:
                 bad, is_last_torn = bad + 1, not line.endswith(b"\n")
     if is_last_torn:
@@ -199,9 +193,10 @@ def _read_numbered_lines(path: Path, remarks: list[str], is_optional: bool = Fal
 
 
 def _read_results(path: Path, max_answers: int, remarks: list[str],
-                  ) -> tuple[list[QueryFigures], list[tuple[str, str, QueryFigures]]]:
+                  ) -> tuple[list[QueryFigures], dict[int, Answer]]:
+    """(figures of all; the first answers, by their query)"""
     queries: list[QueryFigures] = []
-    answers: list[tuple[str, str, QueryFigures]] = []
+    answers: dict[int, Answer] = {}
     foreign = 0
     for row in _read_lines(path, remarks):
         flat = _flat_result(row)
@@ -211,7 +206,10 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
             continue
         queries.append(figures)
         if len(answers) < max_answers:
-            answers.append((str(flat.get("id", "")), str(flat.get("text") or ""), figures))
+            index = number(flat, "index")
+            answers[len(queries) - 1 if index is None else int(index)] = Answer(
+                id=str(flat.get("id", "")), text=str(flat.get("text") or ""), prompt=None,
+                figures=figures)
     if foreign:
         remarks.append(f"{foreign} lines of {path.name} are no results and are left out.")
     return queries, answers
@@ -258,37 +256,13 @@ def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:
                          tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s)
 
 
-def _read_prompts(job: Mapping[str, Any], wanted: set[str], remarks: list[str]) -> dict[str, str]:
-    """Prompts of the `wanted` ids from the job's request file, where it is still there."""
-    requests = text_at(job, "workload", "requests")
-    if requests is None or not wanted:
-        return {}
-    path = Path(requests)
-    if not path.is_file():
-        remarks.append(f"The requests ({path.name}) are not there any more, so the prompts are "
-                       f"not shown.")
-        return {}
-    prompts: dict[str, str] = {}
-    # remarks on the requests themselves belong to errors.jsonl, hence the list thrown away
-    for line_number, row in _read_numbered_lines(path, []):
-        given = row.get("custom_id", row.get("id"))
-        row_id = str(line_number if given is None else given)  # as xgpt.core.workload names them
-        if row_id in wanted and (prompt := _prompt_of(row)) is not None:
-            prompts[row_id] = prompt
-        if len(prompts) == len(wanted):
-            break
-    return prompts
-
-
-def _prompt_of(row: Mapping[str, Any]) -> str | None:
-    body = row.get("body")
-    source = body if isinstance(body, dict) else row
-    messages = source.get("messages")
-    if isinstance(messages, list):
-        parts = [str(m.get("content")) for m in messages if isinstance(m, dict)]
-        return "\n\n".join(parts)
-    prompt = source.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    tokens = source.get("tokens")
-    return f"{len(tokens)} token ids" if isinstance(tokens, list) else None
+def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:
+    """Of the first `most` queries, in their order."""
+    if not most:
+        return []
+    try:
+        return Spool(directory).prompts(most)
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as cause:
+        remarks.append(f"The requests' spool cannot be read ({cause}), so the prompts are not "
+                       "shown.")
+        return []

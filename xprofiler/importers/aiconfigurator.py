@@ -166,7 +166,7 @@ def _add_products(parts: Parts, times: GemmTimes, model: ModelSpec, degree: int)
                                (Operator.HEAD, head)):
         roofline = parts.roofline.operator_s(operator, times.rows, tp_degree=degree)
         for n, k in products:
-            roofline = roofline - parts.roofline.gemm_s(times.rows, n, k)
+            roofline = roofline - parts.roofline.kernels.gemm_s(times.rows, n, k)
         seconds = np.maximum(roofline, 0.0) + sum(times(times.rows, n, k) for n, k in products)
         parts.add(operator, degree, samples_at(times.rows, seconds))
 
@@ -229,7 +229,7 @@ def _add_all_reduce(parts: Parts, table: AllReduceTable, link: str) -> None:
     for degree in parts.degrees:
         rows = wanted & (table.ranks == degree)
         if rows.any():
-            skew_s = parts.roofline.synchronisation_s(degree)
+            skew_s = parts.roofline.links.synchronisation_s(degree)
             parts.tables[TableKey(ALL_REDUCE, degree, link)] = points(
                 samples_at(table.num_bytes[rows], table.seconds[rows] + skew_s))
     if any(key.name == ALL_REDUCE for key in parts.tables):

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from xrunner.engine.head import Head
+from xrunner.engine.pipeline import Neighbours
+from xrunner.engine.query import Vocabulary
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms
 from xrunner.transport.messages import StartMessage, StepMessage
+from xrunner.transport.route import ALONE
 
 _QUERIES, _TOKENS, _GROUPS, _ROUNDS = 32, 12, 2, 5
 
@@ -64,8 +67,9 @@ def head_overhead() -> tuple[float, ...]:
         stage = _NoWork()
         rule = RraRule(encode_batch=_QUERIES, decode_iterations=_TOKENS, num_groups=_GROUPS,
                        max_active=_QUERIES, kv_tokens=_QUERIES * 100)
-        head = Head(rule=rule, executor=stage, comm=local_comms(1)[0], sink=_NoSink(),
-                    eos_ids=frozenset(), decode_text=lambda ids: "")
+        head = Head(rule=rule, executor=stage, neighbours=Neighbours(local_comms(1)[0], ALONE),
+                    sink=_NoSink(), vocabulary=Vocabulary(eos_ids=frozenset(),
+                                                          decode_text=lambda ids: ""))
         for index in range(_QUERIES):
             assert head.submit(PreparedQuery(index=index, id="", input_ids=(1,) * 64,
                                              max_new_tokens=_TOKENS, is_forced=True))

@@ -1,1 +1,1 @@
-"""Other engines than the runner's own, under the same schedules, with the same result files."""
+"""What executes a schedule: the runner's own engine and others', each one row (engine.py)."""

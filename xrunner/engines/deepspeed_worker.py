@@ -16,16 +16,18 @@ from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xrunner.checkpoint.source import read_spec
-from xrunner.engine.baseline_heads import StaticHead
+from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.query import Vocabulary
 from xrunner.engines.auto_tp import load_model, weight_bytes
 from xrunner.engines.padded_model import PaddedModel
-from xrunner.io.results import write_errors
+from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.lead import conduct, order_of, read_work
 from xrunner.plan import RunPlan, load_plan
+from xrunner.rank import Stopwatch, to_the_end
 from xrunner.rules.static import static_rule
 from xrunner.transport.route import routes
-from xrunner.worker import RunSink, Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.world import World, connect
 
 
@@ -42,21 +44,21 @@ def run(plan: RunPlan, world: World) -> None:
 
 
 def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    queries, errors, before = read_work(plan, schedule)
-    write_errors(plan.output / "errors.jsonl", errors)
+    queries, num_errors, before = read_work(plan)
     clock = Stopwatch()
     executor, load_s = _load(plan, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
-    head = StaticHead(
-        rule=static_rule(schedule.estimate), executor=executor, comm=world.comm,
-        route=routes(schedule.estimate.deployment.stages)[0], sink=sink, eos_ids=eos_ids(plan.model_dir),
-        decode_text=TextTokenizer(plan.model_dir).decode, clock=clock)
+    head = Head(
+        rule=static_rule(schedule.estimate), executor=executor, sink=sink, clock=clock,
+        neighbours=Neighbours(world.comm, routes(schedule.estimate.deployment.stages)[0]),
+        vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
+                              decode_text=TextTokenizer(plan.model_dir).decode))
     for place in order_of(len(queries), plan, before):
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     head.start()
     conduct(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
-            queries_before=before.total, num_errors=len(errors))
+            queries_before=before.total, num_errors=num_errors)
 
 
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
+from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -52,8 +53,7 @@ class OrcaRule:
     """MIXED steps; ENCODE where no query is active yet, DECODE where none waits or has room."""
 
     needs_tokens = True
-    keeps_finished = False
-    compacts = False
+    slot_use = SlotUse.REUSED
 
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
         """`max_active` and `kv_tokens` bound all groups together."""
@@ -69,14 +69,6 @@ class OrcaRule:
     @property
     def group_max_active(self) -> int:
         return self._slots[0]
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_active(self) -> int:
-        return len(self._group_of)
 
     @property
     def reserved_tokens(self) -> int:

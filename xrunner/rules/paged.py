@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import Turns, slot_shares
+from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Chunk, Step, StepKind
 
 BLOCK_TOKENS = 16
@@ -158,8 +159,7 @@ class VllmRule:
     DECODE of all that run."""
 
     needs_tokens = True
-    keeps_finished = False
-    compacts = False
+    slot_use = SlotUse.REUSED
 
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
                  token_budget: int) -> None:
@@ -172,14 +172,6 @@ class VllmRule:
     @property
     def group_max_active(self) -> int:
         return self._queue.slots[0]
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue.waiting)
-
-    @property
-    def num_active(self) -> int:
-        return len(self._queue.group_of)
 
     @property
     def reserved_tokens(self) -> int:
@@ -227,8 +219,7 @@ class SarathiRule:
     of waiting inputs. A query's blocks for all its input are held from its first chunk on."""
 
     needs_tokens = True
-    keeps_finished = False
-    compacts = False
+    slot_use = SlotUse.REUSED
 
     def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
                  token_budget: int) -> None:
@@ -243,14 +234,6 @@ class SarathiRule:
     @property
     def group_max_active(self) -> int:
         return self._queue.slots[0]
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue.waiting)
-
-    @property
-    def num_active(self) -> int:
-        return len(self._queue.group_of)
 
     @property
     def reserved_tokens(self) -> int:

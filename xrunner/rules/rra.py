@@ -18,6 +18,7 @@ from itertools import islice
 from xgpt.core.controls import RraControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
+from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -37,8 +38,7 @@ class RraRule:
     """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each."""
 
     needs_tokens = True
-    keeps_finished = False
-    compacts = True
+    slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
@@ -65,14 +65,6 @@ class RraRule:
         self._phase = 0
         self._iteration = 0  # 0: the encode round of this phase
         self._group = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_active(self) -> int:
-        return len(self._group_of)
 
     @property
     def reserved_tokens(self) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from xgpt.core.controls import StaticControls
 from xgpt.core.schedule import Estimate
+from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -64,8 +65,7 @@ class StaticRule:
     before it.
     """
 
-    keeps_finished = True
-    compacts = False
+    slot_use = SlotUse.KEPT
 
     def __init__(self, *, encode_batch: int, num_groups: int, encode_micro_batches: int,
                  kv_tokens: int) -> None:
@@ -85,10 +85,6 @@ class StaticRule:
         self._iteration = 0  # 0: encoding
         self._group = 0
         self._part = 0  # of the group's ENCODE steps
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_active(self) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from xrunner.rules.slots import SlotUse
+
 
 class StepKind(Enum):
     ENCODE = "encode"
@@ -68,15 +70,8 @@ class BatchingRule(Protocol):
         ...
 
     @property
-    def keeps_finished(self) -> bool:
-        """Whether a query that is done stays in its batch, as a dead row, until all are done (no
-        early termination); its result is then there when the batch is."""
-        ...
-
-    @property
-    def compacts(self) -> bool:
-        """Whether the rows of queries that are done are filled by moving others. Not where memory
-        is paged, or where the next query takes a free row as it is."""
+    def slot_use(self) -> SlotUse:
+        """What becomes of the slot of a query that is done."""
         ...
 
     @property

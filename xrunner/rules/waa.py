@@ -15,6 +15,7 @@ from collections import deque
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
+from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -24,8 +25,7 @@ class WaaEncodeRule:
     so that none pile up in front of a slow stage or a slow link."""
 
     needs_tokens = True
-    keeps_finished = False
-    compacts = True
+    slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
                  encode_kv_tokens: int, sizer: BatchSizer, steered_to: float = 0.0) -> None:
@@ -54,10 +54,6 @@ class WaaEncodeRule:
     def reserved_tokens(self) -> int:
         """KV entries in this pool: inputs being encoded, or on their way out."""
         return self._held
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.kv_tokens or input_tokens > self.encode_kv_tokens:
@@ -133,8 +129,7 @@ class WaaDecodeRule:
     that one has less than its even share."""
 
     needs_tokens = True
-    keeps_finished = False
-    compacts = True
+    slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, num_groups: int, group_max_active: int) -> None:
         self.num_groups, self.group_max_active = num_groups, group_max_active

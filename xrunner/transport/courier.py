@@ -71,7 +71,7 @@ class EntrySender:
 
     def hand_over(self, message: StepMessage, cache: KvCache, first_slot: int) -> None:
         """The step's queries that leave, which lie in `cache` from `first_slot` on."""
-        slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.leaves]
+        slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.goes_on]
         if slots:
             self._put(message, lambda part: pack(
                 cache, slots, part.source_layers, part.source_heads))
@@ -87,7 +87,7 @@ class EntrySender:
 
     def _put(self, message: StepMessage, block_of: Callable[[Part], Tensor]) -> None:
         self._worker.check()
-        leaving = [joined for joined in message.joined if joined.leaves]
+        leaving = [joined for joined in message.joined if joined.goes_on]
         header = BlockMessage(batch=message.phase, queries=tuple(j.query for j in leaving),
                               lengths=tuple(j.input_tokens for j in leaving))
         self._waiting.put([(part.target, header, to_host(block_of(part))) for part in self._parts])

@@ -17,13 +17,13 @@ from xrunner.rules.steps import StepKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A query that enters a group with this step. `leaves`: WAA's encode pool hands its entries
-    to the decode pool."""
+    """A query that enters a group with this step. `goes_on`: it may need more than its first
+    token, so that an encode pool hands its entries to the decode pool."""
 
     query: int
     input_tokens: int
     sampling: Sampling
-    leaves: bool = False
+    goes_on: bool = False
 
 
 class Part(NamedTuple):

@@ -19,18 +19,18 @@ from xgpt.core.errors import InputError, Mistake
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Role, StageAssignment
-from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
+from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xsimulator import memory
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies import BASELINES, Policy, make_policy
+from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
-from xsimulator.policies.rra.closed_form import EstimateArrays, Rra, RraConfig
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import Waa, WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
-from xsimulator.stage_times import StageTimes
 
 MAX_BATCH = 1 << 16
 POLICIES = ("rra", "waa-c", "waa-m")
@@ -65,7 +65,7 @@ class PinnedPlans(Plans):
         self._pools: dict[tuple[tuple[int, ...], ...], Plan] = {}
         for role in dict.fromkeys(stage.role for stage in stages):
             pool = tuple(stage for stage in stages if stage.role == role)
-            self._pools[tuple(stage.ranks for stage in pool)] = self._pinned(pool, role)
+            self._pools[tuple(stage.ranks for stage in pool)] = self.of_stages(pool, role)
 
     def both(self, tp_degree: int, tp_gpus: int) -> Plan:
         """RRA's one pool."""
@@ -76,20 +76,11 @@ class PinnedPlans(Plans):
         """The pool on these ranks."""
         return self._pools[tuple(ranks)]
 
-    def _pinned(self, stages: tuple[StageAssignment, ...], role: Role) -> Plan:
-        problem, model = self.problem, self.problem.model
-        weights = memory.weight_bytes(model, stages, problem.dtype)
-        if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
-            weights[-1] -= model.head_params / stages[-1].tp_degree * DTYPE_BYTES[problem.dtype]
-        return Plan(stages=stages, weight_bytes=weights, times=StageTimes(
-            model, problem.cluster, self.timing, problem.dtype, stages,
-            mean_input=problem.lengths.inputs.mean))
-
 
 class PinnedWaa(Waa):
     """WAA whose devices stay divided as they are."""
 
-    name = "waa"
+    name = "waa-c"
     encode_devices = 0
 
     def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
@@ -107,7 +98,6 @@ def pinned_policy(deployed: Estimate, problem: Problem,
         made = Rra(problem, timing, plans=plans)
     else:
         made = PinnedWaa(problem, timing, plans=plans)
-        made.name = deployed.policy
         made.encode_devices = len({rank for stage in deployed.deployment.stages if stage.role == "encode"
                                    for rank in stage.ranks})
     return made

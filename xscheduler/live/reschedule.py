@@ -19,7 +19,6 @@ counted, nor is what a running pool takes to swing into new batch sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,13 +58,14 @@ class Reschedule:
 
 def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSource, *,
                source: Literal["dram", "ssd"] = "dram", latency_limit_s: float | None = None,
-               search: Callable[[Problem, TimingSource], Schedule] | None = None) -> Reschedule:
+               best: Schedule | InfeasibleError | None = None) -> Reschedule:
     """What to do about `problem`, which has the new lengths and the queries that are left, while
     `current` is deployed on its cluster.
 
     source: where weights are loaded from. latency_limit_s: what the latency is held to, where a
-    margin makes that less than the bound. search: finds the best schedule, by default
-    find_schedule. Raises InputError for a schedule of another model, cluster or policy.
+    margin makes that less than the bound. best: the best schedule of the problem, or why there is
+    none; by default what a search without a margin finds. Raises InputError for a schedule of
+    another model, cluster or policy.
     """
     deployed = current.estimate if isinstance(current, Schedule) else current
     fits_the_job(deployed, problem)
@@ -74,7 +74,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     keep, adjust = pinned.current(), pinned.best()
     if keep.qps > adjust.qps:  # it lies off the lines that were looked at
         adjust = keep
-    redeploy = _searched(problem, timing, search)
+    redeploy = _searched(problem, timing) if best is None else _way_of(best)
     loading = None
     if redeploy.estimate is not None:
         loading = _loading_of(deployed.deployment.stages, redeploy.estimate.deployment.stages, problem)
@@ -98,14 +98,17 @@ def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
     return cost_s * old_qps * new_qps / (new_qps - old_qps)
 
 
-def _searched(problem: Problem, timing: TimingSource,
-              search: Callable[[Problem, TimingSource], Schedule] | None) -> Way:
+def _searched(problem: Problem, timing: TimingSource) -> Way:
     try:
-        found = (search(problem, timing) if search is not None
-                 else find_schedule(problem, timing))
+        return _way_of(find_schedule(problem, timing))
     except (InfeasibleError, InputError) as cause:
         return Way(estimate=None, reason=str(cause))
-    return Way(estimate=found.estimate, reason=None)
+
+
+def _way_of(best: Schedule | InfeasibleError) -> Way:
+    if isinstance(best, InfeasibleError):
+        return Way(estimate=None, reason=str(best))
+    return Way(estimate=best.estimate, reason=None)
 
 
 def _loading_of(old: tuple[StageAssignment, ...], new: tuple[StageAssignment, ...],

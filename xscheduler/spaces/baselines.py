@@ -25,7 +25,7 @@ from xscheduler.spaces.grid_search import MOST_QUERIES, Limited, best
 from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
 from xscheduler.uncertainty import plan_within
 from xsimulator.policies import BASELINES, make_policy
-from xsimulator.policies.rra.closed_form import EstimateArrays
+from xsimulator.policies.figures import EstimateArrays
 
 __all__ = ["BASELINES", "baseline_space", "find_baseline"]
 

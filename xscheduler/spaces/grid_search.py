@@ -21,7 +21,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
-from xsimulator.policies.rra.closed_form import EstimateArrays
+from xsimulator.policies.figures import EstimateArrays
 
 MOST_QUERIES = 1 << 16  # considered at a time where the job does not say how many there are
 STARTS = 12  # lines of the grid whose best points are refined

@@ -17,7 +17,8 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xsimulator.policies.rra.bounds import RraBounds
-from xsimulator.policies.rra.closed_form import Rra, RraConfig, RraConfigs
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig, RraConfigs
 
 _ROOM_POINTS = 16  # batches looked at together on the way to the largest there is room for
 CROWDING = ("", "memory", "number of queries", "measured range")

@@ -21,6 +21,7 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray, IntArray
+from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.rows import GroupRows
@@ -52,13 +53,15 @@ class Pool:
     groups: dict[int, GroupRows] = field(default_factory=dict)
     free_s: list[float] = field(default_factory=list)
     is_idle: bool = True
-    kept: list[int] = field(default_factory=list)  # done, in a static batch that is not
-    alive: int = 0
+    departures: Departures = field(init=False)
     steps: list[Step] = field(default_factory=list)
     sizes: list[tuple[int, int, int, float]] = field(default_factory=list)
     durations: list[list[float]] = field(default_factory=list)
     ends: list[list[float]] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.departures = Departures(self.rule.slot_use)
 
     def note_memory(self, now: float) -> None:
         """What is held of the KV budget from `now` on."""
@@ -172,22 +175,19 @@ class Engine:
 
     def _collect(self, pool: Pool, group: GroupRows, now: float) -> None:
         """Take up the tokens of the group's steps."""
+        is_kept = pool.rule.slot_use is SlotUse.KEPT
         for _, _, done in group.awaited:
             for query in done:
-                if not pool.rule.keeps_finished:
-                    group.leave(query)
-                    self._done(pool, query, now)
-                else:
-                    pool.kept.append(query)
                 pool.rule.finish(query)
-            pool.alive -= len(done)
-        group.awaited.clear()
-        if pool.kept and pool.alive == 0:  # the static batch is done, and so are all results
-            for query in pool.kept:
+            due = pool.departures.finish(done)
+            for query in due:
+                if not is_kept:
+                    group.leave(query)
                 self._done(pool, query, now)
-            pool.kept.clear()
-            for other in pool.groups.values():
-                other.clear()
+            if is_kept and due:  # the rows of a whole batch are free
+                for other in pool.groups.values():
+                    other.clear()
+        group.awaited.clear()
 
     def _done(self, pool: Pool, query: int, now: float) -> None:
         self._done_s[query] = now
@@ -212,7 +212,7 @@ class Engine:
             handed = self._join_handed(pool, group, step.joined)
         if step.kind is not StepKind.ENCODE:
             rows, mean, top, moved = group.decode()
-            moved *= pool.rule.compacts
+            moved *= pool.rule.slot_use is SlotUse.COMPACTED
             done = group.take_done()
         spans: list[tuple[int, int]] = []
         if step.kind is not StepKind.DECODE:
@@ -253,7 +253,7 @@ class Engine:
         if self._handover is not None:
             return []
         done = []
-        pool.alive += len(joined)
+        pool.departures.join(len(joined))
         for query in joined:
             if self._made[query]:  # encoded again: that gives the token after those it had
                 self._left[query] -= self._gives_token
@@ -265,7 +265,7 @@ class Engine:
 
     def _join_handed(self, pool: Pool, group: GroupRows, joined: tuple[int, ...]) -> int:
         """Queries whose KV entries came from the encode pool; their tokens."""
-        pool.alive += len(joined)
+        pool.departures.join(len(joined))
         for query in joined:
             group.join(query, self._inputs[query], self._left[query])
         return sum([self._inputs[query] for query in joined])
@@ -274,7 +274,7 @@ class Engine:
         left = group.leave(query)
         self._made[query] += self._gives_token + self._left[query] - left
         self._left[query] = left
-        pool.alive -= 1
+        pool.departures.leave()
         self._preemptions += 1
 
     def _hand_over(self, pool: Pool, step: Step, index: int, encoded_s: float) -> float:

@@ -16,6 +16,7 @@ from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import WaaEncodeRule
 from xsimulator.handover import HandoverCost
+from xsimulator.layer_times import LayerTimes
 from xsimulator.replay.engine import Engine, Handover, Pool
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.sharing import ROUNDS, SharedClock, slow_downs
@@ -30,9 +31,8 @@ class Replayer:
         self._problem, self._estimate = problem, estimate
         self._pools = [(role, tuple(stages)) for role, stages in groupby(
             estimate.deployment.stages, key=lambda stage: stage.role)]
-        self._times = [
-            StageTimes(problem.model, problem.cluster, timing, problem.dtype, stages,
-                       mean_input=problem.lengths.inputs.mean) for _, stages in self._pools]
+        layers = LayerTimes.of(problem, timing)
+        self._times = [StageTimes(layers, problem.cluster, stages) for _, stages in self._pools]
         self._handover = None if len(self._pools) == 1 else HandoverCost(
             problem, timing, estimate.deployment.stages)
         self._sharing, self._padded = timing.facts.sharing, timing.facts.is_padded

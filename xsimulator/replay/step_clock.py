@@ -56,9 +56,9 @@ class StepClock:
         self._encode_rows = _Rows(times.encode_rows_s) if is_encoder_decoder else self._decode_rows
         self._cross = _Rows(times.cross_kv_s) if is_encoder_decoder else None
         self._first_tokens = _Rows(lambda n: times.first_tokens_s(n)[..., None])
-        self._attention = [_Grid(partial(times.decode_attention_layer_s, degree=d), max_context)
+        self._attention = [_Grid(partial(times.layers.decode_attention_s, degree=d), max_context)
                            for d in times.degrees]
-        self._compaction = [_Grid(partial(times.compaction_layer_s, degree=d), max_context)
+        self._compaction = [_Grid(partial(times.layers.compaction_s, degree=d), max_context)
                             for d in times.degrees]
         self._inputs = _Inputs(times, max_context)
         self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
@@ -185,6 +185,6 @@ class _Inputs:
 
     def _together(self, queries: int) -> list[list[float]]:
         if queries not in self._tables:
-            found = self._times.attention_s(self._lengths, queries)
+            found = self._times.encode_attention_s(self._lengths, queries)
             self._tables[queries] = [[0.0, *found[d].tolist()] for d in self._times.degrees]
         return self._tables[queries]

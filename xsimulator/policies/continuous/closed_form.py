@@ -38,8 +38,8 @@ from xsimulator.policies.continuous import forms as continuous
 from xsimulator.policies.continuous.forms import Load, LoadTimes, Steps
 from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
 from xsimulator.policies.continuous.paged_walk import Walk, WalkTable, walk
+from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.grids import geometric
-from xsimulator.policies.rra.closed_form import EstimateArrays
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
 LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone

@@ -20,10 +20,10 @@ from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
-from xsimulator.occupancy import Occupancy, expected_maximum
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import Occupancy
 from xsimulator.plans import Plan
 from xsimulator.policies.continuous.paged_walk import Walk
-from xsimulator.policies.step_tables import StepTables
 from xsimulator.stage_times import PerDegree
 
 SIZES = 24  # equally likely sizes that stand for a distribution of steps
@@ -83,12 +83,9 @@ class LoadTimes:
     def __init__(self, plan: Plan, timing: TimingSource, lengths: JointLengths,
                  occupancy: Occupancy) -> None:
         """`occupancy`: of the queries present, of which their context is taken."""
-        self._times, self._timing, self._inputs = plan.times, timing, lengths.inputs
+        self._times, self._tables = plan.times, plan.steps
+        self._timing, self._inputs = timing, lengths.inputs
         self._occupancy = occupancy
-
-    @cached_property
-    def _tables(self) -> StepTables:
-        return StepTables(self._times, self._timing)
 
     def __call__(self, load: Load) -> Steps:
         beside, alone = (self._context(n) for n in (load.beside, load.alone))
@@ -121,8 +118,8 @@ class LoadTimes:
 
     def _attention_s(self, load: Load) -> PerDegree:
         """Of what one step encodes, in one layer."""
-        single = self._times.attention_s(load.tokens, 1.0)
-        several = self._times.mean_attention_s(self._inputs, load.encoded)
+        single = self._times.encode_attention_s(load.tokens, 1.0)
+        several = self._times.mean_attention_s(load.encoded)
         is_single, mean = load.encoded < 1.5, self._inputs.mean
         return {degree: np.where(is_single, single[degree], load.tokens / mean * several[degree])
                 for degree in single}

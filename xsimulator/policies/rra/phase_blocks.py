@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.occupancy import GROUP_OCTAVES, Occupancy, QueryFlow
+from xsimulator.absence import GROUP_OCTAVES
+from xsimulator.occupancy import Occupancy, QueryFlow
 
 EXACT_ITERATIONS = 10  # up to as many, each is a block
 # Of the logarithm of the number of active queries, within a block: of small batches, whose groups
@@ -159,7 +160,7 @@ class BlockTable:
         if self._padded:
             # that of the iteration in the middle, and the half token it is from the mean one
             middle = first + (ends - first - 1) // 2
-            row["maximum_context"] = self._flow.maximum_context(n_d, middle) + (
+            row["maximum_context"] = self._flow.longest.expected(n_d, middle) + (
                 (first + ends - 1) / 2 - middle)[:, None]
         for name in ("mean_phases", "mean_present", "mean_reserved", "variance_reserved",
                      "max_present"):

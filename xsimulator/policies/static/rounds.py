@@ -20,7 +20,7 @@ PLACES = 4  # of a query in its batch
 BISECTIONS = 18
 
 
-class Batch(NamedTuple):
+class BatchTimeline(NamedTuple):
     """[configs, ...] the timeline of a batch, from its start on the first stage."""
 
     queries: FloatArray  # [configs]
@@ -60,7 +60,7 @@ class Rounds:
         chance: FloatArray = np.take(1 - self._below[:-1] ** sizes[:, None], index, axis=0)
         return chance
 
-    def expected_s(self, batch: Batch, not_done: FloatArray) -> FloatArray:
+    def expected_s(self, batch: BatchTimeline, not_done: FloatArray) -> FloatArray:
         """From a batch's start until its last token is taken up; not_done: [configs, max D]."""
         exact, later = not_done[:, :EXACT_ROUNDS], not_done[:, EXACT_ROUNDS:]
         gaps = np.diff(batch.begin_s, axis=1)[:, :exact.shape[1]]
@@ -73,7 +73,7 @@ class Rounds:
         place_s = self._last_place(batch) * spread_s
         return np.asarray(batch.begin_s[:, 0] + rounds_s + place_s, dtype=np.float64)
 
-    def _last_place(self, batch: Batch) -> FloatArray:
+    def _last_place(self, batch: BatchTimeline) -> FloatArray:
         """[configs] where in its round the last group with a query of D = M is: 0 first, 1 last.
 
         With x = F(M)^B/G and y = F(M - 1)^B/G for one group, P(none after group g) given M is
@@ -92,7 +92,7 @@ class Rounds:
         shares: FloatArray = mean.mean(axis=1) / np.maximum(batch.groups - 1, 1.0)
         return shares
 
-    def with_output_s(self, batch: Batch, iterations: int) -> FloatArray:
+    def with_output_s(self, batch: BatchTimeline, iterations: int) -> FloatArray:
         """Expected latency of a query that needs `iterations`, among others of any length."""
         not_done = self.not_done(batch.queries - 1)
         not_done[:, :max(iterations, 0)] = 1.0
@@ -100,7 +100,7 @@ class Rounds:
         seconds: FloatArray = self.expected_s(batch, not_done) - before_s
         return seconds
 
-    def quantile_s(self, batch: Batch, quantile: float, scatter: FloatArray) -> FloatArray:
+    def quantile_s(self, batch: BatchTimeline, quantile: float, scatter: FloatArray) -> FloatArray:
         """The quantile of all latencies, by bisection on their distribution. scatter: [configs]
         standard deviation of the seconds that a batch's encoding takes."""
         iterations, ends = self._ends_s(batch)
@@ -118,7 +118,7 @@ class Rounds:
             high = np.where(is_enough, middle, high)
         return np.asarray(high, dtype=np.float64)
 
-    def _ends_s(self, batch: Batch) -> tuple[FloatArray, FloatArray]:
+    def _ends_s(self, batch: BatchTimeline) -> tuple[FloatArray, FloatArray]:
         """[points] values of M and [configs, points] when such a batch is done, both rising."""
         exact = min(EXACT_ROUNDS, len(self._below) - 1)
         begins = batch.begin_s[:, :exact + 1]

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,10 +38,11 @@ from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.handover import HandoverCost
-from xsimulator.occupancy import QueryFlow, expected_maximum
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plans
+from xsimulator.policies.figures import BoolArray, EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
-from xsimulator.policies.rra.closed_form import BoolArray, EstimateArrays
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 
@@ -87,7 +88,7 @@ class Waa(ABC):
     """Evaluates configurations of one problem; keeps what they share. What divides the devices is
     the subclasses' business."""
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, problem: Problem, timing: TimingSource, *,
                  adjustment: float | None = None, plans: Plans | None = None) -> None:
@@ -218,8 +219,7 @@ class Waa(ABC):
         """C_E: one query's encoding through all layers of a single group."""
         plan = self.plans.pool([tuple(range(degree))], "both")
         inputs = self.problem.lengths.inputs
-        attention = {d: batch * own for d, own in plan.times.mean_attention_s(
-            inputs, batch).items()}
+        attention = {d: batch * own for d, own in plan.times.mean_attention_s(batch).items()}
         seconds: FloatArray = plan.times.encode_s(batch * inputs.mean, batch, attention)[..., 0]
         return seconds / batch
 
@@ -304,8 +304,7 @@ class Waa(ABC):
     def _encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
         """[configs, stages] seconds of an encode step with `share` of the mean tokens."""
         times, inputs = plan.encode.times, self.problem.lengths.inputs
-        attention = {d: share * batch * own for d, own in times.mean_attention_s(
-            inputs, batch).items()}
+        attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
         return times.encode_s(share * batch * inputs.mean, batch, attention)
 
     def _handover_s(self, plan: WaaPlan, tokens: FloatArray) -> FloatArray:

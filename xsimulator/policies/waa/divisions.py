@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.policies.rra.closed_form import BoolArray
+from xsimulator.policies.figures import BoolArray
 from xsimulator.policies.waa.closed_form import ROWS_RATIO, Boxes, Waa, WaaConfig, WaaPoints
 from xsimulator.policies.waa.plans import WaaPlans
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xprofiler import constants
-from xprofiler.calibrate import Calibration, CalibrationPoint, Gemm, calibrate
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from calibrate import Calibration, CalibrationPoint, Gemm, calibrate  # noqa: E402
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 LINK = catalog.link("pcie4-x16")
@@ -28,7 +32,7 @@ def source(**changed: object) -> Roofline:
 
 
 def points_of(truth: Roofline, shapes: list[tuple[int, int, int]]) -> list[CalibrationPoint]:
-    return [CalibrationPoint(timed=Gemm(n, k), x=m, measured_s=float(truth.gemm_s(m, n, k)))
+    return [CalibrationPoint(timed=Gemm(n, k), x=m, measured_s=float(truth.kernels.gemm_s(m, n, k)))
             for m, n, k in shapes]
 
 
@@ -43,8 +47,8 @@ def test_known_constants_are_found_again_from_eight_products():
     assert found.constants.gemm_flops_share == pytest.approx(0.5, rel=0.05)
     assert found.constants.gemm_bytes_share == pytest.approx(0.6, rel=0.05)
     m, n, k = 900, 12288, 5120  # another shape
-    assert source().with_constants(found.constants).gemm_s(m, n, k) == pytest.approx(
-        truth.gemm_s(m, n, k), rel=0.03)
+    assert source().with_constants(found.constants).kernels.gemm_s(m, n, k) == pytest.approx(
+        truth.kernels.gemm_s(m, n, k), rel=0.03)
 
 
 def test_points_that_agree_change_nothing():
@@ -72,7 +76,7 @@ def test_a_link_with_peer_access_is_found_from_messages_of_two_degrees():
     truth = source(pcie=peer)
     found = calibrate(source(), [CalibrationPoint(
         timed=LINK, x=size, tp_degree=degree,
-        measured_s=float(truth.collective_s(size, degree, LINK)))
+        measured_s=float(truth.links.collective_s(size, degree, LINK)))
         for degree in (2, 4) for size in (2**12, 2**17, 2**22, 2**26)])
     assert dict(found.constants.pcie.all_reduce_shares) == pytest.approx(
         {2: 0.6, 4: 0.75}, rel=0.05)
@@ -143,10 +147,10 @@ def test_measured_products_are_predicted_and_calibrated_within_the_promise(gpu):
     rows, degree, n, k, seconds = measured_products(gpu, "codellama/CodeLlama-34b-Instruct-hf")
     device = catalog.device({"a100": "A100-80", "a40": "A40"}[gpu])
     plain = Roofline(catalog.model("opt-13b"), device, "float16")
-    assert np.median(np.abs(plain.gemm_s(rows, n, k) / seconds - 1)) < 0.20
+    assert np.median(np.abs(plain.kernels.gemm_s(rows, n, k) / seconds - 1)) < 0.20
     chosen = np.linspace(0, len(rows) - 1, 8).astype(int)
     found = calibrate(plain, [CalibrationPoint(
         timed=Gemm(n[i], k[i]), x=rows[i], measured_s=seconds[i]) for i in chosen])
     left = np.delete(np.arange(len(rows)), chosen)
-    fitted = plain.with_constants(found.constants).gemm_s(rows, n, k)
+    fitted = plain.with_constants(found.constants).kernels.gemm_s(rows, n, k)
     assert np.median(np.abs(fitted / seconds - 1)[left]) < 0.10

@@ -2,7 +2,7 @@
 
 A job is planned as if every query ran to its cap. Where no schedule keeps the bound that way it
 begins all the same, with the quickest there is, and settles once lengths have been seen
-(xgpt.app.watch). Each batch is decoded to its end before the next is encoded: nothing is
+(xscheduler.live). Each batch is decoded to its end before the next is encoded: nothing is
 quicker than a query that no encoding interrupts, and what a phase takes ends with the outputs that
 there really are. So of such schedules the largest batch within NEAR of the least latency is taken:
 a query that does run to its cap is late in any case, the others are far from it.
@@ -11,14 +11,10 @@ a query that does run to its cap is late in any case, the others are far from it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import OWN_ENGINE, Job
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
@@ -30,9 +26,6 @@ from xscheduler.search import Scheduler
 from xscheduler.spaces.policy_search import RraPolicySearch
 from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
 
-if TYPE_CHECKING:
-    from xgpt.app.session import Session
-
 QUICKEST = "quickest at the caps"  # a Schedule's status: it does not keep its bound
 NEAR = 0.1  # share of the least latency that a larger batch may cost
 FIRST_QUERIES = 20  # done before lengths are looked at for the first time
@@ -41,36 +34,21 @@ FIRST_QUERIES = 20  # done before lengths are looked at for the first time
 SHORT, HEADROOM = 16, 8.0
 
 
-def found_or_begun(session: Session, timing: TimingSource,
-                   search: Callable[[], Schedule]) -> Schedule:
-    """What `search` finds, or what the job begins with where it finds nothing. Raises
-    InfeasibleError."""
-    try:
-        return search()
-    except InfeasibleError:
-        begun = beginning(session.problem, timing) if can_settle(session.job,
-                                                                 session.problem) else None
-        if begun is None:
-            raise
-        return begun
-
-
-def hint(job: Job, problem: Problem, timing: TimingSource) -> str:
+def hint(problem: Problem, timing: TimingSource) -> str:
     """What is to be added to the word that there is no schedule; "" where a run would say no
     more."""
-    if not can_settle(job, problem) or beginning(problem, timing) is None:
+    if not can_settle(problem) or beginning(problem, timing) is None:
         return ""
     return (". With `output_tokens: observe`, `xgpt submit` would begin with the quickest schedule "
             "there is, and settle once output lengths have been seen")
 
 
-def can_settle(job: Job, problem: Problem) -> bool:
+def can_settle(problem: Problem) -> bool:
     """Whether a run of the job can change its schedule once it has seen lengths."""
-    fixed = job.schedule
+    fixed = problem.fixed
     is_fixed = fixed.encode_batch is not None and fixed.decode_iterations is not None
-    return (job.workload.output_tokens.kind == "observe" and fixed.policy in (None, "rra")
-            and not is_fixed and job.run.reschedule is not None and job.run.engine == OWN_ENGINE
-            and (problem.num_queries or 0) > FIRST_QUERIES)
+    return (problem.observes and problem.is_revised and fixed.policy in (None, "rra")
+            and not is_fixed and (problem.num_queries or 0) > FIRST_QUERIES)
 
 
 def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:

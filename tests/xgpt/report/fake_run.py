@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xgpt.core.schedule import Rejected, Schedule, StageAssignment
 from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
+from xgpt.core.spool import Record, SpoolWriter
 
 HOSTILE_TEXTS = (
     "</script><script>document.title = 'OWNED'</script>",
@@ -67,7 +71,8 @@ def write_fake_run(directory: Path, num_queries: int = 72, answers: dict[str, st
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(7)
     requests = prompts or _requests(num_queries)
-    _write_lines(directory / "requests.jsonl", requests)
+    write_spool(directory, [Record(id=request["id"], line=i + 1, prompt=request["prompt"])
+                            for i, request in enumerate(requests)])
     _write_object(directory / "job.json", _job(directory / "requests.jsonl"))
     save_schedule(fake_schedule(), directory / "schedule.json")
     lengths = [max(3, min(160, round(rng.gauss(58, 39)))) for _ in requests]
@@ -82,6 +87,14 @@ def write_fake_run(directory: Path, num_queries: int = 72, answers: dict[str, st
     _write_object(directory / "metrics.json", _metrics(results))
     _write_object(directory / "profile.json", _profile())
     return directory
+
+
+def write_spool(directory: Path, records: Sequence[Record]) -> None:
+    """Of requests that all run, each of three tokens."""
+    spool = SpoolWriter()
+    for record in records:
+        spool.add(record, (5, 6, 7))
+    spool.save(directory, np.array([(i, 9) for i in range(len(records))]).reshape(-1, 2), 0)
 
 
 def _requests(count: int) -> list[dict[str, Any]]:

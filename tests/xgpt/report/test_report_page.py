@@ -171,8 +171,9 @@ def test_a_killed_run_has_a_page_that_says_so(tmp_path: Path, size: int) -> None
 
 
 @pytest.mark.parametrize("name", ["errors.jsonl", "job.json", "metrics.json", "profile.json",
-                                  "requests.jsonl", "results.jsonl", "schedule.json",
-                                  "steps.jsonl"])
+                                  "results.jsonl", "schedule.json", "spool/places.npy",
+                                  "spool/queries.npy", "spool/records.jsonl",
+                                  "spool/spool.json", "spool/tokens.bin", "steps.jsonl"])
 def test_any_single_file_may_be_missing_or_broken(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     directory = write_fake_run(tmp_path / "out", num_queries=8)

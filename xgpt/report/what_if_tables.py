@@ -1,4 +1,5 @@
-"""What `xgpt schedule` shows besides the schedule: offers, ways to go on, drifting lengths."""
+"""What `xgpt schedule` shows when asked for more than the schedule: what more of each limit would
+bring, ways to go on from a deployed schedule, and drifting lengths."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from scipy.optimize import least_squares
 from xgpt.core.cluster import Link
 from xgpt.core.errors import InputError, Mistake
 from xprofiler.constants import LinkConstants, RooflineConstants
-from xprofiler.roofline import Roofline, link_kind
+from xprofiler.links import link_kind
+from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 
 PULL = 0.05  # a factor e away from the uncalibrated value costs as much as a residual of 5 %
@@ -62,9 +63,9 @@ class CalibrationPoint:
     def predicted_s(self, roofline: Roofline) -> float:
         """The roofline's seconds at this point."""
         if isinstance(self.timed, Gemm):
-            return float(roofline.gemm_s(self.x, *self.timed))
+            return float(roofline.kernels.gemm_s(self.x, *self.timed))
         if isinstance(self.timed, Link):
-            return float(roofline.collective_s(self.x, self.tp_degree, self.timed))
+            return float(roofline.links.collective_s(self.x, self.tp_degree, self.timed))
         return float(roofline.operator_s(self.timed, self.x, self.y, tp_degree=self.tp_degree))
 
     def __str__(self) -> str:

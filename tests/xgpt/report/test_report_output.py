@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_run import write_fake_run
+from fake_run import write_fake_run, write_spool
 
 from xgpt.core.errors import InputError
 from xgpt.core.schedule_file import SCHEDULE_VERSION
+from xgpt.core.spool import Record
 from xgpt.report.output import number, read_output
 
 
@@ -76,7 +77,7 @@ def test_a_schedule_of_another_version_is_said(run_dir: Path) -> None:
     output = read_output(run_dir)
     assert output.schedule is None
     assert len(output.remarks) == 1
-    assert f"this xgpt reads versions 2, {SCHEDULE_VERSION}" in output.remarks[0]
+    assert f"this xgpt reads version {SCHEDULE_VERSION}" in output.remarks[0]
 
 
 def test_answers_are_kept_for_the_first_queries_only(run_dir: Path) -> None:
@@ -84,21 +85,20 @@ def test_answers_are_kept_for_the_first_queries_only(run_dir: Path) -> None:
     assert len(output.answers) == 5 and len(output.queries) == 20
 
 
-def test_prompts_are_left_out_when_the_requests_are_gone(run_dir: Path) -> None:
-    (run_dir / "requests.jsonl").unlink()
+def test_prompts_are_left_out_when_the_spool_is_gone(run_dir: Path) -> None:
+    (run_dir / "spool" / "spool.json").unlink()
     output = read_output(run_dir)
     assert all(answer.prompt is None for answer in output.answers)
-    assert len(output.remarks) == 1 and "requests.jsonl" in output.remarks[0]
+    assert len(output.remarks) == 1 and "spool" in output.remarks[0]
 
 
-def test_requests_without_ids_are_found_by_their_line(tmp_path: Path) -> None:
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text('{"prompt": "first"}\n\n{"prompt": "third"}\n')
-    (tmp_path / "job.json").write_text(json.dumps({"workload": {"requests": str(requests)}}))
-    rows = [{"id": str(line), "text": "t", "input_tokens": 1, "output_tokens": 1,
-             "finish_reason": "stop", "latency_s": 1.0, "encode_start_s": 0.0} for line in (1, 3)]
+def test_prompts_are_found_by_the_query_of_each_result(tmp_path: Path) -> None:
+    write_spool(tmp_path, [Record(id="a", line=1, prompt="first"), Record(id="b", line=2),
+                           Record(id="c", line=3, prompt="third")])
+    rows = [{"id": str(index), "index": index, "text": "t", "input_tokens": 1, "output_tokens": 1,
+             "finish_reason": "stop", "latency_s": 1.0, "encode_start_s": 0.0} for index in (1, 2)]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [a.prompt for a in read_output(tmp_path).answers] == ["first", "third"]
+    assert [a.prompt for a in read_output(tmp_path).answers] == ["3 token ids", "third"]
 
 
 def test_openai_batch_lines_are_read_like_ours(tmp_path: Path) -> None:
@@ -108,10 +108,7 @@ def test_openai_batch_lines_are_read_like_ours(tmp_path: Path) -> None:
     row = {"id": "batch_req_0", "custom_id": "q-1", "response": {"status_code": 200, "body": body},
            "xgpt": {"index": 0, "latency_s": 0.5, "encode_start_s": 0.25}}
     (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text(json.dumps({"custom_id": "q-1", "body": {
-        "messages": [{"role": "user", "content": "Translate: hello"}]}}) + "\n")
-    (tmp_path / "job.json").write_text(json.dumps({"workload": {"requests": str(requests)}}))
+    write_spool(tmp_path, [Record(id="q-1", line=1, prompt="Translate: hello")])
     (answer,) = read_output(tmp_path).answers
     assert (answer.id, answer.text, answer.prompt) == ("q-1", "Bonjour", "Translate: hello")
     assert answer.figures.input_tokens == 11 and answer.figures.output_tokens == 3

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray
-from xprofiler.timing import TimingSource
 from xsimulator.policies.envelope import rising_minorant
 from xsimulator.stage_times import PerDegree, StageTimes
 
@@ -63,16 +62,16 @@ class SizeTable:
         self._nodes, self._rises = np.ascontiguousarray(nodes[:, :-1]), rises
 
 
-class StepTables:
+class StepTable:
     """Encode and decode step times of one plan. The stages of a `kind` have the same layers,
     degree and ends; results have one entry a kind. `lowered`: tables of one size are lower
     bounds."""
 
-    def __init__(self, times: StageTimes, timing: TimingSource, *, lowered: bool = False) -> None:
-        self._times, self._timing = times, timing
+    def __init__(self, times: StageTimes, *, lowered: bool = False) -> None:
+        self._times = times
         self.kind_of, of_kind = _kinds(times)
         self._stage_of = np.array(of_kind)
-        self._degrees = [times.stages[stage].tp_degree for stage in of_kind]
+        self.degrees = [times.stages[stage].tp_degree for stage in of_kind]
         self._last = self.kind_of[-1]  # no other stage is of the last one's kind: it has the head
         self._encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of],
                                       lowered=lowered)
@@ -104,15 +103,16 @@ class StepTables:
         return work
 
     def compaction_s(self, rows: FloatArray, context: FloatArray) -> list[FloatArray | float]:
-        """As StageTimes.compaction_s; free where the source has not measured it."""
-        own = {degree: self._times.compaction_layer_s(rows, context, degree)
-               for degree, is_measured in self._times.compacts.items() if is_measured}
+        """Moving `rows` of the KV cache before a decode step; free where it has not been timed."""
+        layers = self._times.layers
+        own = {degree: layers.compaction_s(rows, context, degree)
+               for degree in self._times.degrees if layers.is_compaction_timed(degree)}
         return [own[degree] * self._times.decoder_layers[stage] if degree in own else 0.0
-                for degree, stage in zip(self._degrees, self._stage_of, strict=True)]
+                for degree, stage in zip(self.degrees, self._stage_of, strict=True)]
 
     def _add_per_layer(self, work: Sequence[FloatArray], of_degree: PerDegree,
                        layers: FloatArray) -> None:
-        for seconds, degree, stage in zip(work, self._degrees, self._stage_of, strict=True):
+        for seconds, degree, stage in zip(work, self.degrees, self._stage_of, strict=True):
             seconds += of_degree[degree] * layers[stage]
 
 

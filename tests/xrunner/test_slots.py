@@ -1,0 +1,56 @@
+"""The account of slots: what the head tells its stages of a group's slots is what both then hold,
+and whose result is due when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xrunner.rules.slots import Departures, GroupSlots, SlotUse
+
+
+@given(st.data(), st.booleans())
+def test_a_stage_that_obeys_holds_what_the_head_does(data: st.DataObject, is_reused: bool) -> None:
+    head, stage, present = GroupSlots[int](), GroupSlots[int](), set[int]()
+    following = 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        gone = data.draw(st.sets(st.sampled_from(sorted(present)))) if present else set()
+        joining = list(range(following, following + data.draw(st.integers(0, 5))))
+        following += len(joining)
+        before = list(head.seats)
+        head.vacate(gone)
+        removed, replaced = head.seat(joining, is_reused=is_reused)
+        moves = stage.compact(removed)
+        stage.place(joining, replaced)
+        present = (present - gone) | set(joining)
+        assert head.seats == stage.seats and sorted(head.seats) == sorted(present)
+        assert {before[slot] for slot in (*removed, *replaced)} == gone
+        assert len(replaced) == (min(len(gone), len(joining)) if is_reused else 0)
+        assert len(moves) <= len(removed)
+
+
+def test_slots_of_those_who_go_are_reused_by_the_first_who_join() -> None:
+    slots = GroupSlots[int]()
+    slots.seat([0, 1, 2, 3], is_reused=True)
+    slots.vacate([3, 0, 1])
+    assert slots.seat([7, 8], is_reused=True) == ((3,), (0, 1))
+    assert slots.seats == [7, 8, 2]
+
+
+@pytest.mark.parametrize("use", [SlotUse.COMPACTED, SlotUse.REUSED])
+def test_who_terminates_early_departs_at_once(use: SlotUse) -> None:
+    departures = Departures(use)
+    departures.join(3)
+    assert list(departures.finish([2])) == [2] and list(departures.finish([])) == []
+
+
+def test_a_static_batch_departs_as_a_whole_in_the_inputs_order() -> None:
+    departures = Departures(SlotUse.KEPT)
+    departures.join(2)
+    departures.join(1)
+    assert list(departures.finish([2])) == list(departures.finish([1])) == []
+    assert list(departures.finish([0])) == [0, 1, 2]
+    assert list(departures.finish([])) == []  # of a superfluous step
+    departures.join(1)
+    assert list(departures.finish([3])) == [3]

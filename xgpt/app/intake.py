@@ -1,0 +1,101 @@
+"""A job's requests and its model's files, as far as a command needs them: the only place where the
+file of requests is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import Job
+from xgpt.core.problem import Problem, known_model
+from xgpt.core.requests import Requests
+from xgpt.core.spool import SpoolWriter
+from xgpt.core.workload import Request
+from xrunner.checkpoint.random_model import SERVED_BY
+from xrunner.checkpoint.source import ModelFiles, find_model
+from xrunner.io.intake import KnownVocabulary, Tokenised, make, take_in
+from xrunner.io.tokenizer import TextTokenizer
+
+
+class Intake(NamedTuple):
+    """`files`: only where the model was fetched. `spool`: only of a run, whose requests are in a
+    file."""
+
+    files: ModelFiles | None
+    requests: Requests | None
+    spool: SpoolWriter | None
+
+
+def intake_of(job: Job, say: Callable[[str], None], *, fetch: bool) -> Intake:
+    """`fetch`: the model's files are needed whatever the requests say, for a run. Raises
+    InputError."""
+    model, path = _Model(job, say, fetch), job.workload.requests
+    if path is None:
+        return Intake(model.files(), None, None)
+    spool = SpoolWriter() if fetch else None
+    requests = take_in(path, model, spool)
+    if not requests:
+        bad = requests.bad_lines
+        raise InputError([Mistake(
+            file=str(job.source), line=None, key="workload.requests", value=str(path),
+            allowed="holds no usable request"
+            + (f"; line {bad[0].line}: {bad[0].error}" if bad else ""))])
+    return Intake(model.files(), requests, spool)
+
+
+def made(problem: Problem, seed: int) -> tuple[Requests, SpoolWriter]:
+    """The requests of a job that names only their number."""
+    assert problem.num_queries is not None, "a workload has requests or a count"
+    return make(problem.lengths, problem.num_queries, seed, problem.model.vocab_size)
+
+
+class _Model:
+    """Finds the model's files when the first requests need them: what is wrong with the file of
+    requests comes before what is wrong with the model."""
+
+    def __init__(self, job: Job, say: Callable[[str], None], fetch: bool) -> None:
+        self._job, self._say = job, say
+        self._is_random = job.run.weights == "random"
+        self._is_needed = fetch or self._is_random or _is_unknown_shape(job)
+        self._files: ModelFiles | None = None
+        self._known: KnownVocabulary | None = None
+
+    def files(self) -> ModelFiles | None:
+        """None where neither the job nor a request needs them."""
+        if self._is_needed and self._files is None:
+            self._files = _random_model(self._job) if self._is_random else find_model(
+                self._job.model, self._say)
+        return self._files
+
+    def tokenise(self, requests: Sequence[Request]) -> list[Tokenised] | None:
+        texts = [request for request in requests if request.tokens is None]
+        if self._is_random and texts:
+            raise InputError([Mistake(
+                file=str(self._job.source), line=None, key="run.weights", value="random",
+                allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
+                f"tokenizer, and line {texts[0].line} of {self._job.workload.requests} is text")])
+        self._is_needed |= bool(texts) and self._job.workload.input_tokens.kind == "from_requests"
+        files = self.files()
+        if files is None:
+            return None
+        self._known = self._known or KnownVocabulary(
+            TextTokenizer(files.directory), self._job.workload.chat, files.spec.vocab_size)
+        return self._known.tokenise(requests)
+
+    @property
+    def size(self) -> int | None:
+        return None if self._known is None else self._known.size
+
+
+def _random_model(job: Job) -> ModelFiles:
+    """A folder that execution will write."""
+    return ModelFiles(directory=job.output / "model", spec=known_model(job), served_by=SERVED_BY)
+
+
+def _is_unknown_shape(job: Job) -> bool:
+    hub_ids = {catalog.model(name).hub_id for name in catalog.names("model")}
+    return (job.model not in catalog.names("model") and job.model not in hub_ids
+            and not Path(job.model).is_absolute())

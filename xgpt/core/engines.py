@@ -1,0 +1,26 @@
+"""Which engines execute a schedule (`run: {engine: NAME}`), and where the row of each is (an
+xrunner.engines.engine.Engine). Other packages add theirs by the entry point group `xgpt.engines`:
+name = module:attribute."""
+
+from __future__ import annotations
+
+from xgpt.core.errors import UnknownNameError
+from xgpt.core.plugins import rows_of_others
+
+OWN_ENGINE = "xgpt"
+_GROUP = "xgpt.engines"
+_ROWS = {OWN_ENGINE: "xrunner.engines.own:ENGINE",
+         "deepspeed": "xrunner.engines.deepspeed:ENGINE"}
+
+
+def engine_names() -> tuple[str, ...]:
+    """Names of all engines, ours first."""
+    return tuple({**_ROWS, **rows_of_others(_GROUP)})
+
+
+def engine_place(name: str) -> str:
+    """"module:attribute" of the engine's row. Raises UnknownNameError."""
+    place = _ROWS.get(name) or rows_of_others(_GROUP).get(name)
+    if place is None:
+        raise UnknownNameError("engine", name, engine_names())
+    return place

@@ -1,0 +1,180 @@
+"""The spool: a job's requests as its launcher read and tokenised them, in the output folder. Ranks,
+report and resume read these files; nobody opens the file of requests again.
+
+    spool/spool.json     version; number of queries, which can run, and of error records
+    spool/records.jsonl  a JSON object a request: id and line, what it asks for, and the prompt of
+                         the first ones, which the report shows
+    spool/tokens.bin     token ids of all requests, one after another, 4 bytes each, little-endian
+    spool/places.npy     int64 [requests + 1, 2]: where each begins in records.jsonl (in bytes) and
+                         in tokens.bin (in tokens)
+    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import IO, Any, overload
+
+import numpy as np
+
+from xgpt.core.lengths import IntArray
+
+SPOOL_VERSION = 1
+NUM_PROMPTS = 200  # of the first requests, whose texts are kept
+_TOKEN = np.dtype("<i4")
+_BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a temporary file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A request but for its tokens. None leaves the choice to the job."""
+
+    id: str
+    line: int  # in the file, from 1
+    is_forced: bool = False  # exactly as many tokens as it may generate; end-of-sequence is ignored
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    is_openai: bool = False
+    is_chat: bool = False  # asked as messages
+    prompt: str | None = None
+
+    def to_json(self) -> bytes:
+        values = {name: value for name, default in _DEFAULTS.items()
+                  if (value := getattr(self, name)) != default}
+        return json.dumps(values).encode() + b"\n"
+
+
+_DEFAULTS = {one.name: None if one.default is MISSING else one.default for one in fields(Record)}
+
+
+def _record(line: bytes) -> Record:
+    values = json.loads(line)
+    return Record(**{**values, "stop": tuple(values.get("stop", ()))})
+
+
+def _temporary() -> IO[bytes]:
+    return tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by a writer)
+
+
+class SpoolWriter:
+    """Takes up requests one by one, before there is a folder for them."""
+
+    def __init__(self) -> None:
+        self._records, self._tokens = _temporary(), _temporary()
+        for file in (self._records, self._tokens):
+            weakref.finalize(self, file.close)
+        self._places = array("q", (0, 0))
+
+    def add(self, record: Record, ids: Sequence[int] | IntArray) -> None:
+        place = self._places[-2] + self._records.write(record.to_json())
+        self._tokens.write(np.asarray(ids, _TOKEN).tobytes())
+        self._places.extend((place, self._places[-1] + len(ids)))
+
+    def record(self, request: int) -> Record:
+        self._records.seek(self._places[2 * request])
+        return _record(self._records.readline())
+
+    def save(self, output: Path, queries: IntArray, num_errors: int) -> None:
+        """Writes the spool of a folder anew. queries: [queries, 2], as in queries.npy."""
+        folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        for source, name in ((self._records, "records.jsonl"), (self._tokens, "tokens.bin")):
+            source.seek(0)
+            with (new / name).open("wb") as file:
+                shutil.copyfileobj(source, file)
+        np.save(new / "places.npy", np.array(self._places).reshape(-1, 2))
+        np.save(new / "queries.npy", queries)
+        header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors}
+        (new / "spool.json").write_text(json.dumps(header) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+
+
+class Tokens(Sequence[int]):
+    """The token ids of one query, which stay on the disk until they are looked at."""
+
+    __slots__ = ("_all", "_first", "_length")
+
+    def __init__(self, every: np.ndarray[Any, np.dtype[np.int32]], first: int, length: int) -> None:
+        self._all, self._first, self._length = every, first, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._list()
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._list()[index]
+
+    def _list(self) -> list[int]:
+        ids: list[int] = self._all[self._first:self._first + self._length].tolist()
+        return ids
+
+
+class Spool:
+    """The spool of an output folder. A query is named by its index among those that can run."""
+
+    def __init__(self, output: Path) -> None:
+        """Raises OSError where there is none, ValueError where it is of another version."""
+        folder = output / "spool"
+        header = json.loads((folder / "spool.json").read_text(encoding="utf-8"))
+        if header["version"] != SPOOL_VERSION:
+            raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
+        self.num_errors: int = header["errors"]
+        self._places = np.load(folder / "places.npy", mmap_mode="r")
+        self._queries = np.load(folder / "queries.npy", mmap_mode="r")
+        path = folder / "tokens.bin"
+        self._tokens = np.memmap(path, _TOKEN, "r") if path.stat().st_size else np.empty(0, _TOKEN)
+        self._records_path = folder / "records.jsonl"
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    def most_output_tokens(self, query: int) -> int:
+        return int(self._queries[query, 1])
+
+    def tokens(self, query: int) -> Tokens:
+        request = self._queries[query, 0]
+        first, end = self._places[request:request + 2, 1].tolist()
+        return Tokens(self._tokens, first, end - first)
+
+    def records(self, most: int | None = None) -> Iterator[Record]:
+        """Of every query in order, or of the first `most`."""
+        with self._records_path.open("rb") as file:
+            for request in self._queries[:most, 0].tolist():
+                file.seek(self._places[request, 0])
+                yield _record(file.readline())
+
+    def prompts(self, most: int) -> list[str | None]:
+        """Of the first `most` queries, as a person reads them; None where no text was kept."""
+        requests = self._queries[:most, 0].tolist()
+        return [f"{len(self.tokens(query))} token ids" if record.prompt is None
+                and request < NUM_PROMPTS else record.prompt
+                for query, (request, record) in enumerate(zip(requests, self.records(most),
+                                                              strict=True))]
+
+
+def num_queries(output: Path) -> int | None:
+    """Queries that the job in `output` consists of; None before its requests were read."""
+    try:
+        count = json.loads((output / "spool" / "spool.json").read_text("utf-8"))["queries"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(count)

@@ -1,0 +1,93 @@
+"""A command that is watched until it ends, and can be asked to end early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from xgpt.core.errors import StoppedEarly, XgptError
+
+_POLL_S = 0.1
+# A layer's large temporaries come and go thousands of times: keep their memory instead of returning
+# it to the system, which hands it back page by page (seen: 5 % of an encode). glibc's names.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+# CUDA counts the fastest GPU first; nvidia-smi, by which a plan is made, goes by their places.
+_GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+_GRACE_S = 20.0  # between asking a run to stop and ending it
+
+
+def run_watched(command: Sequence[str], *, watch: Callable[[], None],
+                ask_to_stop: Callable[[], None] | None,
+                inherited: tuple[int, ...] = ()) -> None:
+    """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher)."""
+    environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile() as messages:
+        # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
+        process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
+                                   stdin=subprocess.DEVNULL, env=environment,
+                                   start_new_session=True, pass_fds=inherited)
+        stopper = _Stopper(process, ask_to_stop)
+        try:
+            with stopper:
+                while process.poll() is None:
+                    watch()
+                    stopper.check()
+                    time.sleep(_POLL_S)
+            watch()
+        finally:
+            if process.poll() is None:
+                stopper.kill()
+        if stopper.was_asked and ask_to_stop is None:
+            raise StoppedEarly("interrupted; nothing was kept of this step")
+        if process.returncode != 0 and not stopper.was_asked:
+            messages.seek(0)
+            text = messages.read().decode(errors="replace").strip()
+            raise XgptError(f"the ranks failed (exit code {process.returncode}):\n{_tail(text)}")
+
+
+class _Stopper:
+    """Turns signals into a polite request, then an end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ask: Callable[[], None] | None) -> None:
+        self._process, self._ask, self._asked_at = process, ask, 0.0
+        self.was_asked = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> _Stopper:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.was_asked or self._ask is None:
+            self.was_asked = True
+            self.kill()
+            return
+        self.was_asked, self._asked_at = True, time.monotonic()
+        self._ask()
+
+    def check(self) -> None:
+        if self.was_asked and self._asked_at and time.monotonic() - self._asked_at > _GRACE_S:
+            self.kill()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+def _tail(text: str, limit: int = 3000) -> str:
+    return text if len(text) <= limit else "...\n" + text[-limit:]

@@ -1,0 +1,37 @@
+"""The table of launchers: the first whose row takes a job starts its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xgpt.core.job import Job
+from xgpt.core.problem import Problem
+from xgpt.launch.hosts import HostsLauncher
+from xgpt.launch.launcher import Launcher, threads_per_rank
+from xgpt.launch.local import LocalLauncher
+
+
+def _hosts(job: Job, problem: Problem) -> Launcher | None:
+    if not job.run.hosts:
+        return None
+    cluster = problem.cluster
+    return HostsLauncher(
+        names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
+        threads_per_rank=threads_per_rank(job, problem), program=job.run.launcher,
+        source=job.source)
+
+
+def _local(job: Job, problem: Problem) -> Launcher | None:
+    return LocalLauncher()
+
+
+LAUNCHERS: dict[str, Callable[[Job, Problem], Launcher | None]] = {
+    "hosts": _hosts,
+    "local": _local,
+}
+
+
+def launcher_of(job: Job, problem: Problem) -> Launcher:
+    """The launcher of the job's ranks."""
+    asked = (row(job, problem) for row in LAUNCHERS.values())
+    return next(launcher for launcher in asked if launcher is not None)

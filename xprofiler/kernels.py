@@ -1,0 +1,144 @@
+"""Analytic times of the kernels that a layer is made of: compute and memory at efficiencies that
+saturate, plus launches (xprofiler.constants). Times are for one rank's 1 / tp_degree shard.
+
+Every time grows with its size, and the time per token never grows: the search relies on both.
+Waves and tiles therefore enter as their smooth envelope, not as stairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xgpt.core.cluster import Device
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.constants import RooflineConstants
+
+FloatArray = NDArray[np.float64]
+
+
+class Kernels:
+    """What one device does, whatever the model."""
+
+    def __init__(self, device: Device, dtype: str, constants: RooflineConstants) -> None:
+        self.constants = constants
+        self.item_bytes = DTYPE_BYTES[dtype]
+        self.flops_per_s = device.peak_flops_per_s(dtype)
+        self._bandwidth = device.bandwidth_bytes_per_s
+
+    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
+        """One matrix product, [rows, k] x [k, n]. Compute and memory overlap but for a part: the
+        p-norm of the two lies between their maximum and their sum."""
+        c = self.constants
+        m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
+        # rows / (rows / (rows + half)) = rows + half
+        compute_s = 2 * n * k * (m + c.gemm_half_rows) / (self.flops_per_s * c.gemm_flops_share)
+        memory_s = self.streamed_s((n * k + m * (n + k)) * self.item_bytes)
+        longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
+        total: FloatArray = longer * (1 + (shorter / longer) ** c.gemm_overlap) ** (
+            1 / c.gemm_overlap)
+        return total + c.gemm_launch_s
+
+    def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
+        """A large kernel's operands and result through memory."""
+        return num_bytes / (self._bandwidth * self.constants.gemm_bytes_share)
+
+    def copied_s(self, num_bytes: FloatArray) -> FloatArray:
+        """An elementwise kernel's reads and writes, without its launch."""
+        return num_bytes / (self._bandwidth * self.constants.elementwise_bytes_share)
+
+    def cache_read_s(self, num_bytes: FloatArray) -> FloatArray:
+        """Decode attention's reading of the KV cache."""
+        return num_bytes / (self._bandwidth * self.constants.decode_attention_bytes_share)
+
+
+class RowKernels:
+    """What takes time by the number of rows: layers without attention, embedding, output head."""
+
+    def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
+        self._model, self._kernels, self._constants = model, kernels, kernels.constants
+        self._width = model.num_heads * model.head_dim
+
+    def layer_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """A decoder layer, of an encoder-decoder model without the cross-attention's key and value
+        projections (done once, at encode)."""
+        if not self._model.is_encoder_decoder:
+            return self._block_s(tokens, 1, tp_degree)
+        query_s = self._kernels.gemm_s(tokens, self._width / tp_degree, self._model.hidden_size)
+        return self._block_s(tokens, 2, tp_degree) + query_s
+
+    def encoder_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """An encoder layer."""
+        return self._block_s(tokens, 1, tp_degree)
+
+    def _block_s(self, tokens: FloatArray, attentions: int, tp_degree: int) -> FloatArray:
+        """One self-attention's projections, every attention's output projection, the MLP, and the
+        elementwise kernels around them."""
+        model, gemm_s = self._model, self._kernels.gemm_s
+        hidden, width = model.hidden_size, self._width / tp_degree
+        inner = model.intermediate_size / tp_degree
+        qkv = width + model.kv_elements_per_token_layer / tp_degree
+        products = (gemm_s(tokens, qkv, hidden) + attentions * gemm_s(tokens, hidden, width)
+                    + gemm_s(tokens, inner * (2 if model.is_gated_mlp else 1), hidden)
+                    + gemm_s(tokens, hidden, inner))
+        # elements touched per token: norms and residual adds on every rank, the rest sharded
+        elements = 5 * hidden * (attentions + 1) + 4 * attentions * width + 3 * inner
+        elementwise_s = self._kernels.copied_s(tokens * elements * self._kernels.item_bytes)
+        launches = 2 * (attentions + 1) + 3  # norm and add per block, rotary, activation, append
+        return products + elementwise_s + launches * self._constants.elementwise_launch_s
+
+    def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """The encoder's output as one decoder layer's keys and values."""
+        kv = self._model.kv_elements_per_token_layer / tp_degree
+        return self._kernels.gemm_s(tokens, kv, self._model.hidden_size)
+
+    def head_s(self, queries: FloatArray, tp_degree: int) -> FloatArray:
+        """Final norm, output head and sampling."""
+        model, c = self._model, self._constants
+        product = self._kernels.gemm_s(queries, model.vocab_size / tp_degree, model.hidden_size)
+        return product + c.elementwise_launch_s + c.sampling_s
+
+    def embed_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """A lookup on every rank: one row read and written per token (and its position's row)."""
+        del tp_degree
+        touched = 3 * self._model.hidden_size * self._kernels.item_bytes
+        return self._kernels.copied_s(tokens * touched) + self._constants.elementwise_launch_s
+
+
+class AttentionKernels:
+    """What takes time by the number of queries and their context."""
+
+    def __init__(self, model: ModelSpec, kernels: Kernels) -> None:
+        self._model, self._kernels, self._constants = model, kernels, kernels.constants
+        self._width = model.num_heads * model.head_dim
+        self._flops_per_s = kernels.flops_per_s * self._constants.encode_attention_flops_share
+
+    def encode_s(self, tokens: FloatArray, together: FloatArray, tp_degree: int) -> FloatArray:
+        """One query's share of a batch of `together`: its own work, and of what the batch does
+        once (launch, the last tiles' pass over their keys) its part."""
+        model, c = self._model, self._constants
+        width = self._width / tp_degree
+        pairs = 1.0 if model.is_encoder_decoder else 0.5  # causal attention skips half of them
+        # tokens^2 / (tokens / (tokens + half)) = tokens * (tokens + half): linear when short
+        flops = 4 * pairs * width * tokens * (tokens + c.encode_attention_half_tokens)
+        elements = tokens * (2 * width + model.kv_elements_per_token_layer / tp_degree)
+        memory_s = self._kernels.streamed_s(elements * self._kernels.item_bytes)
+        once_s = c.encode_attention_launch_s + tokens * c.encode_attention_tail_s
+        return (np.maximum(flops / self._flops_per_s, memory_s)
+                + once_s / np.maximum(together, 1.0))
+
+    def cache_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
+        """Queries of one token each against a cache of `context` tokens each."""
+        model, c = self._model, self._constants
+        pairs = queries * (context + c.decode_attention_extra_tokens) / tp_degree
+        kv_bytes = pairs * model.kv_elements_per_token_layer * self._kernels.item_bytes
+        compute_s = 4 * pairs * self._width / self._flops_per_s
+        return (np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s)
+                + c.decode_attention_launch_s)
+
+    def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """Cache rows copied within a rank: read and written once."""
+        elements = moved * tokens * self._model.kv_elements_per_token_layer / tp_degree
+        copy_s = self._kernels.copied_s(2 * elements * self._kernels.item_bytes)
+        return copy_s + self._constants.elementwise_launch_s

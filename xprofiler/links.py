@@ -1,0 +1,75 @@
+"""Analytic times of collectives and messages, by the kind of link they go over."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xgpt.core.cluster import Link
+from xprofiler.constants import (
+    FAST_LINK_BYTES_PER_S,
+    NETWORK_LATENCY_S,
+    LinkConstants,
+    PerDegree,
+)
+from xprofiler.kernels import Kernels
+
+FloatArray = NDArray[np.float64]
+
+
+def link_kind(link: Link) -> str:
+    """Name of the RooflineConstants field that speaks of this link, by what a Link says of
+    itself."""
+    if link.bandwidth_bytes_per_s >= FAST_LINK_BYTES_PER_S:
+        return "nvlink"
+    return "network" if link.latency_s >= NETWORK_LATENCY_S else "pcie"
+
+
+class LinkTimes:
+    """Seconds of messages between the devices whose kernels these are."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels, self._constants = kernels, kernels.constants
+
+    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
+        """A collective and the skew of the group's ranks before it."""
+        return (self.collective_s(num_bytes, tp_degree, link)
+                + self.synchronisation_s(tp_degree))
+
+    def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
+        """All-reduce between ranks that start together, what nccl-tests measures: a ring moves
+        2 (t - 1) / t of the bytes; the quicker of two protocols, each latency plus bytes."""
+        volume = np.asarray(num_bytes, float)
+        if tp_degree == 1:
+            return np.zeros_like(volume)
+        c = self._of(link)
+        rate = link.bandwidth_bytes_per_s * _at_degree(c.all_reduce_shares, tp_degree)
+        moved = 2 * (tp_degree - 1) / tp_degree * volume
+        small_launch_s = c.launch_s + 2 * (tp_degree - 1) * c.hop_share * link.latency_s
+        seconds: FloatArray = np.minimum(small_launch_s + moved / (rate * c.small_ratio),
+                                         c.large_launch_s + moved / rate)
+        return seconds
+
+    def synchronisation_s(self, tp_degree: int) -> float:
+        """Skew of a group's ranks at one all-reduce (design.md 3.6)."""
+        return 0.0 if tp_degree == 1 else _at_degree(self._constants.synchronisation_s, tp_degree)
+
+    def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        """One message between consecutive stages: latency plus bytes over bandwidth."""
+        rate = link.bandwidth_bytes_per_s * self._of(link).transfer_share
+        return link.latency_s + np.asarray(num_bytes, float) / rate
+
+    def handover_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
+        """A transfer, and the copies that gather entries at one end and scatter them at the
+        other (each reads and writes them once)."""
+        return (self.transfer_s(num_bytes, link) + 2 * self._constants.elementwise_launch_s
+                + self._kernels.copied_s(4 * np.asarray(num_bytes, float)))
+
+    def _of(self, link: Link) -> LinkConstants:
+        return getattr(self._constants, link_kind(link))  # type: ignore[no-any-return]
+
+
+def _at_degree(values: PerDegree, tp_degree: int) -> float:
+    """Linear in the degree's logarithm, constant beyond the ends."""
+    degrees, of_degree = zip(*values, strict=True)
+    return float(np.interp(np.log2(tp_degree), np.log2(degrees), of_degree))

@@ -1,0 +1,240 @@
+"""WAA's two pools and how their heads are tied together: the encode pool's (rank 0) reads requests
+and writes results, the decode pool's commits tokens. They are asynchronous: each decides by its own
+rule from what it has heard.
+
+    encode head -> decode head   StartMessage, HandedMessage a batch, StopMessage
+    decode head -> encode head   ArrivedMessage a batch, FinishedMessage, StopMessage at the end
+
+The entries themselves go from rank to rank (xrunner.transport.courier), started when a stage has
+encoded a batch, before its first tokens are known: those of a query that ends with its first token
+are forgotten where they arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from xrunner.engine.head import Head
+from xrunner.engine.query import ActiveQuery
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.steps import Step
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.transport.comm import Comm, wait_politely
+from xrunner.transport.courier import EntryReceiver
+from xrunner.transport.messages import (
+    ArrivedMessage,
+    FinishedMessage,
+    HandedMessage,
+    HandedQuery,
+    Message,
+    StartMessage,
+    StopMessage,
+    TokensMessage,
+)
+
+_LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
+_REPORT_S = 0.25  # between reports of progress while no query is done
+
+
+class ToDecodePool:
+    """The encode head's link. A group of its rule is taken until its batch has been handed over."""
+
+    def __init__(self, comm: Comm, rule: WaaEncodeRule, decode_rule: WaaDecodeRule,
+                 decode_head: int) -> None:
+        """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank."""
+        self._comm, self._decode_head = comm, decode_head
+        self._rule, self._decode_rule = rule, decode_rule
+        self._away: dict[int, PreparedQuery] = {}  # handed over, not done
+        self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
+        self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits
+        self._decoded_tokens = 0
+        self._has_told_to_stop = self._has_ended = False  # the decode pool
+
+    def start(self, head: Head, spare_bytes: int) -> StartMessage:
+        self._comm.send(self._decode_head,
+                        head.roster.start_message(self._decode_rule, spare_bytes))
+        return replace(head.roster.start_message(self._rule, spare_bytes),
+                       capacity=head.roster.longest_input)
+
+    def next_group(self, head: Head) -> int | None:
+        wait_s = 0.0
+        while True:
+            self._take_in(head, wait_s)
+            if wait_s:
+                head.report()
+            if not (head.roster.has_work or self._away) or head.sink.should_stop():
+                self._tell_to_stop()
+                return None
+            group = self._rule.next_group()
+            if group is not None and group not in self._batch_of and all(
+                    group != taken for taken, _ in self._handing.values()):
+                return group
+            wait_s = _LOOK_S
+
+    def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
+        self._batch_of[step.group] = step.phase
+        if not gives_tokens:  # an encoder
+            self._hand_over(head, step.group, [])
+
+    def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
+        for active in done:
+            self._rule.release(active.query.index)
+        # the entries of who might have gone on are under way
+        self._hand_over(head, group, [active.query.index for active in done
+                                      if active.query.max_new_tokens > 1])
+
+    def close(self, head: Head) -> bool:
+        self._tell_to_stop()
+        while not self._has_ended:
+            self._hear(head, *self._comm.receive(self._decode_head))
+        return not self._away
+
+    def _tell_to_stop(self) -> None:
+        if not self._has_told_to_stop:
+            self._has_told_to_stop = True
+            self._comm.send(self._decode_head, StopMessage())
+
+    def _take_in(self, head: Head, wait_s: float) -> None:
+        """Whatever has come: first tokens, word from the decode pool."""
+        if head.commit_returned():
+            wait_s = 0.0
+        tokens_from = head.neighbours.route.tokens_from
+        sources = [self._decode_head] + ([] if tokens_from is None else [tokens_from])
+        while (got := self._comm.poll(*sources, wait_s=wait_s)) is not None:
+            self._hear(head, *got)
+            wait_s = 0.0
+        head.commit_returned()
+
+    def _hear(self, head: Head, message: Message, tensor: Tensor | None) -> None:
+        if isinstance(message, TokensMessage):
+            assert tensor is not None, f"{message = }"
+            head.returns.arrive(message.group, tensor)
+        elif isinstance(message, ArrivedMessage):
+            _, queries = self._handing.pop(message.batch)
+            for index in queries:
+                self._rule.finish(index)
+        elif isinstance(message, FinishedMessage):
+            head.output_tokens += message.output_tokens - self._decoded_tokens
+            self._decoded_tokens = message.output_tokens
+            for result in message.results:
+                index = result.query.index
+                self._rule.release(index)
+                head.sink.finished(replace(result, query=self._away.pop(index)))
+        else:
+            assert isinstance(message, StopMessage), f"{message = }"
+            self._has_ended = True
+
+    def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
+        """The group's queries to the decode pool; `ended`: whose entries go there in vain."""
+        batch = self._batch_of.pop(group)
+        if self._has_told_to_stop:
+            return  # nobody would take them
+        leaving = head.roster.hand_off(group)
+        if not leaving and not ended:
+            return
+        handed = tuple(self._handed(active) for active in leaving)
+        self._handing[batch] = group, [active.query.index for active in leaving]
+        self._comm.send(self._decode_head, HandedMessage(
+            batch=batch, queries=handed, ended=tuple(ended)))
+
+    def _handed(self, active: ActiveQuery) -> HandedQuery:
+        query = active.query
+        self._away[query.index] = query
+        return HandedQuery(query=replace(query, input_ids=()), input_tokens=active.input_tokens,
+                           output_ids=tuple(active.output_ids),
+                           encode_start_s=active.encode_start_s,
+                           first_token_s=active.first_token_s)
+
+
+class FromEncodePool:
+    """The decode head's link. Queries come with a batch whose entries every rank of it has."""
+
+    def __init__(self, comm: Comm, receiver: EntryReceiver, encode_head: int) -> None:
+        self._comm, self._receiver, self._encode_head = comm, receiver, encode_head
+        self._handed: deque[HandedMessage] = deque()
+        self._is_told_to_stop = False
+        self.reports = ResultsToEncodePool(comm, encode_head)
+
+    def start(self, head: Head, spare_bytes: int) -> StartMessage:
+        message, _ = self._comm.receive(self._encode_head)
+        assert isinstance(message, StartMessage), f"{message = }"
+        return message
+
+    def next_group(self, head: Head) -> int | None:
+        self._take_in(head)
+        while not self._is_told_to_stop:
+            if (group := head.rule.next_group()) is not None:
+                return group
+            wait_politely(lambda: self._take_in(head))
+        return None
+
+    def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
+        """The encode pool hears of results alone."""
+
+    def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
+        """Results go by `reports`."""
+
+    def close(self, head: Head) -> bool:
+        self.reports.end(head.output_tokens)
+        return True
+
+    def _take_in(self, head: Head) -> bool:
+        """Word from the encode pool, and queries whose entries are here: whether any came."""
+        has_news = False
+        while (got := self._comm.poll(self._encode_head)) is not None:
+            message, _ = got
+            if isinstance(message, HandedMessage):
+                self._handed.append(message)
+                continue
+            assert isinstance(message, StopMessage), f"{message = }"
+            self._is_told_to_stop = has_news = True
+        # in the order of their encoding, whichever is here first
+        while self._handed and self._receiver.is_held(self._handed[0].batch):
+            self._arrive(head, self._handed.popleft())
+            has_news = True
+        return has_news
+
+    def _arrive(self, head: Head, message: HandedMessage) -> None:
+        head.roster.in_vain += message.ended
+        for handed in message.queries:
+            active = ActiveQuery(handed.query, handed.encode_start_s, handed.input_tokens)
+            active.output_ids += handed.output_ids
+            active.first_token_s = handed.first_token_s
+            head.roster.add(active)
+            index = handed.query.index
+            is_taken = head.rule.submit(index, handed.reserve_tokens, handed.input_tokens)
+            assert is_taken, f"{index = } has no room in the decode pool"
+        self._comm.send(self._encode_head, ArrivedMessage(batch=message.batch))
+
+
+class ResultsToEncodePool:
+    """The decode head's Sink: what is done goes to the encode pool's head, a message a step."""
+
+    def __init__(self, comm: Comm, encode_head: int) -> None:
+        self._comm, self._encode_head = comm, encode_head
+        self._results: list[FinishedQuery] = []
+        self._told_s = 0.0
+
+    def finished(self, result: FinishedQuery) -> None:
+        self._results.append(result)
+
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
+        if self._results or elapsed_s > self._told_s + _REPORT_S:
+            self._told_s = elapsed_s
+            self._tell(output_tokens)
+
+    def should_stop(self) -> bool:
+        return False
+
+    def end(self, output_tokens: int) -> None:
+        self._tell(output_tokens)
+        self._comm.send(self._encode_head, StopMessage())
+
+    def _tell(self, output_tokens: int) -> None:
+        self._comm.send(self._encode_head, FinishedMessage(
+            results=tuple(self._results), output_tokens=output_tokens))
+        self._results.clear()

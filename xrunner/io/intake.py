@@ -1,0 +1,156 @@
+"""A job's requests taken in by its launcher: read once, tokenised once, a few thousand lines at a
+time, and put into the spool."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.requests import Requests
+from xgpt.core.spool import NUM_PROMPTS, Record, SpoolWriter
+from xgpt.core.workload import Request, RequestError, read_requests, synthetic_requests
+from xrunner.io.tokenizer import TextTokenizer
+
+_LINES_AT_A_TIME = 4096
+
+Tokenised = list[int] | str  # or the sentence that says why there are none
+
+
+class Vocabulary(Protocol):
+    """The model's, which may be fetched for the first requests that need it."""
+
+    def tokenise(self, requests: Sequence[Request]) -> Sequence[Tokenised] | None:
+        """None where nobody needs to know how long the requests are."""
+        ...
+
+    @property
+    def size(self) -> int | None: ...
+
+
+def take_in(path: Path, vocabulary: Vocabulary, spool: SpoolWriter | None = None) -> Requests:
+    """The requests of a file. `spool`: where they go, for a run."""
+    rows, digest = _Rows(spool), hashlib.sha256()
+    bad_lines, are_tokenised = list[RequestError](), True
+    source = read_requests(path, digest.update)
+    while lines := list(islice(source, _LINES_AT_A_TIME)):
+        bad_lines += [line for line in lines if isinstance(line, RequestError)]
+        requests = [line for line in lines if isinstance(line, Request)]
+        tokenised: Sequence[Sequence[int] | str | None] | None
+        tokenised = vocabulary.tokenise(requests) if requests else ()
+        are_tokenised &= tokenised is not None
+        if tokenised is None:
+            tokenised = [request.tokens for request in requests]
+        for request, ids in zip(requests, tokenised, strict=True):
+            rows.add(request, ids, vocabulary.size)
+    return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
+                   digest=digest.hexdigest())
+
+
+def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
+         ) -> tuple[Requests, SpoolWriter]:
+    """Synthetic requests: tokens in, an exact number of tokens out."""
+    spool, digest, sizes = SpoolWriter(), hashlib.sha256(), array("q")
+    for i, (ids, outputs) in enumerate(synthetic_requests(lengths, count, seed, vocab_size)):
+        spool.add(Record(id=str(i), line=i + 1, is_forced=True), ids)
+        digest.update(ids.tobytes())
+        sizes.extend((len(ids), outputs))
+    inputs, forced = np.array(sizes, np.int64).reshape(-1, 2).T
+    digest.update(forced.tobytes())
+    return Requests(input_tokens=inputs, caps=forced, forced=forced, digest=digest.hexdigest(),
+                    may_stop=np.zeros(count, bool)), spool
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVocabulary:
+    """That of a model whose files are here."""
+
+    tokenizer: TextTokenizer
+    is_chat: bool  # prompts go into the chat template, if there is one
+    size: int
+
+    def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
+        """Token ids of each request, or the sentence that says why there are none."""
+        result: list[Tokenised] = [list(r.tokens or ()) for r in requests]
+        plain, chat = [], []
+        for i, request in enumerate(requests):
+            if request.tokens is not None:
+                continue
+            if request.messages is None and not (self.is_chat and self.tokenizer.has_chat_template):
+                plain.append((i, request.prompt or ""))
+                continue
+            messages = request.messages or ({"role": "user", "content": request.prompt or ""},)
+            try:
+                chat.append((i, self.tokenizer.render_chat(messages)))
+            except (ValueError, XgptError) as cause:
+                result[i] = str(cause)
+        for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
+            tokens = self.tokenizer.encode_many([text for _, text in batch], special=special)
+            for (i, _), ids in zip(batch, tokens, strict=True):
+                result[i] = ids
+        return result
+
+
+class _Rows:
+    """Numbers of the requests so far, a column each."""
+
+    def __init__(self, spool: SpoolWriter | None) -> None:
+        self._spool = spool
+        self._inputs, self._caps, self._forced = array("q"), array("q"), array("q")
+        self._may_stop, self._unusable = array("b"), dict[int, str]()
+
+    def add(self, request: Request, ids: Sequence[int] | str | None,
+            vocab_size: int | None) -> None:
+        row = len(self._caps)
+        if ids is not None and (why := _why_unusable(ids, vocab_size)) is not None:
+            self._unusable[row] = why
+        tokens = () if isinstance(ids, str) else ids
+        if tokens is not None:
+            # what will become an error record counts as one token in the plan
+            self._inputs.append(max(len(tokens), 1))
+        self._caps.append(request.output_cap(0))
+        self._forced.append(request.forced_tokens or 0)
+        self._may_stop.append(bool(request.stop))
+        if self._spool is not None and tokens is not None:
+            self._spool.add(_record(request, is_shown=row < NUM_PROMPTS), tokens)
+
+    def requests(self) -> Requests:
+        def column(values: array[int]) -> IntArray:
+            return np.array(values, np.int64)
+
+        are_known = len(self._inputs) == len(self._caps)
+        return Requests(
+            input_tokens=column(self._inputs) if are_known else None, caps=column(self._caps),
+            forced=column(self._forced), may_stop=np.array(self._may_stop, bool),
+            unusable=self._unusable)
+
+
+def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | None:
+    """Why a request cannot run, whatever the schedule; None where nothing speaks against it."""
+    if isinstance(ids, str):
+        return ids
+    if not ids:
+        return "the prompt has no tokens"
+    if vocab_size is None or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    wrong = next(t for t in ids if not 0 <= t < vocab_size)
+    return f"token {wrong} is outside the vocabulary (0..{vocab_size - 1})"
+
+
+def _record(request: Request, *, is_shown: bool) -> Record:
+    text = request.prompt
+    if request.messages is not None:
+        text = "\n\n".join(message["content"] for message in request.messages)
+    return Record(
+        id=request.id, line=request.line, is_forced=request.forced_tokens is not None,
+        seed=request.seed, temperature=request.temperature, top_k=request.top_k,
+        top_p=request.top_p, stop=request.stop, is_openai=request.is_openai,
+        is_chat=request.messages is not None, prompt=text if is_shown else None)

@@ -1,0 +1,59 @@
+"""Where rank 0's head reports: results, progress and the wish to stop, as files of the output
+folder."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from xrunner.io.adjustments import Steering
+from xrunner.io.progress import ProgressFile
+from xrunner.io.results import Answered, ResultWriter
+from xrunner.plan import RunPlan
+from xrunner.query import FinishedQuery
+
+STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
+_LOOK_S = 0.1  # between looks for it: a folder that other machines share answers slowly
+
+
+class RunSink:
+    """Results, progress and the wish to stop, as files of the output folder."""
+
+    def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered) -> None:
+        """Of a run that goes on after those answered `before`."""
+        self.output, self._stop_path = plan.output, plan.output / STOP_FILE
+        self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
+                                    model=plan.model_name)
+        self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
+                                      done_before=before.total)
+        self._looked_s, self._is_to_stop = -math.inf, False
+        self.steering: Steering | None = None  # where the launcher follows the output lengths
+        self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
+
+    def finished(self, result: FinishedQuery) -> None:
+        self._writer.write(result)
+        self.finished_queries.append((len(result.output_ids), result.latency_s))
+        self._progress.add(result.latency_s)
+        if self.steering is not None:
+            self.steering.finished(result)
+
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
+        self._progress.tick(elapsed_s, output_tokens)
+        if self.steering is not None:
+            self.steering.look(elapsed_s)
+
+    def should_stop(self) -> bool:
+        now = time.monotonic()
+        if not self._is_to_stop and now - self._looked_s >= _LOOK_S:
+            self._looked_s, self._is_to_stop = now, self._stop_path.exists()
+        return self._is_to_stop
+
+    @property
+    def num_held(self) -> int:
+        """Results that wait for one before them."""
+        return self._writer.num_held
+
+    def close(self, wall_s: float, state: str) -> None:
+        """`state`: "done" or "stopped"."""
+        self._writer.close()
+        self._progress.tick(wall_s, sum(tokens for tokens, _ in self.finished_queries), state)

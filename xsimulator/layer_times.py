@@ -1,0 +1,121 @@
+"""Seconds that one layer needs for one encode or decode micro-batch, from a TimingSource.
+
+Encoder-decoder models: the cross-attention's keys and values are projected once, when a query is
+encoded. A decode step's context is the input and the output so far together; cross-attention reads
+the mean input, self-attention what is left of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xgpt.core.cluster import Link
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import FloatArray, Lengths
+from xgpt.core.model import ModelSpec
+from xgpt.core.problem import Problem
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.timing import MessageKind, Operator, TimingSource
+
+ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
+# Queries of an encode micro-batch at which a query's share of the attention is asked for. The share
+# is linear between them, and settles long before the last.
+TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class LayerTimes:
+    """One layer's seconds by the degree of the tensor-parallel group that holds it. Groups lie
+    within a node, joined by `link`. `inputs`: the lengths of the queries' inputs."""
+
+    def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
+                 inputs: Lengths) -> None:
+        self.model, self.timing = model, timing
+        self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
+        self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
+        self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
+
+    @classmethod
+    def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
+        """The layers of the problem's model on its cluster."""
+        return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
+                   problem.lengths.inputs)
+
+    def rest_s(self, tokens: ArrayLike, degree: int, *, all_reduces: int,
+               is_encoder: bool = False) -> FloatArray:
+        """LAYER_REST (ENCODER_REST) of `tokens` with its collectives."""
+        operator = Operator.ENCODER_REST if is_encoder else Operator.LAYER_REST
+        rest = self.timing.operator_s(operator, tokens, tp_degree=degree)
+        if degree == 1:
+            return rest
+        tokens = np.asarray(tokens, float)
+        reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, tokens * self.row_bytes,
+                                         self._link, tp_degree=degree)
+        total: FloatArray = rest + all_reduces * np.where(tokens > 0, reduce_s, 0.0)
+        return total
+
+    def encode_layer_s(self, tokens: ArrayLike, attention_s: ArrayLike, degree: int) -> FloatArray:
+        """One layer's encoding: an encoder layer where the model has them, else a decoder layer."""
+        total: FloatArray = self.encode_rest_s(tokens, degree) + np.asarray(attention_s, float)
+        return total
+
+    def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
+        """What of a layer's encoding depends on the number of tokens alone."""
+        return self.rest_s(tokens, degree, all_reduces=ALL_REDUCES_PER_LAYER,
+                           is_encoder=self.model.is_encoder_decoder)
+
+    def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
+                           degree: int) -> FloatArray:
+        """Attention of single queries of these lengths, each encoded in a batch of `together`
+        queries."""
+        return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
+                                      tp_degree=degree)
+
+    def mean_attention_s(self, queries: ArrayLike, degree: int) -> FloatArray:
+        """Expected attention of one query that is encoded in a batch of `queries`."""
+        together = np.asarray(TOGETHER, float)
+        if degree not in self._shares:
+            self._shares[degree] = self._inputs.pmf @ self.encode_attention_s(
+                self._inputs.support[:, None], together, degree)
+        shares = np.interp(np.asarray(queries, float), together, self._shares[degree])
+        return np.asarray(shares)
+
+    def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
+        """One decoder layer's projection of the encoder's output to keys and values."""
+        return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
+
+    def decode_layer_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
+        """One layer's decode iteration of `queries` at `context` tokens each."""
+        return (self.decode_rest_s(queries, degree)
+                + self.decode_attention_s(queries, context, degree))
+
+    def decode_rest_s(self, rows: ArrayLike, degree: int) -> FloatArray:
+        """What of a layer's decode iteration depends on the number of rows alone."""
+        if not self.model.is_encoder_decoder:
+            return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER)
+        cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, self._mean_input,
+                                         tp_degree=degree)
+        return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER + 1) + cross_s
+
+    def decode_attention_s(self, queries: ArrayLike, context: ArrayLike,
+                           degree: int) -> FloatArray:
+        """Self-attention of one layer's decode iteration."""
+        if self.model.is_encoder_decoder:
+            context = np.maximum(np.asarray(context, float) - self._mean_input, 0.0)
+        return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context,
+                                      tp_degree=degree)
+
+    def compaction_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
+        """Moving `rows` of the KV cache, `context` tokens each; free where the source has not
+        measured it."""
+        if not self.is_compaction_timed(degree):
+            return np.zeros(np.broadcast_shapes(np.shape(rows), np.shape(context)))
+        return self.timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
+
+    def is_compaction_timed(self, degree: int) -> bool:
+        """Whether the source has a table of compaction for groups of this degree."""
+        try:
+            self.timing.reach(Operator.KV_COMPACTION, degree)
+        except XgptError:
+            return False
+        return True

@@ -1,0 +1,73 @@
+"""How far a configuration's sizes lie beyond those that the timing source measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xprofiler.timing import Operator, TimingSource
+
+
+class Presented(NamedTuple):
+    """The largest sizes that configurations present to the timing source, [configs] each or one
+    for all; 0 where they present none."""
+
+    encode_tokens: FloatArray | float = 0.0  # at once
+    encode_queries: FloatArray | float = 0.0
+    decode_queries: FloatArray | float = 0.0
+    context: FloatArray | float = 0.0  # tokens of a query that decodes
+    input_tokens: float = 0.0  # of one query
+
+
+class MeasuredRange:
+    """Compares sizes with the reach of a timing source's tables."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self._timing = timing
+        self._encode = (Operator.ENCODER_REST if problem.model.is_encoder_decoder
+                        else Operator.LAYER_REST)
+        self._of_degree: dict[int, Presented] = {}
+
+    def is_endless(self, degrees: Iterable[int]) -> bool:
+        """Whether the source answers for any size as well as for any other."""
+        return all(np.isinf(size) for degree in degrees for size in self._reach(degree))
+
+    def stretch(self, degrees: Iterable[int], presented: Presented) -> FloatArray:
+        """[configs] the largest ratio of a size to the largest that was measured."""
+        largest: FloatArray = np.zeros(np.broadcast_shapes(*map(np.shape, presented)))
+        for _, size, measured in self._pairs(degrees, presented):
+            if np.isfinite(measured):
+                largest = np.maximum(largest, np.asarray(size, float) / measured)
+        return largest
+
+    def beyond(self, degrees: Iterable[int], presented: Presented, times: float) -> list[str]:
+        """In words, the sizes of the one configuration that exceed `times` what was measured."""
+        return sorted({f"up to {float(np.squeeze(size)):.0f} {words}, measured up to {measured:.0f}"
+                       for words, size, measured in self._pairs(degrees, presented)
+                       if np.squeeze(size) > times * measured})
+
+    def _pairs(self, degrees: Iterable[int], presented: Presented,
+               ) -> Iterator[tuple[str, FloatArray | float, float]]:
+        """(in words, size, measured up to)."""
+        for degree in degrees:
+            yield from zip(_WORDS, presented, self._reach(degree), strict=True)
+
+    def _reach(self, degree: int) -> Presented:
+        """The largest sizes that were measured at that degree."""
+        if degree not in self._of_degree:
+            reach = self._timing.reach
+            head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION,
+                                                                    degree)
+            self._of_degree[degree] = Presented(
+                encode_tokens=reach(self._encode, degree).x, encode_queries=head,
+                decode_queries=min(head, attention.x), context=attention.y,
+                input_tokens=reach(Operator.ENCODE_ATTENTION, degree).x)
+        return self._of_degree[degree]
+
+
+_WORDS = ("tokens encoded at once", "queries encoded at once", "queries decoded at once",
+          "tokens of context", "tokens of one input")

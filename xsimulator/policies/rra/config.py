@@ -1,0 +1,47 @@
+"""RRA's control variables: one configuration, and many as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.core.lengths import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RraConfig:
+    """One point of RRA's space. `decode_micro_batches` None: one per stage."""
+
+    encode_batch: int
+    decode_iterations: int
+    tp_degree: int = 1
+    tp_gpus: int = 0
+    decode_micro_batches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RraConfigs:
+    """Many of them, as arrays of equal length. `decode_micro_batches` 0: one per stage."""
+
+    encode_batch: IntArray
+    decode_iterations: IntArray
+    tp_degree: IntArray
+    tp_gpus: IntArray
+    decode_micro_batches: IntArray
+
+    def __len__(self) -> int:
+        return len(self.encode_batch)
+
+    @classmethod
+    def of(cls, configs: RraConfigs | Sequence[RraConfig]) -> RraConfigs:
+        """The same configurations as arrays."""
+        if isinstance(configs, RraConfigs):
+            return configs
+        rows = np.array([(c.encode_batch, c.decode_iterations, c.tp_degree, c.tp_gpus,
+                          c.decode_micro_batches or 0) for c in configs], np.int64)
+        rows = rows.reshape(-1, 5)
+        return cls(
+            encode_batch=rows[:, 0], decode_iterations=rows[:, 1], tp_degree=rows[:, 2],
+            tp_gpus=rows[:, 3], decode_micro_batches=rows[:, 4])

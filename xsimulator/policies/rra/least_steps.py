@@ -1,0 +1,190 @@
+"""Step times that no configuration of a box of RRA's space goes below (rra.bounds says why)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.layer_times import TOGETHER
+from xsimulator.occupancy import expected_maximum_z
+from xsimulator.plans import Plan
+from xsimulator.policies.envelope import PairEnvelope
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfigs
+from xsimulator.policies.rra.phase_batches import (
+    PhaseBatches,
+    charged_context,
+    decode_loads,
+    moved_rows,
+)
+
+
+class StageSteps(NamedTuple):
+    """Seconds of one kind of stage: of one group's step, and of all groups'."""
+
+    encode_one: FloatArray  # [configs]
+    encode_all: FloatArray
+    decode_one: FloatArray  # [blocks, configs]
+    decode_all: FloatArray
+
+
+class RangeOf(NamedTuple):
+    """What is least over a range of N_D. `variance` [blocks, boxes] of the number of active
+    queries, `read` [boxes] tokens of context."""
+
+    variance: FloatArray
+    read: FloatArray
+
+
+class LeastSteps:
+    """Derives them for one Rra.
+
+    For throughput they are those of `batches`, in relation to which no smaller batch's are less;
+    for latency (`largest` given: queries of a group in the box's largest batch) no larger batch's
+    are less.
+    """
+
+    def __init__(self, rra: Rra) -> None:
+        self._rra = rra
+        layers = rra.plans.layers
+        self._attention = _OfDegrees(layers.decode_attention_s)
+        self._compaction = _OfDegrees(layers.compaction_s)
+        self._least: dict[tuple[int, int, int], FloatArray] = {}  # variances, see range_of
+
+    def on_line(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches, *,
+                largest: FloatArray | None = None) -> list[StageSteps]:
+        """By kind of stage, at one N_D; `small`: the smallest batches of the boxes."""
+        decode = self._line_decode(plan, batches, small, largest is not None)
+        return [StageSteps(*e, *d) for e, d in zip(
+            self._encode(plan, batches, largest), decode, strict=True)]
+
+    def over_range(self, plan: Plan, batches: PhaseBatches, over: RangeOf, *,
+                   largest: FloatArray | None = None) -> list[StageSteps]:
+        """By kind of stage, at any N_D of a range."""
+        decode = self._range_decode(plan, batches, over, largest)
+        return [StageSteps(*e, *d) for e, d in zip(
+            self._encode(plan, batches, largest), decode, strict=True)]
+
+    def range_of(self, corners: RraConfigs, others: IntArray, rows: IntArray, *,
+                 is_least_latency: bool) -> RangeOf:
+        """The corners are at one end of the boxes' ranges of N_D, `others` at the other."""
+        rra, own = self._rra, corners.decode_iterations[rows]
+        columns = rra.blocks.columns(own, corners.encode_batch[rows])
+        variance = np.zeros((int(rra.blocks.stacked.blocks[columns].max(initial=1)), len(rows)))
+        for place, key in enumerate(zip(columns.tolist(), own.tolist(), others[rows].tolist(),
+                                        strict=True)):
+            least = self._least.get(key)
+            if least is None:
+                least = self._least[key] = self._variance_by_block(*key, is_least_latency)
+            variance[: len(least), place] = least
+        if not is_least_latency:
+            return RangeOf(variance, np.full(len(rows), rra.flow.course.mean_context_read))
+        until = rra.flow.context_read_until(max(rra.seen_iterations, 1))
+        return RangeOf(variance, np.array([until[low - 1:up].min() for low, up in zip(
+            others[rows], own, strict=True)]))
+
+    def _encode(self, plan: Plan, batches: PhaseBatches,
+                largest: FloatArray | None) -> list[tuple[FloatArray, FloatArray]]:
+        """As in the closed form without what an uneven split costs: that falls and rises again."""
+        inputs, groups = self._rra.encode_tokens, batches.encode_groups
+        queries = batches.encode_batch / groups
+        tokens = queries * inputs.mean
+        most = queries if largest is None else np.maximum(queries, largest)
+        spread = inputs.adjusted(np.sqrt(queries) * inputs.std, tokens, most)
+        both = np.stack([tokens + expected_maximum_z(groups) * spread, tokens])
+        attention = self._encode_attention(plan, queries, largest is not None)
+        each = both / inputs.mean
+        seconds = plan.least_steps.encode_s(both, np.broadcast_to(queries, both.shape), {
+            degree: each * own for degree, own in attention.items()})
+        return [(slowest, np.maximum(groups * usual, slowest)) for slowest, usual in seconds]
+
+    def _encode_attention(self, plan: Plan, queries: FloatArray,
+                          is_least_latency: bool) -> dict[int, FloatArray]:
+        """ENCODE_ATTENTION of a query: the least of any smaller batch's, or of any larger one's."""
+        nodes = np.asarray(TOGETHER, float)
+        attention = {}
+        for degree, own in plan.times.mean_attention_s(nodes).items():
+            if is_least_latency:  # between two nodes the lower one bounds
+                least = np.minimum.accumulate(own[::-1])[::-1]
+                attention[degree] = least[np.minimum(np.searchsorted(
+                    nodes, queries, side="right"), len(nodes)) - 1]
+            else:
+                attention[degree] = np.interp(queries, nodes, np.minimum.accumulate(own))
+        return attention
+
+    def _line_decode(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches,
+                     is_least_latency: bool) -> list[tuple[FloatArray, FloatArray]]:
+        """As in the closed form; contexts are those of the smallest batch."""
+        tables, loads = plan.least_steps, decode_loads(batches)
+        queries = loads.both
+        context = charged_context(batches.queries,
+                                  loads if small is batches else decode_loads(small))
+
+        def least(envelope: PairEnvelope, count: FloatArray,
+                  length: FloatArray) -> FloatArray | float:
+            return (envelope.of_more if is_least_latency else envelope.of_fewer)(count, length)
+
+        attention = {
+            degree: own * least(self._attention[degree], queries, context)
+            for degree, own in plan.times.decode_attention_s(queries, context).items()}
+        seconds = tables.decode_rows_s(queries, attention)
+        rows, share = moved_rows(batches, loads)
+        for work, moved, degree in zip(seconds, tables.compaction_s(rows, context[1]),
+                                       tables.degrees, strict=True):
+            if np.ndim(moved):  # it has been measured
+                work += share * moved * least(self._compaction[degree], rows, context[1])
+        return _one_and_all(seconds, loads.steps)
+
+    def _range_decode(self, plan: Plan, batches: PhaseBatches, over: RangeOf,
+                      largest: FloatArray | None) -> list[tuple[FloatArray, FloatArray]]:
+        """Attention is spread evenly over the tokens of a phase (throughput) or over a query's
+        iterations (latency: `largest` given), at the least time for a token of context."""
+        rra, loads = self._rra, decode_loads(batches, over.variance)
+        queries = loads.both
+        most = queries.max(axis=(0, 1))
+        if largest is None:
+            each = queries * (over.read / max(rra.flow.mean_iterations, 1e-9))
+        else:
+            most = most * np.maximum(largest / batches.group_batch, 1.0)
+            per_step = batches.group_batch * over.read / max(rra.seen_iterations, 1)
+            usual = np.where(loads.queries > 0, loads.queries, 1.0)  # blocks that a phase lacks
+            each = queries / usual * (per_step / loads.chance)
+        longest = np.full(most.shape, rra.flow.largest_context)
+        attention = {degree: each * self._attention[degree].least_rate(most, longest)
+                     for degree in plan.times.degrees}
+        return _one_and_all(plan.least_steps.decode_rows_s(queries, attention), loads.steps)
+
+    def _variance_by_block(self, column: int, own: int, other: int,
+                           is_least_latency: bool) -> FloatArray:
+        """[blocks] see QueryFlow.least_variance."""
+        ends = self._rra.blocks.ends(column)
+        least = self._rra.flow.least_variance(min(own, other), max(own, other), own)
+        if is_least_latency:  # of that iteration and any before it
+            return np.asarray(np.minimum.accumulate(least)[ends - 1])
+        first = np.append(0, ends[:-1])
+        return np.asarray(np.add.reduceat(least, first) / (ends - first))
+
+
+class _OfDegrees(dict[int, PairEnvelope]):
+    """Envelopes of a layer's seconds (count, length, degree), by degree; each is made when it is
+    first asked for."""
+
+    def __init__(self, seconds: Callable[[FloatArray, FloatArray, int], FloatArray]) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def __missing__(self, degree: int) -> PairEnvelope:
+        self[degree] = PairEnvelope(
+            lambda count, length: self._seconds(count, length, degree))
+        return self[degree]
+
+
+def _one_and_all(seconds: list[FloatArray],
+                 steps: FloatArray) -> list[tuple[FloatArray, FloatArray]]:
+    """By kind of stage, of `steps` (expected number) whose `seconds` are [slowest and usual]."""
+    most = np.minimum(steps, 1.0)
+    return [(slowest * most, np.maximum(steps * usual, slowest * most))
+            for slowest, usual in seconds]
