@@ -40,7 +40,7 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import ENCODER_DECODER_ONLY, MessageKind, Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import POLICIES, make_policy
-from xsimulator.policies.continuous.closed_form import IterationConfig
+from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.static.config import StaticConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
@@ -128,13 +128,14 @@ def problem_of(case: Case) -> Problem:
 
 def configs_of(case: Case, problem: Problem) -> Any:
     """Every plan x every batch x the policy's own variables."""
-    plans = [plan for plan in tensor_plans(problem.model, problem.cluster, problem.fixed)
+    plans = [plan for plan in tensor_plans(
+        problem, Roofline(problem.model, problem.cluster.device, problem.dtype))
              if plan.tp_degree in case.degrees]
     if case.policy == "rra":
         return rra_configs(case, problem, plans)
     axes = [(batch, plan.tp_degree, plan.tp_gpus) for plan in plans for batch in case.batches]
     if case.policy in ("orca", "vllm", "sarathi"):
-        return [IterationConfig(max_active=b, tp_degree=d, tp_gpus=n) for b, d, n in axes]
+        return [ContinuousConfig(max_active=b, tp_degree=d, tp_gpus=n) for b, d, n in axes]
     if case.policy in ("ft", "dsi"):
         parts = (1, 2, 3) if case.policy == "dsi" else (None,)
         return [StaticConfig(encode_batch=b, decode_micro_batches=g, encode_parts=p, tp_degree=d,

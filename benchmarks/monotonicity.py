@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from closed_form_speed import cpu
+from monotone import Count, Reading, count, worst
 from paper_scenarios import Scenario, bounds_of, largest_batches
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xscheduler.monotonicity import Count, Reading, count, worst
-from xscheduler.spaces.grid_search import tensor_plans
+from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.grids import geometric
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
@@ -72,7 +72,7 @@ class Sweep(NamedTuple):
 
 def sweeps_of(problem: Problem, timing: TimingSource) -> list[Sweep]:
     """RRA and both kinds of WAA, one box for each tensor-parallel degree."""
-    plans = tensor_plans(problem.model, problem.cluster, timing)
+    plans = all_tensor_plans(problem, timing)
     found = []
     for degree in sorted({degree for degree, _ in plans}):
         gpus = sorted((n for d, n in plans if d == degree), reverse=True)

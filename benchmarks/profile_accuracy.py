@@ -32,7 +32,7 @@ from xgpt.core.units import parse_seconds
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
 from xprofiler.measure.bench import LayerBench
-from xprofiler.measure.probe import Parts
+from xprofiler.measure.probe import StepParts
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.profile import Profile
 from xprofiler.profile_file import load_profile, save_profile
@@ -177,7 +177,7 @@ def held_out(ranks: Ranks, bench: LayerBench, timing: ProfileTiming, phase: str,
     step = bench.decode(lengths) if phase == "decode" else bench.encode(lengths)
     steps = ranks.steady(step)
     rows = len(lengths) if phase == "decode" else sum(lengths)
-    predicted = Parts(
+    predicted = StepParts(
         whole_s=0.0, embed_s=0.0, rest_s=_seconds(timing, Operator.LAYER_REST, degree, rows),
         head_s=_seconds(timing, Operator.HEAD, degree, len(lengths)),
         attention_s=_seconds(timing, Operator.DECODE_ATTENTION, degree, rows, max(lengths) + 1)

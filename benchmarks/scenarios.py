@@ -33,7 +33,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.search import Scheduler
-from xscheduler.spaces import grid_search as baselines
+from xscheduler.spaces import grid as baselines
+from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
@@ -134,7 +135,7 @@ def grid_size(problem: Problem, timing: TimingSource) -> int:
     """Configurations of all policies that memory holds: every encode_batch of every
     decode_iterations (RRA) or decode_micro_batches up to twice the stages (WAA) of every plan.
     The largest batches are sought at some values of the second variable, with lines between."""
-    plans = baselines.tensor_plans(problem.model, problem.cluster, timing)
+    plans = all_tensor_plans(problem, timing)
     total = 0.0
     for name in POLICIES:
         policy: Any = make_policy(name, problem, timing)

@@ -22,7 +22,7 @@ REFUSED_BEYOND = 4.0  # times the largest measured size: nothing is said about m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What physics says of a table.
+    """The shape is what physics says of a table.
 
     `grows_with_y`: more of y never takes less time, and beyond the last y the line goes on; else
     the values are shares that settle, and stay as they are beyond it. `through_zero`: no work
@@ -123,9 +123,9 @@ class Grid:
 
 
 class _Axis:
-    """Where along ascending points a value lies: for many values by the leading bits of their
-    floats, as a table over these says how many points come before; a comparison settles the rest
-    unless all points lie on such bits' borders."""
+    """An axis finds where along ascending points a value lies. For many values it looks at the
+    leading bits of their floats: a table over these says how many points come before, and a
+    comparison settles the rest unless all points lie on such bits' borders."""
 
     def __init__(self, points: FloatArray) -> None:
         self._starts, self._inner = points[:-1], points[1:-1]
@@ -161,7 +161,8 @@ class _Axis:
 
 
 class _LineCells:
-    """Between the corners of a cell: bilinear, as a value and its rises along x, y and both."""
+    """Times between the corners of a cell are bilinear: a value and its rises along x, y and
+    both."""
 
     def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray) -> None:
         """`table` [y, x]; `at` what x is linear in."""
@@ -193,10 +194,10 @@ class _LineCells:
 
 
 class _PowerCells:
-    """Between the points of a row a power of x, a line between two rows."""
+    """Times between the points of a row are a power of x, and a line between two rows."""
 
     def __init__(self, table: FloatArray, at: FloatArray, ys: FloatArray) -> None:
-        """As _LineCells; `at` the logarithms of x."""
+        """See _LineCells; `at` is the logarithms of x."""
         self.columns = len(at) - 1
         first, second = table[:, :-1], table[:, 1:]
         self._start = first.ravel()
@@ -205,13 +206,13 @@ class _PowerCells:
         self._heights = np.repeat(np.diff(ys), self.columns) if len(ys) > 1 else np.ones(1)
 
     def in_row(self, cell: IndexArray, along_x: FloatArray) -> FloatArray:
-        """As _LineCells.in_row."""
+        """See _LineCells.in_row."""
         share = along_x / self._widths.take(cell)
         return np.asarray(self._start.take(cell) * self._ratio.take(cell) ** share)
 
     def between_rows(self, cell: IndexArray, along_x: FloatArray,
                      along_y: FloatArray) -> FloatArray:
-        """As _LineCells.between_rows."""
+        """See _LineCells.between_rows."""
         low, high = self.in_row(cell, along_x), self.in_row(cell + self.columns, along_x)
         return np.asarray(low + along_y / self._heights.take(cell) * (high - low))
 

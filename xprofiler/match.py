@@ -22,16 +22,16 @@ class Match(NamedTuple):
     marks: tuple[str, ...]
 
 
-def match(found: ProfileMetadata, wanted: ProfileMetadata, *, is_cpu: bool,
+def match(measured: ProfileMetadata, wanted: ProfileMetadata, *, is_cpu: bool,
           is_here: bool) -> Match:
     """Compares what was measured with what is to run, on CPU workers or not, here or elsewhere."""
     compared = (*_SHOULD, *(_SHOULD_ON_CPU * is_cpu), *(_SHOULD_HERE * is_here))
     refusals = tuple(
-        f"it is of {word} {_shown(found, key)!r}, the job's is {_shown(wanted, key)!r}"
-        for key, word in _MUST.items() if getattr(found, key) != getattr(wanted, key))
+        f"it is of {word} {_shown(measured, key)!r}, the job's is {_shown(wanted, key)!r}"
+        for key, word in _MUST.items() if getattr(measured, key) != getattr(wanted, key))
     marks = tuple(
-        f"{key} {getattr(found, key)!r} instead of {getattr(wanted, key)!r}"
-        for key in compared if getattr(found, key) != getattr(wanted, key))
+        f"{key} {getattr(measured, key)!r} instead of {getattr(wanted, key)!r}"
+        for key in compared if getattr(measured, key) != getattr(wanted, key))
     return Match(refusals, marks)
 
 

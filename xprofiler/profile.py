@@ -92,8 +92,9 @@ class Sample:
 
     @property
     def standard_error(self) -> float:
-        """Of the median, relative: 1.25 / sqrt(n) times the deviation a normal would have with
-        this interquartile range (1.35 deviations). Infinite where too few samples tell."""
+        """The median's standard error, relative: 1.25 / sqrt(n) times the deviation of a normal
+        with this interquartile range (1.35 deviations). It is infinite where too few samples
+        tell."""
         if len(self.samples_s) < 3:
             return math.inf
         return 1.25 * self.spread / 1.35 / math.sqrt(len(self.samples_s))
@@ -101,7 +102,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What one rank's device can do at most, with all ranks at work: the roofline's two lines."""
+    """The most that one rank's device can do with all ranks at work: the roofline's two lines."""
 
     flops_per_s: float
     bandwidth_bytes_per_s: float

@@ -100,8 +100,8 @@ class ProfileTiming:
         return Reach(float(grid.xs[-1]), float("inf") if is_open else float(grid.ys[-1]))
 
     def table_errors(self) -> Mapping[TableKey, TableError]:
-        """How far off each table's times may be, from its own samples: a quarter of what lines
-        between neighbours miss each point by, and the standard error of the medians."""
+        """Each table's error is estimated from its own samples: a quarter of what lines between
+        neighbours miss each point by, and the standard error of the medians."""
         return {key: _table_error(key, points) for key, points in self.profile.tables.items()
                 if points}
 
@@ -136,7 +136,7 @@ class ProfileTiming:
 
 
 def table_shape(key: TableKey) -> Shape:
-    """How the points of a table are to be joined."""
+    """The shape says how the points of a table are joined."""
     if key.name == Operator.ENCODE_ATTENTION.value:
         return _SHARES
     return _MESSAGE if key.link else Shape()

@@ -23,16 +23,32 @@ _JUDGED = frozenset(op.value for op in Operator) - {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """`grade`, the counts behind it, and both in a sentence."""
+    """The grade of a profile, and the counts behind it."""
 
     grade: Literal["good", "usable", "noisy"]
     points: int
+    unknown: int  # points of a sample or two: nothing is known of their noise
     noisy: int  # quartiles further apart than SPREAD_LIMIT of the median
     outliers: int  # single samples far from their point's median (they do not move it)
     too_short: int  # points whose time is close to the clock's own cost
     moved: int  # points below one of less work: both are used as their mean
     coarse: int  # intervals whose middle may be off by more than ERROR_LIMIT
-    sentence: str
+
+    @property
+    def sentence(self) -> str:
+        """All of it in words."""
+        if not self.points:
+            return "nothing measured yet"
+        good = self.points - self.noisy - self.unknown
+        doubts = (
+            (self.unknown, "of {} the spread is unknown, they have a sample or two"),
+            (self.outliers, "{} single samples far off, ignored by the medians"),
+            (self.too_short, "{} points so short that the clock shows"),
+            (self.moved, "{} points out of order with their neighbours, used as their mean"),
+            (self.coarse, "{} places where the curve bends between points"),
+            (self.grade == "noisy", "is something else running here?"))
+        return "; ".join([f"{self.grade}: {good} of {self.points} points within {SPREAD_LIMIT:.0%}",
+                          *(words.format(count) for count, words in doubts if count)])
 
 
 def judge(profile: Profile) -> Judgement:
@@ -53,31 +69,8 @@ def judge(profile: Profile) -> Judgement:
     grade: Literal["good", "usable", "noisy"] = (
         "noisy" if share > 0.20 else
         "usable" if share > 0.05 or unknown * 2 >= len(points) else "good")
-    return Judgement(grade=grade, points=len(points), noisy=noisy, outliers=outliers,
-                     too_short=too_short, moved=moved, coarse=coarse,
-                     sentence=_sentence(grade, len(points), noisy, unknown, outliers, too_short,
-                                        moved, coarse))
-
-
-def _sentence(grade: str, points: int, noisy: int, unknown: int, outliers: int, too_short: int,
-              moved: int, coarse: int) -> str:
-    if not points:
-        return "nothing measured yet"
-    text = f"{grade}: {points - noisy - unknown} of {points} points within {SPREAD_LIMIT:.0%}"
-    doubts = []
-    if unknown:
-        doubts.append(f"of {unknown} the spread is unknown, they have a sample or two")
-    if outliers:
-        doubts.append(f"{outliers} single samples far off, ignored by the medians")
-    if too_short:
-        doubts.append(f"{too_short} points so short that the clock shows")
-    if moved:
-        doubts.append(f"{moved} points out of order with their neighbours, used as their mean")
-    if coarse:
-        doubts.append(f"{coarse} places where the curve bends between points")
-    if grade == "noisy":
-        doubts.append("is something else running here?")
-    return "; ".join([text, *doubts])
+    return Judgement(grade=grade, points=len(points), unknown=unknown, noisy=noisy,
+                     outliers=outliers, too_short=too_short, moved=moved, coarse=coarse)
 
 
 def _outliers(point: Sample) -> int:

@@ -29,7 +29,7 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LeastWork:
     """Operations and bytes, arrays of one shape; no work at x = 0."""
 
     flops: FloatArray
@@ -37,52 +37,52 @@ class Work:
 
 
 def work(model: ModelSpec, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
-         tp_degree: int, item_bytes: int) -> Work:
+         tp_degree: int, item_bytes: int) -> LeastWork:
     """Least work of `operator` at (x, y), broadcast; x and y as in `Operator`, `item_bytes` of an
     element of weights, activations and cache alike. ENCODE_ATTENTION is one query's share, so its
     y (queries together) does not change it."""
     assert tp_degree >= 1 and item_bytes >= 1, f"{tp_degree = } {item_bytes = }"
     xs, ys = np.broadcast_arrays(np.asarray(x, float), np.asarray(y, float))
     counted = _COUNTS[operator](model, xs, ys, tp_degree)
-    return Work(flops=np.where(xs > 0, counted.flops, 0.0),
+    return LeastWork(flops=np.where(xs > 0, counted.flops, 0.0),
                 num_bytes=np.where(xs > 0, counted.num_bytes * item_bytes, 0.0))
 
 
-def floor_s(work: Work, peaks: Peaks) -> FloatArray:
+def floor_s(work: LeastWork, peaks: Peaks) -> FloatArray:
     """Seconds that `work` takes at least: max(operations / peak, bytes / bandwidth)."""
     floor: FloatArray = np.maximum(*_limits_s(work, peaks))
     return floor
 
 
-def bound_by(work: Work, peaks: Peaks) -> NDArray[np.str_]:
+def bound_by(work: LeastWork, peaks: Peaks) -> NDArray[np.str_]:
     """"compute" or "memory", whichever of the two floors is the higher."""
     compute_s, memory_s = _limits_s(work, peaks)
     return np.where(compute_s > memory_s, "compute", "memory")
 
 
-def _limits_s(work: Work, peaks: Peaks) -> tuple[FloatArray, FloatArray]:
+def _limits_s(work: LeastWork, peaks: Peaks) -> tuple[FloatArray, FloatArray]:
     return work.flops / peaks.flops_per_s, work.num_bytes / peaks.bandwidth_bytes_per_s
 
 
-def _encode_attention(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _encode_attention(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """Scores and their product with the values: 4 A / t operations a pair of tokens, x (x + 1) / 2
     pairs where attention is causal, x^2 in an encoder. Bytes: queries in, keys and values in,
     result out, b x (2 A + K) / t."""
     del y
     pairs = x * x if model.is_encoder_decoder else x * (x + 1) / 2
     moved = x * (2 * _heads_width(model) + model.kv_elements_per_token_layer) / t
-    return Work(flops=4 * pairs * _heads_width(model) / t, num_bytes=moved)
+    return LeastWork(flops=4 * pairs * _heads_width(model) / t, num_bytes=moved)
 
 
-def _cached_attention(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _cached_attention(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """x queries of one token, y cached tokens each: 4 x y A / t operations; bytes of the cache's
     keys and values, of the queries and of the result, b x (y K + 2 A) / t."""
     width = _heads_width(model)
     moved = x * (y * model.kv_elements_per_token_layer + 2 * width) / t
-    return Work(flops=4 * x * y * width / t, num_bytes=moved)
+    return LeastWork(flops=4 * x * y * width / t, num_bytes=moved)
 
 
-def _layer_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _layer_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """M = H (2 A + K) + (2 or, gated, 3) H I weights, with cross-attention 2 H A more: 2 x M / t
     operations. Bytes: weights b M / t; the residual stream in and out, 2 b x H on every rank;
     queries, keys and values out and attention's result in, b x (2 A + K) / t (with
@@ -92,13 +92,13 @@ def _layer_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
     return _layer(model, x, t, crossing)
 
 
-def _encoder_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _encoder_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """An encoder layer: as LAYER_REST of a decoder-only model."""
     del y
     return _layer(model, x, t, crossing=0)
 
 
-def _layer(model: ModelSpec, x: FloatArray, t: int, crossing: int) -> Work:
+def _layer(model: ModelSpec, x: FloatArray, t: int, crossing: int) -> LeastWork:
     """`crossing`: elements of a token that pass to and from cross-attention; as many times H
     weights make and take them."""
     hidden = model.hidden_size
@@ -106,38 +106,38 @@ def _layer(model: ModelSpec, x: FloatArray, t: int, crossing: int) -> Work:
     matrices = 3 if model.is_gated_mlp else 2
     weights = hidden * (passing + matrices * model.intermediate_size)
     moved = weights / t + x * (2 * hidden + passing / t)
-    return Work(flops=2 * x * weights / t, num_bytes=moved)
+    return LeastWork(flops=2 * x * weights / t, num_bytes=moved)
 
 
-def _cross_kv(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _cross_kv(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """Keys and values of the encoder's output: 2 x H K / t operations; bytes of the weights, the
     input and the result, b (H K / t + x H + x K / t)."""
     del y
     kv, hidden = model.kv_elements_per_token_layer, model.hidden_size
-    return Work(flops=2 * x * hidden * kv / t,
+    return LeastWork(flops=2 * x * hidden * kv / t,
                 num_bytes=hidden * kv / t + x * hidden + x * kv / t)
 
 
-def _embed(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _embed(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """One row of the table read and one written a token, a row of learned positions besides:
     b x H (2 or 3). Every rank holds the whole table. No operations (a sum of rows is not what a
     peak is made of)."""
     del y, t
     rows = 3 if model.has_learned_positions else 2
-    return Work(flops=np.zeros_like(x), num_bytes=x * model.hidden_size * rows)
+    return LeastWork(flops=np.zeros_like(x), num_bytes=x * model.hidden_size * rows)
 
 
-def _head(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _head(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """The shard with the most rows, ceil(V / t): 2 x H ceil(V / t) operations; bytes of those
     weights and of the hidden states, b H (ceil(V / t) + x)."""
     del y
     weights = model.hidden_size * -(-model.vocab_size // t)
-    return Work(flops=2 * x * weights, num_bytes=weights + x * model.hidden_size)
+    return LeastWork(flops=2 * x * weights, num_bytes=weights + x * model.hidden_size)
 
 
-def _kv_compaction(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Work:
+def _kv_compaction(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """x rows of y tokens read and written: 2 b x y K / t bytes, no operations."""
-    return Work(flops=np.zeros_like(x),
+    return LeastWork(flops=np.zeros_like(x),
                 num_bytes=2 * x * y * model.kv_elements_per_token_layer / t)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from xgpt.core.spool import Spool
 from xrunner.engine.head import Head
-from xrunner.engine.measured import write_measured
+from xrunner.engine.measured import Outcome, write_measured
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.prepare import queries_of
 from xrunner.io.progress import Progress, write_progress
@@ -46,7 +46,7 @@ def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     sink.close(wall_s, state)
     world.comm.flush()
     reports = world.gather(report()) or []
-    write_measured(sink.output, state=state, wall_s=wall_s, finished=sink.finished_queries,
-                   queries_before=queries_before, num_errors=num_errors, reports=reports,
-                   num_held=sink.num_held,
-                   changes=sink.steering.taken if sink.steering is not None else ())
+    write_measured(sink.output, Outcome(
+        state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
+        num_held=sink.num_held, changes=sink.steering.taken if sink.steering is not None else ()),
+        sink.tally, reports)

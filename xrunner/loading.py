@@ -21,7 +21,7 @@ from xrunner.models.shard import WHOLE, Shard
 from xrunner.plan import RunPlan
 from xrunner.rank import Stopwatch
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import parts
+from xrunner.transport.handover import transfers
 from xrunner.transport.route import Route, pools, routes
 from xrunner.world import World
 
@@ -68,7 +68,7 @@ def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
     both = pools(schedule.estimate.deployment.stages)
     if len(both) == 1:
         return None, None
-    comm, found = world.duplicate(), parts(schedule.estimate.deployment.stages, spec)
+    comm, found = world.duplicate(), transfers(schedule.estimate.deployment.stages, spec)
     abort = partial(world.abort, 1)
     if stage.role == "encode":
         return EntrySender(comm, found, abort=abort), None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from xgpt.core.job import OWN_ENGINE
+from xgpt.core.engines import OWN_ENGINE
 
 # History of the file format.
 #   1: first version

@@ -50,6 +50,23 @@ class FinishedQuery:
     query: PreparedQuery
     output_ids: tuple[int, ...]
     finish_reason: str  # "stop" | "length"
-    encode_start_s: float
-    latency_s: float
     text: str
+    encode_start_s: float  # seconds since the run's start, as the following
+    first_token_s: float
+    last_token_s: float
+    arrival_s: float = 0.0
+
+    @property
+    def latency_s(self) -> float:
+        return self.last_token_s - self.encode_start_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token, waiting for its turn included."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None of one token alone."""
+        after = len(self.output_ids) - 1
+        return (self.last_token_s - self.first_token_s) / after if after > 0 else None

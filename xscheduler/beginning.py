@@ -18,15 +18,15 @@ import numpy as np
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xrunner.rules.rra import most_active
 from xscheduler.live.pinned import PinnedSearch
 from xscheduler.search import Scheduler
-from xscheduler.spaces.policy_search import RraPolicySearch
-from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
+from xscheduler.spaces.rra import RraSpace
+from xscheduler.spaces.tensor_plans import tensor_plans
 
-QUICKEST = "quickest at the caps"  # a Schedule's status: it does not keep its bound
 NEAR = 0.1  # share of the least latency that a larger batch may cost
 FIRST_QUERIES = 20  # done before lengths are looked at for the first time
 # Caches are sized once: for the best schedule, should outputs be the caps' SHORTth part, and for
@@ -56,25 +56,24 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     constraint, fixed = problem.constraint, replace(problem.fixed, policy="rra")
     if math.isinf(constraint.latency_s):
         return None
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, fixed), problem.cluster,
-                        timing)
-    own = RraPolicySearch(problem, timing, plans)
+    plans = tensor_plans(problem, timing)
+    own = RraSpace("rra", problem, timing, plans)
     if fixed.decode_iterations is None:
         fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))
     problem = replace(problem, fixed=fixed)
-    easy = RraPolicySearch(problem, timing, plans).easiest()
-    least_s = min((one.latency_s for one in easy if not one.reason), default=None)
+    easy = RraSpace("rra", problem, timing, plans).easiest()
+    least_s = min((one.latency_s for one in easy if not one.limit), default=None)
     if least_s is None:
         return None
     found = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
-    return found.changed(limit_s=constraint.latency_s, status=QUICKEST, bound_qps=math.inf,
+    return found.changed(limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf,
         gap=math.inf, rejected=(), pruned=(),
         explanation=(f"{_sentence(problem, least_s)}.", _why(found, least_s)))
 
 
 def said_of(schedule: Schedule) -> str | None:
     """The sentence on a schedule that a job begins with; None for any other."""
-    if schedule.proof.status != QUICKEST or not schedule.explanation:
+    if schedule.proof.status != Status.BEGINNING or not schedule.explanation:
         return None
     return schedule.explanation[0].removesuffix(".")
 

@@ -19,7 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+
+from xgpt.core.status import Status
 
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 
@@ -76,15 +77,6 @@ class NodeResult:
     box: Box  # as examined, or contracted
     is_settled: bool  # nothing would be gained by splitting it
     reason: str  # why it is settled; counted
-
-
-class Status(Enum):
-    """How a search ended; the value is what is shown."""
-
-    OPTIMAL = "optimal"
-    WITHIN_GAP = "within gap"  # of the optimum, which may be this or not
-    LIMIT = "stopped at its limit"
-    INFEASIBLE = "infeasible"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,14 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limit, Limits, breaches
+from xscheduler.alternatives import DEGREE_ROW, FREE_ROW, POLICY_ROW
 from xsimulator import memory
 from xsimulator.policies import make_config, make_policy
 
+_BINDING = {Limit.LATENCY: "the latency bound", Limit.MEMORY: "memory",
+            Limit.QUERIES: "the number of queries"}
 FULL = 0.01  # share of a limit left below which it counts as reached
-POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "  # how the search labels what it rejected
-FREE_ROW = "without a latency bound"
 
 
 def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | None = None, *,
@@ -169,13 +171,13 @@ def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list
     estimate = schedule.estimate
     found = []
     if estimate.figures.latency_s > limit_s * (1 - FULL):
-        found.append("the latency bound")
+        found.append(_BINDING[Limit.LATENCY])
     if _next_memory(estimate, problem) > estimate.figures.memory_capacity_bytes * (1 - FULL):
-        found.append("memory")
+        found.append(_BINDING[Limit.MEMORY])
     present = max(estimate.figures.decode_batch, float(max_in_system(estimate.controls)))
     if problem.num_queries is not None and (
             present + present / estimate.figures.encode_batch > problem.num_queries):
-        found.append("the number of queries")
+        found.append(_BINDING[Limit.QUERIES])
     return found
 
 
@@ -188,14 +190,9 @@ def next_batch_breaks(schedule: Schedule, problem: Problem, timing: TimingSource
     closed_form = make_policy(estimate.policy, problem, timing)
     larger = replace(config, encode_batch=config.encode_batch + 1)
     arrays: Any = closed_form.evaluate([larger])
-    broken = []
-    if arrays.latency_s[0] > limit_s:
-        broken.append("the latency bound")
-    if arrays.memory_bytes[0] > estimate.figures.memory_capacity_bytes:
-        broken.append("memory")
-    if problem.num_queries is not None and arrays.present[0] > problem.num_queries + 1e-9:
-        broken.append("the number of queries")
-    return broken
+    arrays = replace(arrays, fits=arrays.memory_bytes <= estimate.figures.memory_capacity_bytes)
+    broken = breaches(arrays, Limits(queries=problem.num_queries or math.inf, latency_s=limit_s))
+    return [words for limit, words in _BINDING.items() if broken[limit][0]]
 
 
 def _next_memory(estimate: Estimate, problem: Problem) -> float:

@@ -9,34 +9,35 @@ from typing import NamedTuple
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_bytes, format_seconds
-from xscheduler.spaces.policy_search import PolicySearch, Tight
+from xscheduler.admissible import Limit
+from xscheduler.spaces.space import Space, Tight, words_of
 
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 
 
 class _Easy(NamedTuple):
-    policy: PolicySearch
+    space: Space
     tight: Tight
 
 
-def explain(policies: Sequence[PolicySearch], latency_bound_s: float, *,
+def explain(spaces: Sequence[Space], latency_bound_s: float, *,
             is_proved: bool) -> InfeasibleError:
     """The error to raise: the binding constraint, the tightest latency and who reaches it."""
-    easy = [_Easy(policy, tight) for policy in policies for tight in policy.easiest()]
-    with_room = [one for one in easy if not one.tight.reason]
+    easy = [_Easy(space, tight) for space in spaces for tight in space.easiest()]
+    with_room = [one for one in easy if not one.tight.limit]
     if not with_room:
         return InfeasibleError(_without_room(easy))
     best = min(with_room, key=lambda one: (one.tight.latency_s, one.tight.point))
-    policy, tight = best
-    problem, estimate = policy.problem, policy.estimate(tight.plan, tight.point)
+    space, tight = best
+    problem, estimate = space.problem, space.estimate(tight.plan, tight.point)
     longest = problem.lengths.outputs.quantile(problem.constraint.quantile)
     start = "no schedule satisfies" if is_proved else "the search's limit came before any that met"
-    crowded = min((one.tight.latency_s for one in easy if one.tight.reason == "memory"),
+    crowded = min((one.tight.latency_s for one in easy if one.tight.limit is Limit.MEMORY),
                   default=math.inf)
     text = (f"{start} the bound of {format_seconds(latency_bound_s)} for a query of "
             f"{longest} output tokens (quantile {problem.constraint.quantile:g}); latency binds. "
             f"The tightest that can be met is {_rounded_up(tight.latency_s)} s, by policy "
-            f"{policy.name}, {policy.words(tight.plan, tight.point)} "
+            f"{space.name}, {words_of(space, tight.plan, tight.point)} "
             f"({tight.throughput_qps:.3g} queries/s): {_binding(estimate)}")
     if crowded < tight.latency_s:
         text += (f". Memory forbids quicker ones, down to {format_seconds(crowded)}: more memory "
@@ -63,18 +64,18 @@ def _rounded_up(seconds: float) -> str:
 
 
 def _without_room(easy: Sequence[_Easy]) -> str:
-    problem = easy[0].policy.problem
-    reasons = {one.tight.reason for one in easy}
-    if "measured range" in reasons:
+    problem = easy[0].space.problem
+    limits = {one.tight.limit for one in easy}
+    if Limit.RANGE in limits:
         # a smaller memory need than the capacity must not be told as the reason
-        one = next(one for one in easy if one.tight.reason == "measured range")
-        beyond = one.policy.beyond(one.tight)
+        one = next(one for one in easy if one.tight.limit is Limit.RANGE)
+        beyond = one.space.beyond(one.tight)
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
                 f"says nothing beyond 4 times as much{beyond}; measure one for this job")
-    estimates = [one.policy.estimate(one.tight.plan, one.tight.point)
+    estimates = [one.space.estimate(one.tight.plan, one.tight.point)
                  for one in _one_a_plan(easy)]
-    if reasons == {"number of queries"}:
-        present = min(one.policy.present(one.tight) for one in easy)
+    if limits == {Limit.QUERIES}:
+        present = min(one.space.present(one.tight) for one in easy)
         return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "
                 f"values keep {present:.0f} present at a time")
     held = min(max(estimate.figures.memory_bytes) for estimate in estimates)
@@ -88,7 +89,7 @@ def _one_a_plan(easy: Sequence[_Easy]) -> list[_Easy]:
     """The smallest point of each policy and tensor plan."""
     found: dict[tuple[str, int], _Easy] = {}
     for one in easy:
-        key = (one.policy.name, one.tight.plan)
+        key = (one.space.name, one.tight.plan)
         if key not in found or one.tight.point < found[key].tight.point:
             found[key] = one
     return list(found.values())

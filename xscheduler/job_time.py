@@ -12,76 +12,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import JOB_STATUS, Estimate, Rejected, Schedule
+from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.schedule import Margin as KeptMargin
+from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limits, admissible
 from xscheduler.prediction import job_lengths, predict
 from xscheduler.room import with_room
-from xscheduler.search import POLICIES
-from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
+from xscheduler.spaces.space import Selection
 from xscheduler.uncertainty import Doubts, Margin
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.config import RraConfig
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken
 NEARLY = 0.9  # of what its steady state would take: no more is hoped for from a replay
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
 FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
-_RATIO = 1.25  # between sizes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """A policy's closed form and the configurations of it that are looked at."""
-
-    policy: Any
-    name: str
-    configs: Sequence[Any]
 
 
 class _Entry(NamedTuple):
     throughput_qps: float
-    space: Space
+    selection: Selection
     config: Any
 
 
-def searched_spaces(problem: Problem, timing: TimingSource) -> list[Space]:
-    """Of the policies that are searched, as far as the job leaves them open: batches and numbers
-    of iterations a quarter apart, and the batches that divide the job evenly."""
-    assert problem.num_queries is not None
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
-                        problem.cluster, timing)
-    found = []
-    for name in POLICIES if problem.fixed.policy is None else (problem.fixed.policy,):
-        policy: Any = make_policy(name, problem, timing)
-        configs = _rra(problem, plans) if name == "rra" else _waa(problem, policy, plans)
-        if configs:
-            found.append(Space(policy=policy, name=name, configs=configs))
-    return found
-
-
 def for_the_job(problem: Problem, timing: TimingSource, schedule: Schedule,
-                spaces: Callable[[], Sequence[Space]] | None = None) -> Schedule:
-    """`schedule`, or the one that answers the problem's own queries sooner. spaces: what is looked
-    at; by default the policies that are searched."""
+                selections: Callable[[int], Sequence[Selection]]) -> Schedule:
+    """`schedule`, or the one that answers the problem's own queries sooner. selections: what is
+    looked at for so many queries."""
     own, count = schedule.estimate, problem.num_queries
     if (not count or problem.observes  # what every query at its cap would take says nothing
             or count >= SHORT * own.most_in_system):
         return schedule
     clock = _Clock(problem, timing, schedule)
     doubts = Doubts(problem, timing, replays=True)
-    looked_at = searched_spaces(problem, timing) if spaces is None else spaces()
-    first = _first_round(_admissible(looked_at, schedule.bound.limit_s, count), clock, count,
-                         clock(own, 1))
+    entries = _admissible(selections(count), schedule.bound.limit_s, count)
+    first = _first_round(entries, clock, count, clock(own, 1))
     replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
     final = sorted(((clock(estimate, replays), estimate) for estimate in first),
@@ -129,16 +102,15 @@ class _Clock:
         return 0 if known is None else len(known.inputs)
 
 
-def _admissible(spaces: Sequence[Space], bound_s: float, count: int) -> list[_Entry]:
+def _admissible(selections: Sequence[Selection], bound_s: float, count: int) -> list[_Entry]:
     """Configurations that keep the bound in their steady state, quickest first."""
-    found = []
-    for space in spaces:
-        figures = space.policy.evaluate(space.configs)
-        is_free = (figures.fits & (figures.latency_s <= bound_s)
-                   & (figures.present <= count + 1e-9) & (figures.throughput_qps > 0))
-        found += [_Entry(float(figures.throughput_qps[row]), space, space.configs[row])
-                  for row in np.flatnonzero(is_free).tolist()]
-    return sorted(found, key=lambda entry: -entry.throughput_qps)
+    limits = Limits(queries=count, latency_s=bound_s, is_timed=True)
+    entries = []
+    for selection in selections:
+        figures = selection.closed_form.evaluate(selection.configs)
+        entries += [_Entry(float(figures.throughput_qps[row]), selection, selection.configs[row])
+                    for row in np.flatnonzero(admissible(figures, limits)).tolist()]
+    return sorted(entries, key=lambda entry: -entry.throughput_qps)
 
 
 def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
@@ -149,7 +121,8 @@ def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
     for entry in entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]:
         if NEARLY * count / entry.throughput_qps > least_s:
             break
-        estimate = replace(entry.space.policy.estimate(entry.config), policy=entry.space.name)
+        own = entry.selection
+        estimate = replace(own.closed_form.estimate(entry.config), policy=own.policy)
         found.append((clock(estimate, 1), estimate))
         least_s = min(least_s, found[-1][0])
     found.sort(key=lambda pair: pair[0])
@@ -168,7 +141,7 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: Margin, count: int, w
                    throughput_qps=before.figures.throughput_qps, latency_s=before.figures.latency_s,
                    reason=f"takes {longer:.0%} longer for {count} queries")
     gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
-    return schedule.changed(estimate=estimate, gap=gap, status=JOB_STATUS, explanation=(note,),
+    return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
         rejected=(row, *schedule.rejected), margin=KeptMargin(factor=margin.factor, note=margin.sentence))
 
 
@@ -178,35 +151,3 @@ def _words(estimate: Estimate) -> str:
         "max_active", "token_budget", "encode_batch", "decode_micro_batches")
     values = [f"{name} {value}" for name in names if (value := getattr(estimate, name))]
     return ", ".join([estimate.policy, *values])
-
-
-def _rra(problem: Problem, plans: Sequence[TensorPlan]) -> list[RraConfig]:
-    fixed, count = problem.fixed, problem.num_queries
-    assert count is not None
-    most = problem.lengths.outputs.max
-    batches = _sizes(count, fixed.encode_batch, {math.ceil(count / k) for k in range(1, 9)})
-    iterations = _sizes(most, fixed.decode_iterations, {most})
-    return [RraConfig(encode_batch=batch, decode_iterations=every, tp_degree=plan.tp_degree,
-                      tp_gpus=plan.tp_gpus, decode_micro_batches=fixed.decode_micro_batches)
-            for plan in plans for batch in batches for every in iterations]
-
-
-def _waa(problem: Problem, policy: Any, plans: Sequence[TensorPlan]) -> list[Any]:
-    fixed = problem.fixed
-    pairs = [(plan.tp_degree, plan.tp_gpus) for plan in plans]
-    pins = {name: value for name in ("encode_batch", "decode_micro_batches")
-            if (value := getattr(fixed, name)) is not None}
-    return list(dict.fromkeys(
-        replace(config, **pins) for config in policy.grid(problem.num_queries, pairs)))
-
-
-def _sizes(most: int, given: int | None, also: set[int]) -> list[int]:
-    """Whole numbers from 1 to `most`, _RATIO apart, and those of `also`; `given` alone if there is
-    one."""
-    if given is not None:
-        return [given]
-    sizes, size = set(also), 1
-    while size < most:
-        sizes.add(size)
-        size = max(size + 1, int(size * _RATIO))
-    return sorted(sizes | {most})

@@ -13,23 +13,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Margin as KeptMargin
-from xgpt.core.schedule import Rejected, Schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
+from xscheduler.alternatives import rows_with_margin
 from xscheduler.beginning import beginning, can_settle
-from xscheduler.branch_and_bound import Status
-from xscheduler.explanation import FREE_ROW, explain_choice
+from xscheduler.explanation import explain_choice
 from xscheduler.few_queries import plan_with_enough
 from xscheduler.job_time import for_the_job
 from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
-from xscheduler.spaces.baselines import BASELINES, baseline_space, find_baseline
+from xscheduler.spaces.baselines import BaselineSearch
+from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import PlannedWithin, plan_within
+from xscheduler.untimed import plan_untimed
+from xsimulator.policies import BASELINES
 
 # Of the policies that are searched, the one whose schedule can be changed while it runs.
 _CHANGEABLE = "rra"
@@ -41,11 +46,13 @@ class PlanOptions:
     """`gap`: share by which a schedule may be better than the one found. `max_nodes`: boxes of
     configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
+    `untimed`: why the times are not those of what will run ("" where they are).
     """
 
     gap: float = GAP
     max_nodes: int | None = None
     horizon: Horizon = "job"
+    untimed: str = ""
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -66,7 +73,6 @@ class Planner:
         self.problem, self.timing = problem, timing
         self.options = options or PlanOptions()
         self._tell = tell if tell is not None else lambda text: None
-        self._own: _Search | None = None
         self._numberless: Planner | None = None
         self._known: dict[float, Schedule] = {}  # of the steady state, by latency bound
 
@@ -108,7 +114,7 @@ class Planner:
         return self._numberless
 
     def _for_its_horizon(self, problem: Problem) -> Schedule:
-        if self.options.horizon == "steady":
+        if self.options.horizon == "steady" or self.options.untimed:
             return self._steady(problem)
         try:
             schedule = self._steady(problem)
@@ -117,24 +123,19 @@ class Planner:
             if begun is None:
                 raise
             schedule = begun
-        is_baseline = problem.fixed.policy in BASELINES
-        return for_the_job(problem, self.timing, schedule, (
-            lambda: [baseline_space(problem, self.timing)]) if is_baseline else None)
+        return for_the_job(problem, self.timing, schedule, self._own.selections)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
         if bound_s not in self._known:
             self._known[bound_s] = (
-                find_baseline(problem, self.timing) if problem.fixed.policy in BASELINES else
-                self._searched(problem))
+                plan_untimed(problem, self.timing, self.options.untimed) if self.options.untimed
+                else self._within_margin(problem))
         return self._known[bound_s]
 
-    def _searched(self, problem: Problem) -> Schedule:
-        began = time.monotonic()
-        if self._own is None:
-            self._own = self._search_of(self._narrowed)
-        before = self._own.nodes
-        bound_s = problem.constraint.latency_s
+    def _within_margin(self, problem: Problem) -> Schedule:
+        began, own, before = time.monotonic(), self._own, self._own.nodes
+        bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in BASELINES
         longer: list[_Search] = []
 
         def of_problem(other: Problem) -> Schedule:
@@ -142,17 +143,20 @@ class Planner:
                 longer.append(self._search_of(other))
             return longer[-1].find(other.constraint.latency_s)
 
-        planned = plan_within(_bounded(self._narrowed, bound_s), self.timing, self._own.find,
-                              search_problem=of_problem, replays=True)
-        schedule = _compared(planned, [found for search in (self._own, *longer)
-                                       for found in search.found])
-        # what does not keep its margin is explained by what it does use
-        limit_s = max(bound_s / planned.margin.factor, min(schedule.estimate.figures.latency_s, bound_s))
-        explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
+        planned = plan_within(_bounded(self._narrowed, bound_s), self.timing, own.find,
+                              search_problem=None if is_baseline else of_problem, replays=True)
+        schedule, explanation = planned.schedule, tuple[str, ...]()
+        if not is_baseline:
+            schedule = _compared(planned, [found for search in (own, *longer)
+                                           for found in search.found])
+            # what does not keep its margin is explained by what it does use
+            limit_s = max(bound_s / planned.margin.factor,
+                          min(schedule.estimate.figures.latency_s, bound_s))
+            explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
         return schedule.changed(margin=KeptMargin(factor=planned.margin.factor, cost=max(planned.cost, 0.0),
                               note=planned.margin.sentence),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
-            nodes=self._own.nodes - before + sum(search.nodes for search in longer),
+            nodes=own.nodes - before + sum(search.nodes for search in longer),
             seconds=time.monotonic() - began)
 
     @property
@@ -164,27 +168,38 @@ class Planner:
             return self.problem
         return replace(self.problem, fixed=replace(fixed, policy=_CHANGEABLE))
 
+    @cached_property
+    def _own(self) -> _Search:
+        return self._search_of(self._narrowed)
+
     def _search_of(self, problem: Problem) -> _Search:
-        return _Search(problem.lengths, Scheduler(
-            problem, self.timing, gap=self.options.gap, max_nodes=self.options.max_nodes))
+        effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes)
+        return _Search(problem.lengths, BaselineSearch(problem, self.timing)
+                       if problem.fixed.policy in BASELINES else
+                       Scheduler(problem, self.timing, effort))
 
 
 class _Search:
-    """One Scheduler, and what it found."""
+    """The search of one problem, and what it found."""
 
-    def __init__(self, lengths: JointLengths, scheduler: Scheduler) -> None:
+    def __init__(self, lengths: JointLengths, search: Scheduler | BaselineSearch) -> None:
         self.lengths = lengths
         self.found: list[Schedule] = []
-        self._scheduler = scheduler
+        self._search = search
 
     @property
     def nodes(self) -> int:
-        """Configurations evaluated up to the last schedule found."""
+        """Configurations evaluated, up to the last schedule found."""
+        if isinstance(self._search, BaselineSearch):
+            return self._search.num_evaluated
         return self.found[-1].proof.nodes if self.found else 0
 
     def find(self, latency_bound_s: float) -> Schedule:
-        self.found.append(self._scheduler.find(latency_bound_s))
+        self.found.append(self._search.find(latency_bound_s))
         return self.found[-1]
+
+    def selections(self, num_queries: int) -> list[Selection]:
+        return self._search.selections(num_queries)
 
 
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
@@ -202,24 +217,5 @@ def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
     if schedule.estimate == free.estimate:
         return schedule
     origin = next(found for found in searched if found.rejected is schedule.rejected)
-    rows = [row for row in origin.rejected if not row.label.startswith(FREE_ROW)]
-    if schedule.estimate != origin.estimate:
-        rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
-    rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
-    rows.append(Rejected(
-        label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.figures.latency_s,
-        throughput_qps=free.estimate.figures.throughput_qps,
-        reason="keeps the bound only if all is as expected"))
-    status = schedule.proof.status if schedule.proof.status == Status.LIMIT.value else Status.WITHIN_GAP.value
-    return schedule.changed(rejected=tuple(rows), status=status)
-
-
-def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:
-    """An alternative to `origin`, which was searched for longer outputs, beside `schedule`, which
-    is the same with the problem's own: with the share that it loses there."""
-    if row.throughput_qps is None:
-        return row
-    share = row.throughput_qps / origin.estimate.figures.throughput_qps
-    return replace(row, throughput_qps=share * schedule.estimate.figures.throughput_qps, latency_s=None,
-                   reason="no better, with the margin" if share >= 1 else
-                   f"lower throughput by {1 - share:.1%}, with the margin")
+    status = Status.LIMIT if schedule.proof.status == Status.LIMIT else Status.WITHIN_GAP
+    return schedule.changed(rejected=rows_with_margin(schedule, free, origin), status=status)

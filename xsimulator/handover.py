@@ -39,13 +39,13 @@ class HandoverCost:
         return float(self.many(np.asarray(tokens, float)))
 
     def many(self, tokens: FloatArray) -> FloatArray:
-        """Of each number of tokens."""
+        """Seconds for each number of tokens."""
         return self._timing.message_s(MessageKind.HANDOVER, tokens * self.bytes_per_token,
                                       self._link)
 
 
 def _widest(problem: Problem, encode: Sequence[StageAssignment],
             decode: Sequence[StageAssignment]) -> Link:
-    """Between the ranks that are furthest apart: the slowest of the links used."""
+    """The link between the ranks that are furthest apart is the slowest of those used."""
     cluster = problem.cluster
     return cluster.link_between(encode[0].ranks[0], decode[-1].ranks[-1])

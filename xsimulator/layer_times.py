@@ -60,7 +60,7 @@ class LayerTimes:
         return total
 
     def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
-        """What of a layer's encoding depends on the number of tokens alone."""
+        """The part of a layer's encoding that depends on the number of tokens alone."""
         return self.rest_s(tokens, degree, all_reduces=ALL_REDUCES_PER_LAYER,
                            is_encoder=self.model.is_encoder_decoder)
 
@@ -90,7 +90,7 @@ class LayerTimes:
                 + self.decode_attention_s(queries, context, degree))
 
     def decode_rest_s(self, rows: ArrayLike, degree: int) -> FloatArray:
-        """What of a layer's decode iteration depends on the number of rows alone."""
+        """The part of a layer's decode iteration that depends on the number of rows alone."""
         if not self.model.is_encoder_decoder:
             return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER)
         cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, self._mean_input,

@@ -43,7 +43,7 @@ class Reserves(Protocol):
 
 
 def capacity_bytes(device: Device) -> int:
-    """What may be planned of a device's memory."""
+    """The bytes of a device's memory that may be planned."""
     return int(device.memory_bytes * USABLE_SHARE)
 
 

@@ -135,9 +135,9 @@ class QueryFlow:
 
     def own_absent(self, decode_iterations: int, phases_before: int) -> tuple[FloatArray,
                                                                                FloatArray]:
-        """As log_absent, but the chances themselves and for the group of a query that is in its
-        phase number `phases_before`: [N_D, octaves] (in the mean of the phases before, in that
-        one)."""
+        """[N_D, octaves] chances that nobody else is active in the group of a query that is in its
+        phase number `phases_before`: in the mean of the phases before, and in that one. (Of any
+        group, log_absent has their logarithms.)"""
         key = (decode_iterations, phases_before)
         if self._last_own is None or self._last_own[0] != key:
             absence = self._absence(decode_iterations)
@@ -148,7 +148,7 @@ class QueryFlow:
         return self._last_own[1]
 
     def _absence(self, n_d: int) -> Absence:
-        """Kept until another N_D is asked for."""
+        """The chances at this N_D, kept until another is asked for."""
         if self._last_absence is None or self._last_absence[0] != n_d:
             survival = self._by_phase(self.course.survival[None], n_d)[0]
             self._last_absence = n_d, Absence(survival)

@@ -46,7 +46,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
+class StageWork:
     """One stage's seconds: of one group's step, and of all other groups' together. Stages that
     cost the same may share one."""
 
@@ -56,36 +56,16 @@ class Work:
     decode_rest_s: FloatArray
 
 
-def phase_timeline(*, encode_s: FloatArray, encode_rest_s: FloatArray, decode_s: FloatArray,
-                   decode_rest_s: FloatArray, iterations: IntArray,
-                   widths: IntArray | None = None) -> Timeline:
-    """Steady-state timeline.
-
-    encode_s: [configs, stages] one group's encode step; encode_rest_s: [configs, stages] those of
-    all other groups together; decode_s, decode_rest_s: [configs, max N_D, stages] likewise;
-    iterations: [configs] N_D, rows beyond it are ignored. Where groups are unequal, give the
-    slowest as the one: G unequal steps over equal stages take the sum of all plus
-    (stages - 1) times the slowest. Groups without an encode step are taken to be ready when the
-    last encoded one is. Stages that a configuration lacks come last, with zero time.
-    widths: [configs, max N_D] equal iterations that each row stands for, 1 unless given.
-    """
-    assert encode_s.shape == encode_rest_s.shape and decode_s.shape == decode_rest_s.shape
-    assert (iterations >= 1).all() and decode_s.shape[1] >= iterations.max()
-    order = np.argsort(-iterations, kind="stable")
-    work = [Work(encode_s=encode_s[order, s], encode_rest_s=encode_rest_s[order, s],
-                 decode_s=decode_s[order, :, s].T, decode_rest_s=decode_rest_s[order, :, s].T)
-            for s in range(encode_s.shape[1])]
-    sorted_widths = None if widths is None else widths[order].T
-    found = sorted_timeline(work, iterations[order], sorted_widths)
-    back = np.argsort(order)
-    return Timeline(period_s=found.period_s[back], encoded_s=found.encoded_s[back],
-                    finish_s=found.finish_s[back])
-
-
-def sorted_timeline(work: Sequence[Work], blocks: IntArray,
+def sorted_timeline(work: Sequence[StageWork], blocks: IntArray,
                     widths: FloatArray | IntArray | None = None) -> Timeline:
-    """The same of configurations in falling order of their number of `blocks` [configs]; `work`
-    by stage; `widths` [blocks, configs]."""
+    """Steady-state timeline of configurations in falling order of their number of `blocks`.
+
+    blocks: [configs] iterations that are told apart; rows of `work` (by stage) beyond them are
+    ignored. widths: [blocks, configs] equal iterations that each block stands for, 1 unless given.
+    Where groups are unequal, the slowest is the one: G unequal steps over equal stages take the sum
+    of all plus (stages - 1) times the slowest. Groups without an encode step are taken to be ready
+    when the last encoded one is. Stages that a configuration lacks come last, with zero time.
+    """
     configs = len(blocks)
     assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
     period, encoded = np.empty(configs), np.empty(configs)
@@ -102,11 +82,11 @@ def sorted_timeline(work: Sequence[Work], blocks: IntArray,
     return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
 
 
-def least_timeline(work: Sequence[Work], blocks: IntArray,
+def least_timeline(work: Sequence[StageWork], blocks: IntArray,
                    widths: FloatArray | IntArray) -> Timeline:
-    """As sorted_timeline, but times that no longer steps make shorter: the period as it is, and
-    the longest paths from the start of a query's encoding alone, as if nothing were under way on
-    the stages before it (what is only makes it later)."""
+    """The timeline of sorted_timeline with times that no longer steps make shorter: the period is
+    the same, and a query's times are the longest paths from the start of its encoding, as if
+    nothing were under way on the stages before it (what is only makes it later)."""
     assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
     configs, most = len(blocks), int(blocks[0])
     rounds = _Rounds(work, blocks, widths, slice(0, configs))
@@ -116,7 +96,7 @@ def least_timeline(work: Sequence[Work], blocks: IntArray,
     return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
 
 
-class _Step:
+class _Round:
     """A round of one kind: [configs] seconds per stage of the first's step and all others', and
     what w - 1 rounds before it add to every stage's end (`skip_s`) and to the first group's
     return (`around_s`)."""
@@ -138,7 +118,7 @@ class _Step:
             self.skip_s[-1] = np.maximum(self.skip_s[-1], self.around_s)
 
     def stack(self) -> None:
-        """For few configurations over many stages: whole arrays [stages, configs]."""
+        """Whole arrays [stages, configs] serve few configurations over many stages."""
         self.one = np.stack(self.one_s)
         self.rest = np.stack(self.rest_s)
         self.through = np.cumsum(self.one, axis=0)
@@ -147,7 +127,7 @@ class _Step:
 
 
 class _State:
-    """Where the pipeline stands after a round: stages' ends, of which the last is the return of
+    """The state after a round: stages' ends, of which the last is the return of
     the last group's tokens, and the return of the first group's."""
 
     def __init__(self, *, configs: int, stages: int) -> None:
@@ -163,7 +143,7 @@ class _State:
         """When the first group's next step begins at stage 0."""
         return np.asarray(np.maximum(self.first, self.free[0]))
 
-    def advance(self, step: _Step, count: int) -> None:
+    def advance(self, step: _Round, count: int) -> None:
         """Every group takes its steps in the first `count` configurations."""
         free, first, spare = self.free[:, :count], self.first[:count], self._spare[:count]
         if step.skip_s is not None:
@@ -179,7 +159,7 @@ class _State:
             np.maximum(end, spare, out=end)
             ready[:] = end
 
-    def advance_stacked(self, step: _Step, count: int) -> None:
+    def advance_stacked(self, step: _Round, count: int) -> None:
         """The same: along the stages, end(s) = max(end(s - 1), ready(s)) + step(s) is a running
         maximum of ready - running sum of steps."""
         free = self.free[:, :count]
@@ -201,7 +181,7 @@ class _Rounds:
     """One phase's rounds, configurations in falling order of their blocks: those still decoding in
     a block are then the first ones."""
 
-    def __init__(self, work: Sequence[Work], blocks: IntArray,
+    def __init__(self, work: Sequence[StageWork], blocks: IntArray,
                  widths: FloatArray | IntArray | None, part: slice) -> None:
         self._configs, self._stages = len(blocks), len(work)
         # array calls per round: six a stage, or fewer that cost more a configuration
@@ -215,7 +195,7 @@ class _Rounds:
                 views[id(own)] = (own.encode_s[part], own.encode_rest_s[part],
                                   own.decode_s[:, part], own.decode_rest_s[:, part])
         stages = [views[id(own)] for own in work]
-        self._encode = self._ready(_Step([v[0] for v in stages], [v[1] for v in stages]))
+        self._encode = self._ready(_Round([v[0] for v in stages], [v[1] for v in stages]))
         self._decodes = []
         for k, count in enumerate(self._counts):
             before = None
@@ -223,14 +203,14 @@ class _Rounds:
                 before = widths[k, part][:count] - 1
                 before = before if before.any() else None
             rows = {key: (v[2][k, :count], v[3][k, :count]) for key, v in views.items()}
-            self._decodes.append(self._ready(_Step(
+            self._decodes.append(self._ready(_Round(
                 [rows[id(own)][0] for own in work], [rows[id(own)][1] for own in work], before)))
         # what the last group waits for at stage 0 before its next step: all others' ones
         encode_rest, decode_rest = stages[0][1], stages[0][3]
         self._before_last = np.concatenate([decode_rest[:most], encode_rest[None]])
         self._before_last[blocks, np.arange(self._configs)] = encode_rest
 
-    def _ready(self, step: _Step) -> _Step:
+    def _ready(self, step: _Round) -> _Round:
         if self._is_stacked:
             step.stack()
         return step
@@ -253,7 +233,8 @@ class _Rounds:
         last_start = np.maximum(state.last, first_start + self._encode.rest_s[0])
 
         def seen(before_last: FloatArray) -> FloatArray:
-            """Until the head takes up the tokens; the last group waits for the others' steps."""
+            """Seconds until the head takes up the tokens; the last group waits for the others'
+            steps."""
             again = state.next_start()
             last: FloatArray = np.maximum(state.last, again + before_last) - last_start
             return 0.5 * (again - first_start + last)
@@ -283,7 +264,7 @@ class _Rounds:
                 last.last, last.next_start() + self._before_last[k + 1]))
         return encoded, finish
 
-    def _advance(self, state: _State, step: _Step, count: int) -> None:
+    def _advance(self, state: _State, step: _Round, count: int) -> None:
         if self._is_stacked:
             state.advance_stacked(step, count)
         else:

@@ -133,7 +133,7 @@ class Plans:
             REFERENCE_DECODE_QUERIES)
 
     def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
-        """What each stage needs for the reference workload (see xsimulator.allocation)."""
+        """Each stage's costs for the reference workload (see xsimulator.allocation)."""
         of_degree = {degree: self._cost(degree, role) for degree in {len(r) for r in ranks}}
         costs = [of_degree[len(group)].middle for group in ranks]
         first, last = of_degree[len(ranks[0])], of_degree[len(ranks[-1])]

@@ -148,7 +148,7 @@ class StageTimes:
 
     @cached_property
     def _links(self) -> tuple[Link, ...]:
-        """From each stage to the next; the last back to the first."""
+        """Each stage's link to the next one; the last stage's leads back to the first."""
         ends = [(stage.ranks[-1], following.ranks[0]) for stage, following in zip(
             self.stages, (*self.stages[1:], self.stages[0]), strict=True)]
         return tuple(self._cluster.link_between(a, b) for a, b in ends)

@@ -1,5 +1,12 @@
 """Step times of one plan for arrays of configurations: stages that cost the same are timed once,
-and what depends on one size alone is looked up in tables fine enough to be as good as asking."""
+and what depends on one size alone is looked up in tables fine enough to be as good as asking.
+
+Closed forms of RRA and of continuous batching, and RRA's bounds, read these tables: they ask for
+expected sizes, which lie between whole numbers, of a hundred thousand configurations at once. The
+replay tabulates the same StageTimes at whole numbers (xsimulator.replay.step_clock): it asks for
+one step at a time, and is to give what StageTimes gives, to the float. One table for both was
+either slower for one of them or not exact for the other.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray
-from xsimulator.policies.envelope import rising_minorant
+from xsimulator.envelope import rising_minorant
 from xsimulator.stage_times import PerDegree, StageTimes
 
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
@@ -22,7 +29,7 @@ class SizeTable:
     """Seconds [sizes..., columns] of one size, as a table over nodes that divide each octave
     evenly, so that a line stays one; it grows as larger sizes are asked for. Where a node is
     infinite (refused) the function itself answers. `lowered`: its envelope instead, a lower bound
-    (policies.envelope)."""
+    (xsimulator.envelope)."""
 
     def __init__(self, function: Callable[[FloatArray], FloatArray], *,
                  lowered: bool = False) -> None:
@@ -40,16 +47,16 @@ class SizeTable:
         top = int(index.max(initial=0))
         if top >= self._nodes.shape[1]:
             self._extend(top + (2 << SPLITS))
-        found = np.empty((len(self._nodes), *sizes.shape))
+        of_columns = np.empty((len(self._nodes), *sizes.shape))
         with np.errstate(invalid="ignore"):
-            for seconds, nodes, rises in zip(found, self._nodes, self._rises, strict=True):
+            for seconds, nodes, rises in zip(of_columns, self._nodes, self._rises, strict=True):
                 rises.take(index, out=seconds, mode="clip")
                 seconds *= beyond
                 seconds += nodes.take(index)
         if not self._is_finite:
-            unsure = ~np.isfinite(found).all(axis=0)
-            found[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
-        return found
+            unsure = ~np.isfinite(of_columns).all(axis=0)
+            of_columns[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
+        return of_columns
 
     def _extend(self, count: int) -> None:
         sizes = (np.arange(_FIRST, _FIRST + count + 1) << _SHIFT).view(np.float64)
@@ -80,7 +87,7 @@ class StepTable:
 
     def encode_s(self, tokens: FloatArray, queries: FloatArray,
                  attention_s: PerDegree) -> list[FloatArray]:
-        """As StageTimes.encode_s."""
+        """Seconds of encode steps, with the arguments of StageTimes.encode_s."""
         work = list(self._encode_rows(tokens))
         self._add_per_layer(work, attention_s, self._times.encode_layers)
         if not self._times.is_encoder_decoder:
@@ -88,8 +95,22 @@ class StepTable:
         return work
 
     def decode_s(self, queries: FloatArray, context: FloatArray) -> list[FloatArray]:
-        """As StageTimes.decode_s."""
+        """Seconds of decode steps, with the arguments of StageTimes.decode_s."""
         return self.decode_rows_s(queries, self._times.decode_attention_s(queries, context))
+
+    def mixed_s(self, tokens: FloatArray, encoded: FloatArray, attention_s: PerDegree,
+                queries: FloatArray, context: FloatArray) -> list[FloatArray]:
+        """Seconds of steps that encode (see encode_s) and decode `queries` besides. A decoder-only
+        model's layers run all rows together, attention apart; an encoder-decoder model's run one
+        after the other."""
+        if self._times.is_encoder_decoder:
+            return [encode + np.where(queries > 0, decode - self._times.overhead_s, 0.0)
+                    for encode, decode in zip(self.encode_s(tokens, encoded, attention_s),
+                                              self.decode_s(queries, context), strict=True)]
+        work = self.encode_s(tokens + queries, encoded + queries, attention_s)
+        self._add_per_layer(work, self._times.decode_attention_s(queries, context),
+                            self._times.decoder_layers)
+        return work
 
     def decode_rows_s(self, queries: FloatArray, attention_s: PerDegree) -> list[FloatArray]:
         """The same with one layer's attention given."""

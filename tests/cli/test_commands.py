@@ -60,7 +60,8 @@ def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
 def test_schedule_of_opt_13b_is_confirmed_by_simulate(
         job: Path, tmp_path: Path, policy: str, keys: tuple[str, ...]) -> None:
     fixed = f"--set=schedule.policy={policy}"
-    found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json", fixed)
+    found = xgpt("schedule", job, "--json", "--out", tmp_path / "s.json", fixed,
+                 "--horizon", "steady")
     assert found.returncode == 0, found.stderr
     schedule = json.loads(found.stdout)
     assert schedule["policy"] == policy
@@ -151,7 +152,8 @@ def test_the_options_are_frozen() -> None:
     shared = {"--set", "--json"}
     assert flags == {
         "submit": shared,
-        "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes"},
+        "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
+                              "--horizon"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
         "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from xgpt.app import deepspeed_engine
+from xgpt.app.checks import refuse_what_cannot_run
 from xgpt.app.session import Session, executable, find, open_session
-from xgpt.cli.run import refuse_what_cannot_run
+from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
 from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline
+from xrunner.engines.deepspeed import ENGINE
 
 
 def session_of(folder: Path, *, model: str = "opt-1.3b", schedule: str = "", run: str = "ranks: 2",
@@ -48,7 +49,7 @@ def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_time
         tmp_path: Path) -> None:
     free = found(session_of(tmp_path))
     assert [stage.ranks for stage in free.estimate.deployment.stages] == [(0, 1)]
-    assert deepspeed_engine.NOTE in free.estimate.notes
+    assert ENGINE.note in free.estimate.notes
     bound_s = free.estimate.figures.latency_s / 3
     bounded = found(session_of(tmp_path, bound=f"{bound_s}"))
     assert bounded.estimate.figures.latency_s <= bound_s
@@ -62,7 +63,7 @@ def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path: Path) -> None:
     given = found(session_of(tmp_path, schedule="policy: dsi, encode_batch: 6, "
                                                 "encode_micro_batches: 3", bound="0.001"))
     assert (given.estimate.policy, given.estimate.figures.encode_batch) == ("dsi", 6)
-    assert given.estimate.controls.encode_micro_batches == 3 and math.isinf(given.proof.gap)
+    assert given.estimate.encode_micro_batches == 3 and math.isinf(given.gap)
     with pytest.raises(InputError, match=r"schedule\.encode_batch: required"):
         found(session_of(tmp_path, schedule="policy: ft, decode_micro_batches: 2"))
 
@@ -78,16 +79,16 @@ def test_a_package_or_a_compiler_that_is_missing_is_named(tmp_path: Path,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     job = session_of(tmp_path).job
     installed(monkeypatch, package=True, compiler=True)
-    refuse_what_cannot_run(job)
+    refuse_what_cannot_run(job, LogTeller())
     installed(monkeypatch, package=False, compiler=True)
     with pytest.raises(MissingExtraError, match=r"'deepspeed'.*-e '\.\[deepspeed\]'"):
-        refuse_what_cannot_run(job)
+        refuse_what_cannot_run(job, LogTeller())
     installed(monkeypatch, package=True, compiler=False)
     with pytest.raises(XgptError, match="install g\\+\\+"):
-        refuse_what_cannot_run(job)
-    refuse_what_cannot_run(load_job(job.source, ["run.ranks=1"]))  # compiles nothing
+        refuse_what_cannot_run(job, LogTeller())
+    refuse_what_cannot_run(load_job(job.source, ["run.ranks=1"]), LogTeller())  # compiles nothing
     installed(monkeypatch, package=False, compiler=False)
-    refuse_what_cannot_run(load_job(job.source, ["run.engine=xgpt"]))  # needs neither
+    refuse_what_cannot_run(load_job(job.source, ["run.engine=xgpt"]), LogTeller())  # needs neither
 
 
 @pytest.mark.parametrize(("override", "why"), [
@@ -99,7 +100,7 @@ def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_f
         tmp_path: Path, override: str, why: str) -> None:
     job = load_job(session_of(tmp_path).job.source, [override])
     with pytest.raises(InputError) as caught:
-        refuse_what_cannot_run(job)
+        refuse_what_cannot_run(job, LogTeller())
     assert why in str(caught.value) and len(caught.value.mistakes) == 1
 
 

@@ -11,8 +11,7 @@ from xgpt.app.local_profile import wanted_profile
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
-from xscheduler.planner import plan
-from xscheduler.spaces.baselines import find_baseline
+from xscheduler.planner import Planner, plan
 
 
 def session_of(folder: Path, schedule: str, cluster: str = "local") -> Session:
@@ -93,8 +92,8 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
     assert found.estimate.policy == session.problem.fixed.policy and found.estimate.figures.fits
     assert found.fingerprint == session.problem.fingerprint
     free = session_of(tmp_path, f"policy: {found.estimate.policy}", cluster="a40-4")
-    steady = find_baseline(session.problem, timing_of(session))
-    best = find_baseline(executable(free).problem, timing_of(session))
+    steady = Planner(session.problem, timing_of(session)).steady()
+    best = Planner(executable(free).problem, timing_of(session)).steady()
     assert best.estimate.figures.throughput_qps >= steady.estimate.figures.throughput_qps
 
 

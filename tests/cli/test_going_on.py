@@ -83,7 +83,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
         monkeypatch.setattr(execution, "launcher_of", lambda job, problem: InProcess())
         monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
-                            lambda sink: len(sink.finished_queries) >= stop_after)
+                            lambda sink: len(sink.tally) >= stop_after)
         session = opened(folder)
         return execution.execute(session, roofline(session), find(session, roofline(session)))
 

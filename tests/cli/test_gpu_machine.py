@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app import session
+from xgpt.app import checks, session
 from xgpt.app.session import open_session, timing_of
-from xgpt.cli import run
 from xgpt.cli.terminal import Terminal
 from xgpt.core import local
 from xgpt.core.errors import InputError
@@ -37,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_query_gpus", lambda: local.parse_smi(TWO_A40))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local, "usable_cores", lambda *_: 8)
-    for module in (run, session):
+    for module in (checks, session):
         monkeypatch.setattr(module, "why_no_torch", lambda kind: None)
 
 
@@ -45,29 +44,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_on_this_machines_gpus_is_executed(
         machine: None, job: Callable[..., Job], capsys: pytest.CaptureFixture[str],
         ranks: int | None) -> None:
-    run.refuse_what_cannot_run(job(ranks))
+    checks.refuse_what_cannot_run(job(ranks), Terminal())
     assert "note" not in capsys.readouterr().err
 
 
 def test_ranks_that_share_a_gpu_are_told_so(
         machine: None, job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
-    run.refuse_what_cannot_run(job(3))
+    checks.refuse_what_cannot_run(job(3), Terminal())
     assert "3 ranks share 2 x A40" in capsys.readouterr().err
 
 
 def test_gpus_of_another_machine_are_planned_not_executed(machine: None,
                                                           job: Callable[..., Job]) -> None:
     with pytest.raises(InputError, match="this machine's GPUs.*plan for any cluster"):
-        run.refuse_what_cannot_run(job(cluster="a40-4"))
+        checks.refuse_what_cannot_run(job(cluster="a40-4"), Terminal())
 
 
 def test_a_pytorch_without_cuda_is_refused_with_the_ways_out(
         machine: None, monkeypatch: pytest.MonkeyPatch, job: Callable[..., Job]) -> None:
-    monkeypatch.setattr(run, "why_no_torch", lambda kind: "PyTorch has no CUDA")
+    monkeypatch.setattr(checks, "why_no_torch", lambda kind: "PyTorch has no CUDA")
     with pytest.raises(InputError, match="PyTorch has no CUDA.*CUDA_VISIBLE_DEVICES"):
-        run.refuse_what_cannot_run(job())
+        checks.refuse_what_cannot_run(job(), Terminal())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run.refuse_what_cannot_run(job())  # on CPU ranks
+    checks.refuse_what_cannot_run(job(), Terminal())  # on CPU ranks
 
 
 def test_gpus_are_measured_where_they_can_be(

@@ -12,9 +12,10 @@ from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.core.schedule import JOB_STATUS, Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
-from xscheduler.job_time import SHORT, WORTH, for_the_job, searched_spaces
+from xscheduler.job_time import SHORT, WORTH, for_the_job
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.prediction import predict
+from xscheduler.search import Scheduler
 from xscheduler.uncertainty import margin
 
 
@@ -72,7 +73,7 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
                                             num_queries=math.ceil(SHORT * present)))
     asked: list[object] = []
     assert for_the_job(long.problem, timing_of(session), steady,
-                       lambda: asked.append(1) or []) is steady  # type: ignore[func-returns-value]
+                       lambda count: asked.append(1) or []) is steady  # type: ignore[func-returns-value]
     assert not asked
 
 
@@ -80,15 +81,15 @@ def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
     fixed = "policy: rra, encode_batch: 10"
     session = session_of(tmp_path, 60, "inf", fixed)
     assert find(session, timing_of(session)).estimate.figures.encode_batch == 10
-    (space,) = searched_spaces(session.problem, timing_of(session))
-    assert {config.encode_batch for config in space.configs} == {10}
+    (selection,) = Scheduler(session.problem, timing_of(session)).selections(60)
+    assert {config.encode_batch for config in selection.configs} == {10}
     whole = session_of(tmp_path, 60, "inf", f"{fixed}, decode_iterations: 8")
-    (space,) = searched_spaces(whole.problem, timing_of(whole))
-    assert len(space.configs) == 1
+    (selection,) = Scheduler(whole.problem, timing_of(whole)).selections(60)
+    assert len(selection.configs) == 1
 
 
 def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     steady = steady_of(session)
     observing = replace(session.problem, observes=True)
-    assert for_the_job(observing, timing_of(session), steady) is steady
+    assert for_the_job(observing, timing_of(session), steady, lambda count: []) is steady

@@ -21,10 +21,11 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
 from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
 from xrunner.rules.rra import most_active, rra_change, rra_rule
-from xscheduler.beginning import FIRST_QUERIES, NEAR, QUICKEST, beginning, hint, said_of
+from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
@@ -50,7 +51,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
-    assert schedule.proof.status == QUICKEST and schedule.bound.limit_s == BOUND_S
+    assert schedule.status == Status.BEGINNING and schedule.latency_bound_s == BOUND_S
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
@@ -66,7 +67,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
     save_schedule(schedule, tmp_path / "s.json")
     assert said_of(load_schedule(tmp_path / "s.json")) == said, "`xgpt run` says it too"
     table = schedule_table(schedule)
-    assert "OVER the bound of 4.00 s" in table and QUICKEST in table
+    assert "OVER the bound of 4.00 s" in table and Status.BEGINNING in table
 
 
 def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
@@ -94,7 +95,8 @@ def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[st
 
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
     session = observing(tmp_path)
-    session = replace(session, problem=replace(session.problem, cluster=session.problem.cluster.with_nodes(device=replace(session.problem.cluster.device,
+    session = replace(session, problem=replace(session.problem, cluster=replace(
+        session.problem.cluster, device=replace(session.problem.cluster.device,
                                                 memory_bytes=2**32))))
     with pytest.raises(InfeasibleError, match="memory binds"):
         find(session, timing_of(session))
@@ -129,7 +131,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
         begun: tuple[Session, Schedule]) -> None:
     session, schedule = begun
     small = observing_slots(session, schedule, encode_batch=1)
-    assert small > 8 * most_active(schedule.estimate.changed(encode_batch=1, decode_batch=1.0))
+    assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
     per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
     weights = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
@@ -139,7 +141,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
 
 
 def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int:
-    tiny = replace(schedule, estimate=schedule.estimate.changed(decode_batch=1.0, **changes))
+    tiny = replace(schedule, estimate=replace(schedule.estimate, decode_batch=1.0, **changes))
     made = rescheduler_of(session, timing_of(session), tiny)
     assert made is not None
     return made.slots
@@ -185,7 +187,7 @@ class Followed:
                      if step.phase == phase), None)
 
     def write(self, now_s: float) -> None:
-        begin_s, took_s = self.result.encode_start_s, self.result.latency_s
+        begin_s, took_s = self.result.times.start_s, self.result.latency_s
         finished, active = [], []
         for query in np.flatnonzero(begin_s <= now_s).tolist():
             share = min((now_s - begin_s[query]) / took_s[query], 1.0)
@@ -253,8 +255,7 @@ def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[Session, Sched
 def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     start = begun[1].estimate
-    own = fresh(begun, tmp_path, _needed=50, _running=
-        begun[1].changed(encode_batch=60, decode_iterations=20))  # as 24 short ones had it
+    own = fresh(begun, tmp_path, _needed=50, _running=begun[1].changed(encode_batch=60, decode_iterations=20))  # as 24 short ones had it
     assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start
@@ -262,8 +263,8 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_adjustment(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
-                                                           start.figures.decode_iterations)
+    assert (told.encode_batch, told.decode_iterations) == (start.encode_batch,
+                                                           start.decode_iterations)
     assert own._is_observing, "it looks again"
 
 

@@ -149,8 +149,8 @@ with output_lock(out):
             os.kill(os.getpid(), signal.SIGKILL)
         writer.write(FinishedQuery(
             query=PreparedQuery(index=index, id=f"q{index}", input_ids=(1,), max_new_tokens=1),
-            output_ids=(index,), finish_reason="length", encode_start_s=0.0,
-            latency_s=float(kill_after), text="x" * (index % 50)))
+            output_ids=(index,), finish_reason="length", text="x" * (index % 50),
+            encode_start_s=0.0, first_token_s=0.0, last_token_s=float(kill_after)))
         progress.add(1.0)
     writer.close()
     progress.tick(1.0, 400, "done")

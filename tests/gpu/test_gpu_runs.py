@@ -29,7 +29,7 @@ from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
-from xrunner.engine.kv import KvCache  # noqa: E402
+from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
 from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
@@ -72,7 +72,7 @@ def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
         sink, executors = toys.run_in_process(directory, queries, degrees=degrees,
                                               num_groups=groups, device=device)
         assert answers(sink) == expected, f"{degrees = }"
-        assert all(e.caches[0].store.device == device for e in executors)
+        assert all(e.groups[0].cache.store.device == device for e in executors)
         assert sum(e.rows_compacted for e in executors) > 0
 
 
@@ -117,8 +117,8 @@ def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) 
 def test_caches_that_do_not_fit_are_refused_in_words(made: Made, device: torch.device) -> None:
     directory, _ = made("llama")
     with pytest.raises(XgptError, match="the KV cache of .* more than cuda"):
-        KvCache(toys.spec_of(directory), 5, torch.float32, slots=10**6, capacity=10**5,
-                device=device)
+        KvCache(kv_shape(toys.spec_of(directory), torch.float32, slots=10**6, capacity=10**5),
+                device)
 
 
 RRA = [("llama", (1, 1)), ("llama", (2,)), ("opt", (2, 1)), ("gpt2", (1, 2)), ("t5", (1, 1)),

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 from job_folder import XGPT, MeasuredToy  # noqa: E402
 
-from xprofiler.plan import Needs, missing  # noqa: E402
+from xprofiler.points import Needs, missing  # noqa: E402
 from xprofiler.profile import Profile, TableKey  # noqa: E402
 from xprofiler.profile_file import load_profile  # noqa: E402
 from xprofiler.profile_timing import ProfileTiming  # noqa: E402

@@ -136,8 +136,9 @@ def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
     attention_files(tables, [(4, 2)], other)
     with pytest.raises(InputError, match="a100_sxm vllm 0.14.0"):
         aiconfigurator.import_profile(
-            TINY, A100, "bfloat16", gemm=tables / "a100_sxm_vllm_0.14.0_gemm.csv",
-            context_attention=tables / f"{other}_context_attention.csv")
+            TINY, A100, "bfloat16", aiconfigurator.KernelFiles(
+                gemm=tables / "a100_sxm_vllm_0.14.0_gemm.csv",
+                context_attention=tables / f"{other}_context_attention.csv"))
 
 
 def test_folders_without_the_device_or_engine_say_what_is_there(tables: Path) -> None:

@@ -17,7 +17,7 @@ from imported import A100, DATA, TINY, again, faults, needs_data, seconds, write
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xprofiler.importers import distserve, import_folder, vidur
-from xprofiler.importers.parts import grouped_messages, samples_at, undisturbed
+from xprofiler.importers.draft import grouped_messages, samples_at, undisturbed
 from xprofiler.importers.table import Column, read_table
 from xprofiler.profile import Profile
 from xprofiler.profile_timing import ProfileTiming
@@ -130,7 +130,7 @@ def test_what_vidur_lacks_is_said_and_taken_from_the_roofline(tmp_path: Path) ->
 def test_a_vidur_table_of_another_model_is_named(tmp_path: Path) -> None:
     path = mlp_file(tmp_path, [mlp_row(1, 1, {"n_head": 8, "n_expanded_embd": 256})])
     with pytest.raises(InputError) as error:
-        vidur.import_profile(TINY, A100, "float16", mlp=path)
+        vidur.import_profile(TINY, A100, "float16", vidur.VidurFiles(mlp=path))
     assert {key for _, key in faults(error)} == {"n_head", "n_expanded_embd"}
     assert "tiny has num_heads = 4" in str(error.value)
     with pytest.raises(InputError, match=r"tiny \(8, 2, 64, 256, True\)"):
@@ -165,7 +165,7 @@ def test_other_dtypes_and_devices_are_refused(tmp_path: Path, dtype: str, device
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
     path = mlp_file(tmp_path, [mlp_row(1, 1)])
     with pytest.raises(InputError, match="decoder-only"):
-        vidur.import_profile(catalog.model("t5-11b"), A100, "float16", mlp=path)
+        vidur.import_profile(catalog.model("t5-11b"), A100, "float16", vidur.VidurFiles(mlp=path))
 
 
 def message_file(path: Path, collective: str) -> Path:
@@ -177,12 +177,12 @@ def message_file(path: Path, collective: str) -> Path:
 
 
 def test_messages_within_and_between_nodes_go_to_their_links(tmp_path: Path) -> None:
-    profile = vidur.import_profile(
-        TINY, A100, "float16", mlp=mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8)
-                                                       for d in (1, 2)]),
+    files = vidur.VidurFiles(
+        mlp=mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 2)]),
         all_reduce=message_file(tmp_path / "a.csv", "all_reduce"),
-        send_recv=message_file(tmp_path / "s.csv", "send_recv"),
-        links={"intra": "nvlink3", "inter": "ib-200g"})
+        send_recv=message_file(tmp_path / "s.csv", "send_recv"))
+    profile = vidur.import_profile(TINY, A100, "float16", files, links={
+        "intra": "nvlink3", "inter": "ib-200g"})
     timing = ProfileTiming(profile)
     near, far = catalog.link("nvlink3"), catalog.link("ib-200g")
     # the third of five sizes is their median: 3000 bytes, 0.03 ms a rank of the node
@@ -200,8 +200,8 @@ def test_attention_serves_the_degree_that_has_its_heads(tmp_path: Path) -> None:
     rows = [[n / 10, "", *shape, 4, 1, n, cached, True] for n in (64, 128) for cached in (0, 99)]
     rows += [["", q * y / 100, *shape, 4, q, 0, y, False] for q in (1, 4) for y in (32, 64)]
     mlp = mlp_file(tmp_path, [mlp_row(n, d) for n in (1, 8) for d in (1, 2)])
-    profile = vidur.import_profile(TINY, A100, "float16", mlp=mlp,
-                                   attention=[write(tmp_path / "att.csv", header, rows)])
+    profile = vidur.import_profile(TINY, A100, "float16", vidur.VidurFiles(
+        mlp=mlp, attention=[write(tmp_path / "att.csv", header, rows)]))
     assert seconds(profile, Operator.ENCODE_ATTENTION, 128, tp_degree=2) == pytest.approx(0.0128)
     assert seconds(profile, Operator.DECODE_ATTENTION, 4, 64, tp_degree=2) == pytest.approx(2.56e-3)
     assert "decode_attention (tp 1)" in profile.metadata.origin

@@ -16,7 +16,7 @@ from xgpt.core.schedule import StageAssignment  # noqa: E402
 from xprofiler.measure.bench import LayerBench, ordinary_inputs, ragged  # noqa: E402
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
-from xprofiler.measure.probe import Parts, Probe, Whole  # noqa: E402
+from xprofiler.measure.probe import Probe, StepParts, Whole  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
@@ -115,7 +115,7 @@ def test_every_part_is_counted_once_where_it_belongs(num_layers: int) -> None:
         assert parts.overhead_s(num_layers) == pytest.approx(spent["overhead"], rel=1e-9)
 
 
-def total_s(parts: Parts, num_layers: int) -> float:
+def total_s(parts: StepParts, num_layers: int) -> float:
     """What the parts of a decode step, and what it takes besides, add up to."""
     layer_s = parts.rest_s + parts.attention_s + parts.cross_s
     return num_layers * layer_s + parts.embed_s + parts.head_s + parts.overhead_s(num_layers)
@@ -144,7 +144,7 @@ def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts() -> None:
     probe = Probe(SimpleNamespace(layers=[layer], ends=ends), clock)  # type: ignore[arg-type]
     parts = probe.time(step)
     assert clock.marks == 2 + 2 * 4 + 1
-    assert parts == Parts(whole_s=10, rest_s=3, attention_s=1, embed_s=1, head_s=1)
+    assert parts == StepParts(whole_s=10, rest_s=3, attention_s=1, embed_s=1, head_s=1)
     assert parts.overhead_s(1) == 4
 
 
@@ -164,7 +164,7 @@ def test_a_step_that_skips_a_layer_is_our_own_mistake() -> None:
 
 def test_what_is_less_than_nothing_besides_the_parts_is_nothing() -> None:
     """Clocks of a GPU's events and of the whole may disagree by a rounding."""
-    parts = Parts(whole_s=1.0, rest_s=0.6, attention_s=0.5, embed_s=0, head_s=0)
+    parts = StepParts(whole_s=1.0, rest_s=0.6, attention_s=0.5, embed_s=0, head_s=0)
     assert parts.overhead_s(1) == 0
 
 
@@ -173,7 +173,7 @@ def test_the_whole_alone_takes_two_marks() -> None:
     model = FakeModel(clock, 3)
     parts = Whole(clock).time(model.step)
     assert clock.marks == 2
-    assert parts == Parts(whole_s=sum(model.spent.values()) + 1, rest_s=0, attention_s=0,
+    assert parts == StepParts(whole_s=sum(model.spent.values()) + 1, rest_s=0, attention_s=0,
                           embed_s=0, head_s=0)
 
 
@@ -215,7 +215,7 @@ def test_a_probed_step_gives_the_tokens_that_it_gives_unprobed(family: str) -> N
     assert len({tuple(step) for step in expected}) > 1, "a model that says one thing shows nothing"
 
 
-def all_parts_are_there(parts: Parts, num_layers: int) -> None:
+def all_parts_are_there(parts: StepParts, num_layers: int) -> None:
     """An identity and signs, no times."""
     assert total_s(parts, num_layers) == pytest.approx(parts.whole_s, rel=1e-9)
     assert min(parts.rest_s, parts.attention_s, parts.embed_s, parts.head_s) > 0

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
-from xprofiler.measure.probe import Parts  # noqa: E402
+from xprofiler.measure.probe import StepParts  # noqa: E402
 from xprofiler.measure.recorder import MAX_SAMPLES, Recorder  # noqa: E402
-from xprofiler.plan import Kind, Point  # noqa: E402
+from xprofiler.points import Kind, Point  # noqa: E402
 from xprofiler.profile import (  # noqa: E402
     STEP_OVERHEAD,
     TRANSFER,
@@ -30,11 +30,11 @@ EMPTY = Profile(metadata=METADATA, tables={})
 LAYERS = 3
 
 
-def parts(scale: float = 1.0) -> Parts:
+def parts(scale: float = 1.0) -> StepParts:
     """A step of three layers: 3 (2 + 1 + 0.5) + 0.25 + 0.75 and 1.5 besides."""
-    plain = Parts(whole_s=13.0, rest_s=2.0, attention_s=1.0, embed_s=0.25, head_s=0.75,
+    plain = StepParts(whole_s=13.0, rest_s=2.0, attention_s=1.0, embed_s=0.25, head_s=0.75,
                   cross_s=0.5, cross_kv_s=0.125)
-    return Parts(*(scale * value for value in plain))
+    return StepParts(*(scale * value for value in plain))
 
 
 def recorded(point: Point, rows: int, queries: int, **how: Any) -> Profile:

@@ -9,7 +9,7 @@ from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xprofiler.profile import Peaks
 from xprofiler.timing import Operator
-from xprofiler.work import Work, bound_by, floor_s, work
+from xprofiler.work import LeastWork, bound_by, floor_s, work
 
 # H 8, A 8, K 2 x 2 heads x 2 = 8, gated MLP of 10, V 33
 SMALL = ModelSpec(name="small", family="llama", num_layers=2, hidden_size=8, num_heads=4,
@@ -76,6 +76,6 @@ def test_arrays_broadcast_and_nothing_to_do_is_no_work(operator: Operator) -> No
 
 def test_the_floor_is_the_higher_of_the_two_and_says_which() -> None:
     peaks = Peaks(flops_per_s=100.0, bandwidth_bytes_per_s=10.0, source="test")
-    needed = Work(flops=np.array([100.0, 400.0, 0.0]), num_bytes=np.array([20.0, 20.0, 0.0]))
+    needed = LeastWork(flops=np.array([100.0, 400.0, 0.0]), num_bytes=np.array([20.0, 20.0, 0.0]))
     assert floor_s(needed, peaks).tolist() == [2.0, 4.0, 0.0]
     assert bound_by(needed, peaks).tolist() == ["memory", "compute", "memory"]

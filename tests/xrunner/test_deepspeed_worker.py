@@ -93,7 +93,7 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
     results = plan.output / "results.jsonl"
 
     def stop_after_a_batch(sink: Any) -> bool:
-        return len(sink.finished_queries) >= 4
+        return len(sink.tally) >= 4
 
     with monkeypatch.context() as patched:
         patched.setattr("xrunner.io.sink.RunSink.should_stop", stop_after_a_batch)

@@ -22,12 +22,12 @@ from xrunner import devices
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.weights import Part
+from xrunner.models.weights import TensorPart
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import LocalComm, local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import parts
+from xrunner.transport.handover import transfers
 from xrunner.transport.messages import Joined, Message, StartMessage, StepMessage
 
 DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
@@ -54,7 +54,7 @@ class Gate(LocalComm):
 class Zeros:
     """A WeightSource in the host's memory."""
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         return torch.zeros(shape if part is None else part.shape(shape))
 
     def has(self, name: str) -> bool:
@@ -109,7 +109,7 @@ def on_host(count: int) -> Tensor:
 
 def check_steps(executor: StageExecutor) -> None:
     executor.start(START)
-    assert executor.caches[0].store.device == DEVICE
+    assert executor.groups[0].cache.store.device == DEVICE
     first = executor.execute(encode(), on_host(sum(LENGTHS)))
     assert first is not None
     after = executor.execute(decode(removed=(0,)), on_host(2))
@@ -143,7 +143,7 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
         elsewhere: None, family: str) -> None:
     spec = spec_of(family)
     pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
-    own = parts(pools, spec)
+    own = transfers(pools, spec)
     models = [load_stage(spec, Zeros(), stage, torch.float32, WHOLE, DEVICE) for stage in pools]
     encoder = StageExecutor(models[0], sender=EntrySender(comms[0], own))
     decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))

@@ -191,11 +191,13 @@ def assert_as_near(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor
 
 
 def _tensors(executor: Any) -> list[torch.Tensor]:
-    found = []
-    for owner in (*executor.model.layers, executor.model.ends):
-        for name, value in vars(owner).items():
-            if name == "inverse_frequency":  # computed, not loaded
-                continue
-            found += [t for t in (value if isinstance(value, tuple) else (value,))
-                      if isinstance(t, torch.Tensor)]
-    return found
+    # NOTE: inverse_frequency is computed, not loaded
+    return [tensor for owner in (*executor.model.layers, executor.model.ends)
+            for name, value in vars(owner).items() if name != "inverse_frequency"
+            for tensor in _flat(value)]
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in _flat(part)]
+    return [value] if isinstance(value, torch.Tensor) else []

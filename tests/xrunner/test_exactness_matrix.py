@@ -95,7 +95,7 @@ def test_ranks_of_a_group_take_the_same_steps_and_share_the_memory(made: Made,
         steps = [[r[:6] for r in e.log if r.kind != "cross_kv"] for e in executors]
         assert steps[0] == steps[1] == steps[2]
         shared, whole = executors[0], executors[2]
-        heads = [c.store.shape[3] for c in (shared.caches[0], whole.caches[0])]
+        heads = [e.groups[0].cache.store.shape[3] for e in (shared, whole)]
         assert heads[1] == 2 * heads[0]
         assert _busy(shared) == pytest.approx(shared.busy_s)
 

@@ -22,7 +22,8 @@ def finished(index: int, *, latency_s: float = 1.25, is_openai: bool = False,
     query = PreparedQuery(index=index, id=f"id{index}", input_ids=(1, 2, 3), max_new_tokens=5,
                           is_openai=is_openai)
     return FinishedQuery(query=query, output_ids=(4, 5, index), finish_reason="stop",
-                         encode_start_s=0.123456, latency_s=latency_s, text=text)
+                         text=text,
+                         encode_start_s=0.0, first_token_s=0.0, last_token_s=latency_s)
 
 
 def open_writer(path: Path) -> ResultWriter:

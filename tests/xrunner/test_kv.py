@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xrunner.engine.kv import KvCache
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.rules.compaction import apply_moves, compaction_moves
+from xrunner.rules.slots import GroupSlots
 
 SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,
                  num_kv_heads=1, vocab_size=11, intermediate_size=8)
+
+
+def cache_of(slots: int, capacity: int) -> KvCache:
+    return KvCache(kv_shape(SPEC, torch.float32, slots=slots, capacity=capacity))
 
 
 @given(st.integers(0, 40).flatmap(lambda n: st.tuples(
@@ -31,50 +36,51 @@ def test_compaction_keeps_the_survivors_with_the_fewest_moves(case: tuple[int, s
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data: st.DataObject) -> None:
-    cache, expected, next_query = KvCache(SPEC, 2, torch.float32, slots=32, capacity=6), {}, 0
+    cache, slots, expected, next_query = cache_of(32, 6), GroupSlots[int](), {}, 0
     for _ in range(data.draw(st.integers(1, 8))):
-        if cache.num_active:
-            gone = data.draw(st.sets(st.integers(0, cache.num_active - 1)))
+        if slots.seats:
+            gone = data.draw(st.sets(st.integers(0, len(slots.seats) - 1)))
             for slot in gone:
-                del expected[cache.queries[slot]]
+                del expected[slots.seats[slot]]
+            slots.compact(gone)
             cache.free(sorted(gone))
         inputs = data.draw(st.lists(st.integers(1, 6), max_size=4))
         queries = list(range(next_query, next_query + len(inputs)))
         next_query += len(inputs)
-        first = cache.allocate(queries, inputs)
+        first = cache.allocate(inputs)
+        assert slots.place(queries) == first
         for i, (query, length) in enumerate(zip(queries, inputs, strict=True)):
             values = torch.randn(2, 2, 1, length, 4)
             cache.store[:, :, first + i, :, :length] = values
             expected[query] = values
         cache.check_integrity()
-        assert sorted(cache.queries) == sorted(expected)
-        for slot, query in enumerate(cache.queries):
+        assert sorted(slots.seats) == sorted(expected)
+        for slot, query in enumerate(slots.seats):
             length = cache.lengths[slot]
             assert torch.equal(cache.store[:, :, slot, :, :length], expected[query])
     assert torch.isfinite(cache.store).all(), "masked scores multiply what lies here"
 
 
 def test_the_store_never_moves() -> None:
-    cache = KvCache(SPEC, 2, torch.bfloat16, slots=3, capacity=12)
-    cache.allocate([1, 2], [3, 4])
+    cache = cache_of(3, 12)
+    cache.allocate([3, 4])
     before = cache.store.data_ptr()
     for _ in range(7):
         cache.extend()
         cache.check_integrity()
     assert cache.lengths == [10, 11] and cache.store.data_ptr() == before
-    assert cache.num_tokens == 21
 
 
 def test_a_slot_freed_is_a_slot_reused_and_a_full_cache_says_so() -> None:
-    cache = KvCache(SPEC, 2, torch.float32, slots=3, capacity=5)
-    cache.allocate([1, 2, 3], [1, 1, 1])
-    for query in range(4, 30):
+    cache = cache_of(3, 5)
+    cache.allocate([1, 1, 1])
+    for _ in range(26):
         cache.free([0])
-        cache.allocate([query], [1])
-    with pytest.raises(AssertionError, match="_slots = 3"):
-        cache.allocate([99], [1])
+        cache.allocate([1])
+    with pytest.raises(AssertionError, match="slots=3"):
+        cache.allocate([1])
 
 
 def test_a_cache_beyond_the_machine_is_refused_in_words() -> None:
     with pytest.raises(XgptError, match="KV cache of 1000000 queries of up to 1000000 tokens"):
-        KvCache(SPEC, 2, torch.float32, slots=10**6, capacity=10**6)
+        cache_of(10**6, 10**6)

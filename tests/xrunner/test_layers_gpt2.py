@@ -14,7 +14,7 @@ from toys import make_model, spec_of, split_stages
 
 from xgpt.core.model import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
+from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
 
@@ -45,31 +45,31 @@ def test_an_untied_head_is_read_as_such() -> None:
 
 def test_weights_are_turned_once_and_lie_in_rows(gpt2: tuple[Path, Any]) -> None:
     directory, model = gpt2
-    layer = Gpt2Layer(spec_of(directory), CheckpointReader(directory, torch.float32), 1)
+    layer = gpt2_layer(spec_of(directory), CheckpointReader(directory, torch.float32), 1)
     attn, mlp = model.transformer.h[1].attn, model.transformer.h[1].mlp
-    for ours, conv in ((layer.qkv_weight, attn.c_attn), (layer.out_weight, attn.c_proj),
-                       (layer.up_weight, mlp.c_fc), (layer.down_weight, mlp.c_proj)):
+    for ours, conv in ((layer.weights.qkv[0], attn.c_attn), (layer.weights.out[0], attn.c_proj),
+                       (layer.weights.up[0], mlp.c_fc), (layer.weights.down[0], mlp.c_proj)):
         assert torch.equal(ours, conv.weight.detach().t()) and ours.is_contiguous()
 
 
 def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2: tuple[Path, Any]) -> None:
     directory, model = gpt2
     reader = CheckpointReader(directory, torch.float32)
-    layer = Gpt2Layer(spec_of(directory), reader, 2, Shard(1, 2))
+    layer = gpt2_layer(spec_of(directory), reader, 2, Shard(1, 2))
     conv = model.transformer.h[2].attn.c_attn
     rows = [i * 48 + 24 + j for i in range(3) for j in range(24)]  # heads 3 to 5 of 6
-    assert torch.equal(layer.qkv_weight, conv.weight.detach().t()[rows])
-    assert torch.equal(layer.qkv_bias, conv.bias.detach()[rows])
-    assert layer.qkv_weight.is_contiguous() and layer.out_bias is None
+    assert torch.equal(layer.weights.qkv[0], conv.weight.detach().t()[rows])
+    assert torch.equal(layer.weights.qkv[1], conv.bias.detach()[rows])
+    assert layer.weights.qkv[0].is_contiguous() and layer.weights.out[1] is None
 
 
 def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2: tuple[Path, Any]) -> None:
     directory, _ = gpt2
     spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
-    ends = Gpt2Ends(spec, reader, first=True, last=True, shard=Shard(1, 2))
+    ends = gpt2_ends(spec, reader, first=True, last=True, shard=Shard(1, 2))
     assert ends.head_weight.data_ptr() == ends.embedding[49:].data_ptr()
     assert ends.head_weight.shape == (48, 48)
-    alone = Gpt2Ends(spec, reader, first=False, last=True, shard=Shard(1, 2))
+    alone = gpt2_ends(spec, reader, first=False, last=True, shard=Shard(1, 2))
     assert alone.embedding is None and torch.equal(alone.head_weight, ends.head_weight)
 
 
@@ -78,14 +78,15 @@ def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
     spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
     model = StageModel(spec, reader, split_stages(spec.num_layers, 1)[0], torch.float32,
                        device="meta")
-    held = [t for owner in (*model.layers, model.ends) for v in vars(owner).values()
-            for t in (v if isinstance(v, tuple) else (v,)) if isinstance(t, torch.Tensor)]
+    values = [*vars(model.ends).values(), *(v for layer in model.layers for v in layer.weights)]
+    held = [t for v in values for t in (v if isinstance(v, tuple) else (v,))
+            if isinstance(t, torch.Tensor)]
     assert len(held) > 5 * 8 and {t.device.type for t in held} == {"meta"}
 
 
 def test_the_mlp_uses_gelu_by_tanh(gpt2: tuple[Path, Any]) -> None:
     directory, model = gpt2
-    layer = Gpt2Layer(spec_of(directory), CheckpointReader(directory, torch.float32), 0)
+    layer = gpt2_layer(spec_of(directory), CheckpointReader(directory, torch.float32), 0)
     theirs, hidden = model.transformer.h[0], torch.linspace(-1, 1, 5 * 48).view(5, 48)
     with torch.no_grad():
         added = hidden + theirs.attn.c_proj.bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ class Runner:
         cross = cross_context(torch.tensor(LENGTHS[:len(tokens)]), F32)
         hidden = self.decoder_ends.embed(tokens, contexts)
         for layer, own, theirs in zip(self.decoder, self.self_cache, self.cross_cache, strict=True):
-            attended = attend_decode(*layer.qkv(hidden, bias), *own, step, bias, SCALE)
+            attended = attend_decode(*layer.qkv(hidden, bias), *own,
+                                     replace(step, mask=bias), SCALE)
             hidden, query = layer.cross_query(hidden, attended)
             hidden = layer.finish(hidden, attend_cross(query, *theirs, cross, SCALE))
         return self.decoder_ends.logits(hidden)

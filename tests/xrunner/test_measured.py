@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.engine.measured import write_measured
+from xrunner.engine.measured import Outcome, write_measured
 from xrunner.engine.pipeline import RankReport
 from xrunner.engine.stage import StepRecord
+from xrunner.io.tally import Tally
+from xrunner.query import FinishedQuery, PreparedQuery
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:
@@ -21,8 +23,23 @@ def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -
 
 
 def write(folder: Path, reports: list[RankReport]) -> None:
-    write_measured(folder, state="done", wall_s=10.0, finished=[(4, 1.0), (6, 3.0)],
-                   queries_before=0, num_errors=0, reports=reports)
+    tally = Tally()
+    for count, last_s in ((1, 2.0), (6, 4.5)):
+        tally.add(FinishedQuery(
+            query=PreparedQuery(index=count, id="", input_ids=(1,), max_new_tokens=9),
+            output_ids=(7,) * count, finish_reason="stop", text="",
+            encode_start_s=1.0, first_token_s=2.0, last_token_s=last_s))
+    outcome = Outcome(state="done", wall_s=10.0, queries_before=0, num_errors=0)
+    write_measured(folder, outcome, tally, reports)
+
+
+def test_the_queries_times_are_told_by_their_percentiles(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert (measured["queries"], measured["output_tokens"]) == (2, 7)
+    assert (measured["latency_p50_s"], measured["ttft_p50_s"], measured["ttft_p99_s"]) == (
+        2.25, 2.0, 2.0)
+    assert measured["tpot_p50_s"] == measured["tpot_p99_s"] == 0.5, "one token alone has no pace"
 
 
 def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(

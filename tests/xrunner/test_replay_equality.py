@@ -31,7 +31,7 @@ from xrunner.query import PreparedQuery
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.closed_form import IterationConfig
+from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.static.config import StaticConfig
@@ -106,10 +106,10 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
     ("ft", (1, 1), StaticConfig(encode_batch=9, decode_micro_batches=2)),
     ("ft", (1,), StaticConfig(encode_batch=5, decode_micro_batches=3)),
     ("dsi", (1, 1, 1), StaticConfig(encode_batch=7, decode_micro_batches=2, encode_parts=2)),
-    ("orca", (1,), IterationConfig(max_active=6)),
-    ("orca", (2, 1), IterationConfig(max_active=7, tp_degree=2, tp_gpus=2)),
-    ("vllm", (1, 1), IterationConfig(max_active=9, token_budget=60)),
-    ("sarathi", (1, 1), IterationConfig(max_active=9, token_budget=12))])
+    ("orca", (1,), ContinuousConfig(max_active=6)),
+    ("orca", (2, 1), ContinuousConfig(max_active=7, tp_degree=2, tp_gpus=2)),
+    ("vllm", (1, 1), ContinuousConfig(max_active=9, token_budget=60)),
+    ("sarathi", (1, 1), ContinuousConfig(max_active=9, token_budget=12))])
 @pytest.mark.parametrize("is_tight", [False, True])
 def test_a_baseline_and_its_replay_take_the_same_steps(
         work: Work, policy: str, degrees: tuple[int, ...], config: object,

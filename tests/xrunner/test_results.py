@@ -13,8 +13,8 @@ from xrunner.query import FinishedQuery, PreparedQuery
 def finished(index: int, *, text: str = "täxt\n", openai: bool = False) -> FinishedQuery:
     query = PreparedQuery(index=index, id=f"id{index}", input_ids=(1, 2, 3), max_new_tokens=5,
                           is_openai=openai, is_chat=openai)
-    return FinishedQuery(query=query, output_ids=(4, 5), finish_reason="stop", encode_start_s=0.5,
-                         latency_s=1.25, text=text)
+    return FinishedQuery(query=query, output_ids=(4, 5), finish_reason="stop", text=text,
+                         encode_start_s=0.5, first_token_s=1.5, last_token_s=1.75)
 
 
 def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path: Path)
     line = json.loads(path.read_text().splitlines()[0])
     assert line == {"id": "id0", "index": 0, "text": "täxt\n", "output_ids": [4, 5],
                     "input_tokens": 3, "output_tokens": 2, "finish_reason": "stop",
-                    "latency_s": 1.25, "encode_start_s": 0.5}
+                    "latency_s": 1.25, "encode_start_s": 0.5, "ttft_s": 1.5, "tpot_s": 0.25}
 
 
 def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
@@ -56,6 +56,7 @@ def test_an_openai_request_is_answered_with_a_batch_response(tmp_path: Path) -> 
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert line["xgpt"]["latency_s"] == 1.25
+    assert (line["xgpt"]["ttft_s"], line["xgpt"]["tpot_s"]) == (1.5, 0.25)
 
 
 def test_errors_are_written_in_line_order_and_no_file_when_there_are_none(tmp_path: Path) -> None:

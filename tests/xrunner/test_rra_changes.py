@@ -147,8 +147,8 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
 def result(index: int, tokens: int) -> FinishedQuery:
     (query,) = random_queries(1, longest=2)
     return FinishedQuery(query=replace(query, index=index, input_ids=(7, 8)), text="",
-                         output_ids=(9,) * tokens, finish_reason="stop", encode_start_s=0.0,
-                         latency_s=1.0)
+                         output_ids=(9,) * tokens, finish_reason="stop",
+                         encode_start_s=0.0, first_token_s=0.5, last_token_s=1.0)
 
 
 def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path: Path) -> None:

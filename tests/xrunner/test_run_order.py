@@ -75,5 +75,5 @@ def test_runs_that_are_killed_lose_and_double_nothing(tmp_path: Path) -> None:
 
 def finished(index: int) -> FinishedQuery:
     query = PreparedQuery(index=index, id=f"id{index}", input_ids=(1,), max_new_tokens=5)
-    return FinishedQuery(query=query, output_ids=(4,), finish_reason="length", encode_start_s=0.5,
-                         latency_s=1.25, text="")
+    return FinishedQuery(query=query, output_ids=(4,), finish_reason="length", text="",
+                         encode_start_s=0.5, first_token_s=1.75, last_token_s=1.75)

@@ -15,11 +15,11 @@ from toys import Lockstep, spec_of, split_stages
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.engine.kv import KvCache, cache_bytes
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models import weights as weights_module
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.models.weights import Part, RandomWeights
+from xrunner.models.weights import RandomWeights, TensorPart
 from xrunner.ops.attention import DecodeContext, decode_context
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
@@ -38,9 +38,9 @@ def run_stage(spec: ModelSpec, shard: Shard) -> dict[str, Tensor]:
     """One encode and a few decodes of fixed tokens: hidden states, logits, and the cache."""
     stage = split_stages(spec.num_layers, 1)[0]
     model = StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32, shard)
-    cache = KvCache(spec, spec.num_layers, torch.float32, slots=len(LENGTHS), capacity=CAPACITY,
-                    kv_heads=model.kv_heads)
-    cache.allocate([0, 1, 2], LENGTHS)
+    cache = KvCache(kv_shape(spec, torch.float32, slots=len(LENGTHS), capacity=CAPACITY,
+                             kv_heads=model.kv_heads))
+    cache.allocate(LENGTHS)
     tokens = torch.arange(sum(LENGTHS)) * 7 % spec.vocab_size
     with torch.inference_mode():
         hidden = [model.encode(tokens, cache.store, 0, LENGTHS)]
@@ -114,13 +114,13 @@ def test_a_degree_that_does_not_divide_is_refused_with_the_counts() -> None:
 
 def test_a_vocabulary_smaller_than_its_shares_leaves_the_last_ranks_empty() -> None:
     parts = [Shard(i, 4).vocabulary_part(5) for i in range(4)]
-    assert parts == [Part(0, 0, 2), Part(0, 2, 4), Part(0, 4, 5), Part(0, 5, 5)]
+    assert parts == [TensorPart(0, *rows) for rows in ((0, 2), (2, 4), (4, 5), (5, 5))]
 
 
 def test_a_shards_cache_takes_its_heads_bytes() -> None:
-    whole = cache_bytes(SHAPE, 2, torch.bfloat16, slots=3, capacity=7)
-    assert whole == 2 * SHAPE.kv_elements_per_token_layer * 2 * 3 * 7
-    assert cache_bytes(SHAPE, 2, torch.bfloat16, slots=3, capacity=7, kv_heads=2) * 3 == whole
+    whole = kv_shape(SHAPE, torch.bfloat16, slots=3, capacity=7, num_layers=2)
+    assert whole.num_bytes == 2 * SHAPE.kv_elements_per_token_layer * 2 * 3 * 7
+    assert whole._replace(kv_heads=2).num_bytes * 3 == whole.num_bytes
 
 
 @pytest.mark.parametrize("shape", [(33,), (12, 10), (37, 24)])
@@ -132,11 +132,11 @@ def test_random_weights_do_not_depend_on_how_they_are_divided(
     assert whole.unique().numel() > 0.9 * whole.numel()
     for dim, size in enumerate(shape):
         cuts = (0, size // 3, size // 2, size)
-        parts = [source.get("layers.0.q_proj.weight", shape, Part(dim, low, high))
+        parts = [source.get("layers.0.q_proj.weight", shape, TensorPart(dim, low, high))
                  for low, high in zip(cuts, cuts[1:], strict=False)]
         assert torch.equal(torch.cat(parts, dim), whole)
     assert not torch.equal(source.get("layers.1.q_proj.weight", shape), whole)
-    assert torch.equal(source.get("h.0.ln_1.weight", shape, Part(0, 1, 3)),
+    assert torch.equal(source.get("h.0.ln_1.weight", shape, TensorPart(0, 1, 3)),
                        torch.ones(2, *shape[1:]))
 
 
@@ -147,8 +147,8 @@ def test_a_checkpoint_gives_the_part_and_counts_only_that(tmp_path: Path, kind: 
         save_file(tensors, tmp_path / "model.safetensors")
     else:
         torch.save(tensors, tmp_path / "pytorch_model.bin")
-    for name, part in (("a.weight", Part(0, 2, 5)), ("a.weight", Part(1, 3, 6)),
-                       ("a.bias", Part(0, 4, 8)), ("a.weight", Part(0, 8, 8))):
+    for name, part in (("a.weight", TensorPart(0, 2, 5)), ("a.weight", TensorPart(1, 3, 6)),
+                       ("a.bias", TensorPart(0, 4, 8)), ("a.weight", TensorPart(0, 8, 8))):
         reader = CheckpointReader(tmp_path, torch.float32)
         shape = tuple(tensors[name].shape)
         got = reader.get(name, shape, part)
@@ -183,8 +183,8 @@ def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy: tuple[Pa
     def run(shard: Shard) -> Tensor:
         ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32,
                           shard)
-        cache = KvCache(spec, spec.num_layers, torch.float32, slots=1, capacity=len(tokens),
-                        kv_heads=ours.kv_heads)
+        cache = KvCache(kv_shape(spec, torch.float32, slots=1, capacity=len(tokens),
+                                 kv_heads=ours.kv_heads))
         with torch.inference_mode():
             return ours.logits(ours.encode(tokens, cache.store, 0, [len(tokens)]))
 

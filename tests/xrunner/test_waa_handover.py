@@ -13,12 +13,12 @@ import torch
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
-from xrunner.engine.kv import KvCache
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import pack, parts
+from xrunner.transport.handover import pack, transfers
 from xrunner.transport.messages import BlockMessage, Joined, StepMessage, StopMessage
 from xrunner.transport.route import pools, routes
 
@@ -57,17 +57,17 @@ def test_every_entry_comes_once_and_is_what_was_encoded(
     caches = {rank: cache_of(stage) for stage in stages for rank in stage.ranks}
     for stage in (s for s in stages if s.role == "encode"):
         for place, rank in enumerate(stage.ranks):
-            caches[rank].allocate([7, 8], [3, 2])
+            caches[rank].allocate([3, 2])
             fill(caches[rank], stage, place)
-    for part in parts(stages, spec()):
-        block = pack(caches[part.source], [0, 1], part.source_layers, part.source_heads)
-        target = caches[part.target].store[part.target_layers, :, 0, part.target_heads, :5]
+    for one in transfers(stages, spec()):
+        block = pack(caches[one.source], [0, 1], one.source_layers, one.source_heads)
+        target = caches[one.target].store[one.target_layers, :, 0, one.target_heads, :5]
         assert not target.any(), "comes twice"
         target += block
     for stage in (s for s in stages if s.role == "decode"):
         for place, rank in enumerate(stage.ranks):
             wanted = cache_of(stage)
-            wanted.allocate([7, 8], [3, 2])
+            wanted.allocate([3, 2])
             fill(wanted, stage, place)
             assert torch.equal(caches[rank].store[:, :, 0, :, :5],
                                pack(wanted, [0, 1])), f"{rank = }"
@@ -75,8 +75,8 @@ def test_every_entry_comes_once_and_is_what_was_encoded(
 
 def test_an_encoders_output_goes_to_every_decode_rank_once() -> None:
     t5 = catalog.model("t5-11b")
-    found = parts(stages_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
-    assert [(part.source, part.target) for part in found] == [(1, 3), (1, 4), (2, 5)]
+    found = transfers(stages_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
+    assert [(transfer.source, transfer.target) for transfer in found] == [(1, 3), (1, 4), (2, 5)]
 
 
 def test_pools_are_routed_apart() -> None:
@@ -92,8 +92,8 @@ def test_pools_are_routed_apart() -> None:
 def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> None:
     """Ranks 0 and 1 encode halves of the layers, 2 and 3 decode unlike halves; 3 lags behind."""
     stages = stages_of(((1, 2), (1, 4)), ((1, 4), (1, 2)))
-    comms, found = local_comms(4), parts(stages, spec())
-    assert [(part.source, part.target) for part in found] == [(0, 2), (1, 2), (1, 3)]
+    comms, found = local_comms(4), transfers(stages, spec())
+    assert [(transfer.source, transfer.target) for transfer in found] == [(0, 2), (1, 2), (1, 3)]
     senders = [EntrySender(comms[rank], found) for rank in (0, 1)]
     head = EntryReceiver(comms[2], found, [2, 3])
     message = StepMessage(kind=StepKind.ENCODE, group=0, phase=5, iteration=0, joined=tuple(
@@ -101,7 +101,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
         for q, n in ((7, 3), (8, 1), (9, 2))))
     for rank, sender in enumerate(senders):
         cache = cache_of(stages[rank])
-        cache.allocate([1, 7, 8, 9], [4, 3, 1, 2])
+        cache.allocate([4, 3, 1, 2])
         fill(cache, stages[rank], 0)
         sender.hand_over(message, cache, first_slot=1)
     time.sleep(0.05)
@@ -113,7 +113,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
         time.sleep(0.001)
     assert not head.is_held(5), "told once"
     target = cache_of(stages[2])
-    target.allocate([9], [2])
+    target.allocate([2])
     head.put_into(target, 0, 9)
     head.forget([7])
     with pytest.raises(KeyError):
@@ -131,7 +131,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
 def test_a_failing_courier_is_not_kept_quiet() -> None:
     stages = stages_of(((1, 6),), ((1, 6),))
     comms = local_comms(2)
-    found, told = parts(stages, spec()), threading.Event()
+    found, told = transfers(stages, spec()), threading.Event()
     receiver = EntryReceiver(comms[1], found, [1], abort=told.set)
     comms[0].send(1, BlockMessage(batch=0, queries=(1,), lengths=(2,)))  # without its block
     assert told.wait(10)
@@ -141,8 +141,8 @@ def test_a_failing_courier_is_not_kept_quiet() -> None:
 
 
 def cache_of(stage: StageAssignment) -> KvCache:
-    return KvCache(spec(), stage.num_layers, torch.float32, slots=4, capacity=6,
-                   kv_heads=4 // stage.tp_degree)
+    return KvCache(kv_shape(spec(), torch.float32, slots=4, capacity=6,
+                            num_layers=stage.num_layers, kv_heads=4 // stage.tp_degree))
 
 
 def fill(cache: KvCache, stage: StageAssignment, place: int) -> None:

@@ -35,7 +35,7 @@ from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xrunner.transport.comm import Comm, local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import Part, parts
+from xrunner.transport.handover import Transfer, transfers
 from xrunner.transport.route import Route, routes
 
 torch.set_num_threads(1)  # ranks are threads or processes already; more than cores is a disaster
@@ -230,7 +230,7 @@ def run_waa_in_process(
         rules: tuple[WaaEncodeRule, WaaDecodeRule], *, sink: Collector | None = None,
         ) -> tuple[Collector, dict[int, StageExecutor]]:
     """Both of WAA's pools on threads: (what finished, every rank's executor)."""
-    own, ranks = parts(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
+    own, ranks = transfers(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
     comms, side, route = local_comms(len(ranks)), local_comms(len(ranks)), routes(stages)
     decode_ranks = [rank for s in stages if s.role == "decode" for rank in s.ranks]
     executors: dict[int, StageExecutor] = {}
@@ -257,7 +257,7 @@ def run_waa_in_process(
     return sink, executors
 
 
-def couriers(stage: StageAssignment, comm: Comm, own: Sequence[Part],
+def couriers(stage: StageAssignment, comm: Comm, own: Sequence[Transfer],
              decode_ranks: Sequence[int]) -> dict[str, Any]:
     """A rank's end of the handover, as StageExecutor takes it."""
     if stage.role == "encode":

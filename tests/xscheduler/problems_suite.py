@@ -21,9 +21,9 @@ from xprofiler.profile import STEP_OVERHEAD, Profile, ProfileMetadata, Sample, T
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
-from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xsimulator.envelope import SINGLES
 from xsimulator.policies import policy_class
-from xsimulator.policies.envelope import SINGLES
 from xsimulator.policies.waa.closed_form import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
@@ -84,7 +84,7 @@ def as_padded(timing: Any, is_padded: bool) -> Any:
 def planted(rng: np.random.Generator, source: Roofline, *, largest: float = 4000.0) -> Planted:
     """Dips and jumps of 5 to 40 % in all operators: at single sizes, and over ranges. Those at a
     single number of queries or rows are of up to 256 where a time depends on two sizes: bounds look
-    at every count up to there (xsimulator.policies.envelope.SINGLES)."""
+    at every count up to there (xsimulator.envelope.SINGLES)."""
     found = {}
     for operator in PLANTED:
         defects = []
@@ -229,8 +229,7 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
     timing: TimingSource = roofline_of(problem)
     if is_planted:
         timing = planted(rng, roofline_of(problem))
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
-                        problem.cluster, timing)
+    plans = tensor_plans(problem, timing)
     fixed, way, longest = problem.fixed, int(rng.integers(3)), lengths.outputs.max
     if policy != "rra":
         # present are about as many batches as a query has tokens

@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from brute_force import evaluate_grid
 from problems_suite import Case, bounds_of, paper_cases, toy_case
 
 from xgpt.core.errors import InfeasibleError
-from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import GAP, Scheduler
 
 NUM_TOYS = 170

@@ -22,7 +22,7 @@ from problems_suite import (
 
 from xgpt.core.job import FixedSchedule
 from xprofiler.interpolation import REFUSED_BEYOND
-from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
+from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
@@ -47,8 +47,7 @@ def case_of(policy: str, seed: int) -> Case:
 def some_plan(case: Case, rng: np.random.Generator):
     problem = case.problem
     fixed = replace(problem.fixed, tp_degree=None, tp_gpus=None)
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, fixed), problem.cluster,
-                        case.timing)
+    plans = tensor_plans(replace(problem, fixed=fixed), case.timing)
     if case.policy != "rra":
         plans = [plan for plan in plans if plan.tp_gpus == (problem.fixed.tp_gpus or 0)
                  and plan.tp_degree == (problem.fixed.tp_degree or 1)]

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xscheduler.monotonicity import Count, count, shortfalls, worst
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import monotonicity as benchmark  # noqa: E402
 import paper_scenarios  # noqa: E402
+from monotone import Count, count, shortfalls, worst  # noqa: E402
 from paper_scenarios import Scenario  # noqa: E402
 
 RISING = np.array([1.0, 2.0, 3.0, 4.0, 5.0])

@@ -17,8 +17,6 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
-from xprofiler.raised import Raised
-from xprofiler.timing import Operator
 from xscheduler import uncertainty
 from xscheduler.live.pinned import pinned_policy
 from xscheduler.uncertainty import Doubts, Margin, margin, plan_within, upper_limit
@@ -193,15 +191,6 @@ def test_errors_of_tables_add_as_squares(monkeypatch: pytest.MonkeyPatch) -> Non
     first, second = factor(0.02, 0.0), factor(0.0, 0.1)
     assert min(first, second) > 0.001
     assert factor(0.02, 0.1) == pytest.approx(math.hypot(first, second), rel=0.02)
-
-
-def test_raised_times_are_those_of_one_table() -> None:
-    timing = profile_timing()
-    raised = Raised(timing, TableKey("layer_rest"), 1.5)
-    assert raised.operator_s(Operator.LAYER_REST, 10) == pytest.approx(
-        1.5 * timing.operator_s(Operator.LAYER_REST, 10))
-    assert raised.operator_s(Operator.HEAD, 10) == timing.operator_s(Operator.HEAD, 10)
-    assert raised.operator_s(Operator.LAYER_REST, 0) == 0
 
 
 # --- planning within --------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xscheduler.spaces import grid_search as baselines
-from xsimulator.policies.continuous.closed_form import IterationConfig, Orca, Sarathi, Vllm
+from xscheduler.spaces import grid as baselines
+from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
+from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.static.closed_form import dsi, ft
 from xsimulator.policies.static.config import StaticConfig
@@ -61,12 +63,13 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
         assert found.throughput_qps >= 0.995 * most, f"{bound_s = }"
 
 
-@pytest.mark.parametrize("policy", [Orca, Vllm, Sarathi])
+@pytest.mark.parametrize("policy", [orca, vllm, sarathi])
 def test_nothing_that_a_finer_grid_finds_is_better(policy):
     ours = static_of(policy, 90)
-    budgets = [0] if policy is Orca else [64, 96, 128, 160, 200, 256, 320, 400, 512, 640, 800, 1024,
+    budgets = [0] if policy is orca else [64, 96, 128, 160, 200, 256, 320, 400, 512, 640, 800, 1024,
                                           1280, 1600, 2048, 3000, 4096, 8192]
-    configs = [IterationConfig(max_active=most, tp_degree=degree, tp_gpus=gpus, token_budget=budget)
+    configs = [ContinuousConfig(max_active=most, token_budget=budget, tp_degree=degree,
+                                tp_gpus=gpus)
                for most, budget, (degree, gpus) in itertools.product(range(1, 91), budgets, PLANS)]
     figures = ours.evaluate(configs)
     for bound_s in (*np.quantile(figures.latency_s, [0.05, 0.3, 0.7]), math.inf):
@@ -93,8 +96,7 @@ def test_none_where_no_configuration_is_quick_enough():
 
 def test_all_plans_are_considered_by_default():
     ours = static_of(ft, 75)
-    plans = baselines.tensor_plans(ours.problem.model, ours.problem.cluster, ours.timing)
-    assert plans == [(1, 0), (2, 2), (2, 4), (4, 4)]
+    assert all_tensor_plans(ours.problem, ours.timing) == [(1, 0), (2, 2), (2, 4), (4, 4)]
     found, of_few = baselines.best(ours, math.inf), baselines.best(ours, math.inf, plans=PLANS)
     assert found is not None and of_few is not None
     assert found.throughput_qps >= of_few.throughput_qps

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from problems import roofline_of
+from timelines import phase_timeline
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -16,7 +17,6 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.occupancy import QueryFlow
-from xsimulator.pipeline import phase_timeline
 from xsimulator.plans import Plans
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs

@@ -17,21 +17,19 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
-from xsimulator.policies.continuous import forms as continuous
-from xsimulator.policies.continuous.closed_form import (
-    IterationConfig,
-    Orca,
-    Sarathi,
-    Vllm,
-    geometric,
-)
+from xsimulator.policies.continuous import load
+from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
+from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.continuous.in_flight import intervals, least_intervals
-from xsimulator.policies.continuous.paged_walk import WalkTable, equally_likely, walk
+from xsimulator.policies.continuous.paged_walk import WalkedQueries, equally_likely, walk
+from xsimulator.policies.continuous.query_sizes import SIZES, QuerySizes
+from xsimulator.policies.continuous.walk_table import WalkTable
+from xsimulator.policies.grids import geometric
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.steady import steady_figures
 
-POLICIES = {"orca": (Orca, orca_rule), "vllm": (Vllm, vllm_rule),
-            "sarathi": (Sarathi, sarathi_rule)}
+POLICIES = {"orca": (orca, orca_rule), "vllm": (vllm, vllm_rule),
+            "sarathi": (sarathi, sarathi_rule)}
 
 
 def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind="sequence",
@@ -55,17 +53,18 @@ def replayed(name, problem, found, num_queries, *, padded, seed=0):
 
 
 CASES = [
-    ("orca", "opt-13b", "a40-4", "S", IterationConfig(max_active=40), False),
-    ("orca", "opt-13b", "a40-4", "T", IterationConfig(max_active=64, tp_degree=4, tp_gpus=4), True),
-    ("orca", "t5-11b", "a40-8", "C1", IterationConfig(max_active=30), False),
-    ("vllm", "opt-13b", "a40-4", "T", IterationConfig(max_active=200), False),
-    ("vllm", "opt-13b", "a40-4", "G", IterationConfig(
+    ("orca", "opt-13b", "a40-4", "S", ContinuousConfig(max_active=40), False),
+    ("orca", "opt-13b", "a40-4", "T", ContinuousConfig(
+        max_active=64, tp_degree=4, tp_gpus=4), True),
+    ("orca", "t5-11b", "a40-8", "C1", ContinuousConfig(max_active=30), False),
+    ("vllm", "opt-13b", "a40-4", "T", ContinuousConfig(max_active=200), False),
+    ("vllm", "opt-13b", "a40-4", "G", ContinuousConfig(
         max_active=1500, tp_degree=4, tp_gpus=4), False),
-    ("vllm", "opt-13b", "a40-4", "S", IterationConfig(
+    ("vllm", "opt-13b", "a40-4", "S", ContinuousConfig(
         max_active=120, tp_degree=2, tp_gpus=4), True),
-    ("sarathi", "opt-13b", "a40-4", "S", IterationConfig(
+    ("sarathi", "opt-13b", "a40-4", "S", ContinuousConfig(
         max_active=300, tp_degree=4, tp_gpus=4, token_budget=512), False),
-    ("sarathi", "opt-13b", "a40-4", "T", IterationConfig(max_active=80, token_budget=1024), True),
+    ("sarathi", "opt-13b", "a40-4", "T", ContinuousConfig(max_active=80, token_budget=1024), True),
 ]
 
 
@@ -75,7 +74,7 @@ def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config
     found = policy_of(name, problem, padded=padded).estimate(config)
     result, outputs = replayed(name, problem, found, max(9000, int(14 * found.decode_batch)),
                                padded=padded)
-    start = result.encode_start_s
+    start = result.times.start_s
     begin, end = np.quantile(start, [0.4, 0.8])
     steady = (start >= begin) & (start < end)
     assert found.throughput_qps == pytest.approx(steady.sum() / (end - begin), rel=0.06)
@@ -93,7 +92,7 @@ QUERIES_CASES = [
 @pytest.mark.parametrize(("name", "max_active", "token_budget"), QUERIES_CASES)
 def test_latency_of_all_queries_agrees_with_the_replay(name, max_active, token_budget, quantile):
     problem = problem_of(kind="queries", quantile=quantile)
-    found = policy_of(name, problem).estimate(IterationConfig(
+    found = policy_of(name, problem).estimate(ContinuousConfig(
         max_active=max_active, tp_degree=4, tp_gpus=4, token_budget=token_budget))
     result, _ = replayed(name, problem, found, 3000, padded=True)
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
@@ -106,7 +105,7 @@ def test_what_fits_never_holds_more_than_its_budget(name):
     problem = problem_of()
     policy = policy_of(name, problem)
     for max_active in (3, 5000):
-        found = policy.estimate(IterationConfig(max_active=max_active, tp_degree=2, tp_gpus=2))
+        found = policy.estimate(ContinuousConfig(max_active=max_active, tp_degree=2, tp_gpus=2))
         assert found.fits and max(found.memory_bytes) <= found.memory_capacity_bytes
         result, _ = replayed(name, problem, found, 600, padded=True)
         assert 0 < result.pools[0].memory_tokens.max() <= found.kv_tokens
@@ -115,14 +114,14 @@ def test_what_fits_never_holds_more_than_its_budget(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_model_that_leaves_no_room_does_not_fit(name):
     problem = problem_of("gpt3-175b", "a40-8", "C2")
-    found = policy_of(name, problem).estimate(IterationConfig(max_active=4))
+    found = policy_of(name, problem).estimate(ContinuousConfig(max_active=4))
     assert not found.fits and max(found.memory_bytes) > found.memory_capacity_bytes
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_arrays_equal_one_configuration_at_a_time(name):
     policy = policy_of(name, problem_of())
-    configs = [IterationConfig(max_active=m, tp_degree=t, tp_gpus=g, token_budget=512)
+    configs = [ContinuousConfig(max_active=m, tp_degree=t, tp_gpus=g, token_budget=512)
                for m in (1, 7, 900) for t, g in ((1, 0), (2, 2), (4, 4))]
     together = policy.evaluate(configs)
     for row, config in enumerate(configs):
@@ -135,7 +134,7 @@ def test_arrays_equal_one_configuration_at_a_time(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_betters_its_limits(name):
     policy = policy_of(name, problem_of())
-    configs = [IterationConfig(max_active=m, tp_degree=t, tp_gpus=g, token_budget=b)
+    configs = [ContinuousConfig(max_active=m, tp_degree=t, tp_gpus=g, token_budget=b)
                for m in (1, 3, 9, 40, 200, 900) for t, g in ((1, 0), (2, 2), (4, 4))
                for b in (300, 2000)]
     figures, (qps, latency_s) = policy.evaluate(configs), policy.limits(configs)
@@ -147,9 +146,10 @@ def test_nothing_betters_its_limits(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_sizes_beyond_those_measured_are_said_and_beyond_four_times_refused(name):
     policy = policy_of(name, problem_of())
-    config = IterationConfig(max_active=64, tp_degree=4, tp_gpus=4)
+    config = ContinuousConfig(max_active=64, tp_degree=4, tp_gpus=4)
     plain = policy.estimate(config)
     for most, is_refused in ((40.0, False), (10.0, True)):
+        policy = policy_of(name, problem_of())
         policy.timing.reach = lambda operator, tp_degree, most=most: Reach(
             x=most if operator.value == "decode_attention" else math.inf, y=math.inf)
         found, arrays = policy.estimate(config), policy.evaluate([config])
@@ -165,7 +165,7 @@ def test_one_query_at_a_time_takes_the_sum_of_its_steps(name):
     lengths = JointLengths(inputs=empirical([40]), outputs=empirical([6]))
     problem = problem_of(lengths=lengths)
     found = policy_of(name, problem).estimate(
-        IterationConfig(max_active=1, tp_degree=4, tp_gpus=4))
+        ContinuousConfig(max_active=1, tp_degree=4, tp_gpus=4))
     result, _ = replayed(name, problem, found, 5, padded=True)
     assert found.latency_s == pytest.approx(result.latency_s.mean(), rel=0.01)
     assert found.throughput_qps == pytest.approx(5 / result.makespan_s, rel=0.01)
@@ -187,7 +187,7 @@ def test_the_grid_holds_what_fits_and_ends_where_memory_does(name):
 def test_more_reserved_for_an_output_costs_orca_places_alone(name):
     """Paged KV takes what is used, ORCA what could be."""
     plain = problem_of(task="T")
-    config = IterationConfig(max_active=5000, tp_degree=4, tp_gpus=4)
+    config = ContinuousConfig(max_active=5000, tp_degree=4, tp_gpus=4)
     small, large = (policy_of(name, p).estimate(config).decode_batch
                     for p in (plain, replace(plain, default_max_tokens=4000)))
     if name == "orca":
@@ -236,9 +236,9 @@ def test_places_are_as_many_as_fit_in_the_mean():
     sizes = np.cumsum(rng.normal(100, 30, (4000, 60)), axis=1)
     for room in (950.0, 3000.0):
         expected = (sizes <= room).sum(axis=1).mean()
-        found = continuous.most_that_fit(np.array([1e9]), np.array([room]), 100.0, 30.0)
+        found = load.most_that_fit(np.array([1e9]), np.array([room]), 100.0, 30.0)
         assert found[0] == pytest.approx(expected, rel=0.01)
-    assert continuous.most_that_fit(np.array([7.5]), np.array([1e6]), 100.0, 30.0)[0] == 7.5
+    assert load.most_that_fit(np.array([7.5]), np.array([1e6]), 100.0, 30.0)[0] == 7.5
 
 
 def test_encoding_one_at_a_time_against_a_simulation():
@@ -251,14 +251,14 @@ def test_encoding_one_at_a_time_against_a_simulation():
                 busy += 1
                 joined += 1
         # a busy place lasts geometric(chance) steps from the one after it joined
-        found = continuous.one_at_a_time(np.array([float(places)]), 1 / chance)
+        found = load.one_at_a_time(np.array([float(places)]), 1 / chance)
         assert found[0] == pytest.approx(joined / steps, rel=0.12)
 
 
 def test_batches_have_the_exact_mean():
-    flow = continuous.Flow(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
+    flow = QuerySizes(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
     for present in (1.0, 9.5, 300.0, 3000.0):
-        chance, counts = continuous.ends_per_step(np.array([present]), np.array([0.03]))
+        chance, counts = load.ends_per_step(np.array([present]), np.array([0.03]))
         assert chance[0] * counts.mean() == pytest.approx(present * 0.03)
         tokens = flow.batch_tokens(counts)
         assert tokens.mean() == pytest.approx(counts.mean() * flow.lengths.inputs.mean)
@@ -273,21 +273,22 @@ def test_steps_become_equally_likely_sizes_with_the_same_mean():
     assert (np.diff(sizes, axis=1) >= 0).all()
 
 
+def walked_queries(*, is_chunked):
+    sizes = QuerySizes(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
+    return WalkedQueries(
+        iterations=sizes.present.iterations, held=float(load.blocks_tokens(
+            sizes.present.context - 1)), input_sizes=sizes.input_sizes,
+        last_sizes=sizes.last_sizes, is_chunked=is_chunked)
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_walks_between_points_of_the_table_are_as_if_walked(is_chunked):
-    flow = continuous.Flow(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
-    held = float(continuous.blocks_tokens(flow.present.context - 1))
-
-    def walked(slots, room, budget):
-        return walk(slots=slots, room=room, budget=budget, is_chunked=is_chunked, held=held,
-                    iterations=flow.present.iterations, input_sizes=flow.input_sizes,
-                    last_sizes=flow.last_sizes, sizes=continuous.SIZES)
-
+    queries = walked_queries(is_chunked=is_chunked)
+    held = queries.held
     rng = np.random.default_rng(0)
     holds = np.exp(rng.uniform(np.log(5), np.log(300), 50))
     sizes = (np.rint(holds * rng.uniform(0.8, 3, 50)), holds * held, rng.uniform(200, 3000, 50))
-    table = WalkTable(walked, held=held, is_chunked=is_chunked, sizes=continuous.SIZES)
-    direct, found = walked(*sizes), table(*sizes)
+    direct, found = walk(queries, *sizes, SIZES), WalkTable(queries, SIZES)(*sizes)
     error = np.abs(found.running / direct.running - 1)
     assert np.median(error) < 0.01 and error.max() < 0.06
     encoded = [w.share * w.tokens.mean(axis=1) for w in (direct, found)]
@@ -296,11 +297,8 @@ def test_walks_between_points_of_the_table_are_as_if_walked(is_chunked):
 
 
 def test_a_budget_below_what_decodes_encodes_nothing_meanwhile():
-    flow = continuous.Flow(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
-    held = float(continuous.blocks_tokens(flow.present.context - 1))
+    queries = walked_queries(is_chunked=True)
     slots, budget = np.array([40.0, 40.0]), np.array([5.0, 3000.0])
-    found = walk(slots=slots, room=slots * held, budget=budget, is_chunked=True, held=held,
-                 iterations=flow.present.iterations, input_sizes=flow.input_sizes,
-                 last_sizes=flow.last_sizes, sizes=continuous.SIZES)
+    found = walk(queries, slots, slots * queries.held, budget, SIZES)
     assert 0 < found.running[0] <= 5 < found.running[1]
     assert (found.share * found.tokens.mean(axis=1))[0] <= 5

@@ -9,7 +9,10 @@ import pytest
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-from xsimulator.replay.engine import Engine, Handover, Pool
+from xsimulator.replay import engine
+from xsimulator.replay.flow import HandoverPlan
+from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.queries import Queries
 from xsimulator.replay.step_clock import StepSizes
 
 
@@ -24,14 +27,15 @@ class Units:
         return [took] * self._stages
 
 
-def run(pools, queries, tokens, *, encode_gives_token=True, handover=None):
-    return Engine(pools, inputs=np.full(queries, 8), outputs=np.full(queries, tokens),
-                  reserve_tokens=np.full(queries, 8 + tokens), handover=handover,
-                  encode_gives_token=encode_gives_token).run()
+def run(pools, queries, tokens, *, encode_gives_token=True, handovers=()):
+    return engine.run(Queries(
+        inputs=np.full(queries, 8), outputs=np.full(queries, tokens),
+        reserve_tokens=np.full(queries, 8 + tokens), encode_gives_token=encode_gives_token),
+        pools, handovers)
 
 
 def pool_of(name, rule, clock, stages):
-    return Pool(name=name, rule=rule, clock=clock, stages=stages, kv_tokens=10**6, padded=True)
+    return PoolPlan(name=name, role=name, rule=rule, clock=clock, stages=stages, kv_tokens=10**6)
 
 
 @pytest.mark.parametrize(("groups", "stage_times"), [(1, 7.0), (3, 3 + 2 / 3)])
@@ -46,7 +50,7 @@ def test_figure_4_decoder_micro_batches(groups, stage_times):
         [pool_of("encode", encode, Units(1, encode=third), (0,)),
          pool_of("decode", decode, Units(3, decode=third), (1, 2, 3))],
         3, 2, encode_gives_token=False,
-        handover=Handover(seconds=lambda tokens: 0.0, release=encode.release))
+        handovers=[HandoverPlan(seconds=lambda tokens: 0.0, release=encode.release)])
     assert result.makespan_s == pytest.approx(stage_times)
     assert result.latency_s.max() == pytest.approx(stage_times)
 

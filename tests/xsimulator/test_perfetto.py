@@ -10,8 +10,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import Step, StepKind
-from xsimulator.replay.perfetto import trace_events, write_trace
+from xsimulator.replay.perfetto import events, write_trace
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 NAMES = ["stage 0 · encode", "stage 1 · decode", "stage 2 · decode"]
@@ -25,7 +26,7 @@ def pool(name, kind, stages, start_s, length_s):
     changes_s = np.sort(np.concatenate([starts[:, 0], starts[:, -1] + length_s]))
     encoded = np.full(count, 0 if kind is StepKind.DECODE else 3)
     return PoolRecords(
-        name=name, stages=stages, encoded=encoded, tokens=encoded * 7, start_s=starts,
+        name=name, role=name, stages=stages, encoded=encoded, tokens=encoded * 7, start_s=starts,
         steps=tuple(Step(kind=kind, group=i % 2, phase=i, iteration=i % 5) for i in range(count)),
         decoded=np.full(count, 0 if kind is StepKind.ENCODE else 12),
         context=np.full(count, np.nan if kind is StepKind.ENCODE else 31.25),
@@ -42,24 +43,26 @@ def replay():
     decode = pool("decode", StepKind.DECODE, (1, 2), starts + 0.05, pace_s)
     sent_s = encode.end_s[:, 0]
     return ReplayResult(
-        pools=(encode, decode), encode_start_s=np.zeros(3), latency_s=np.ones(3),
-        output_tokens=np.ones(3, int), preemptions=0, makespan_s=float(decode.end_s.max()),
-        handovers=HandoverRecords(step=np.arange(STEPS), start_s=sent_s, end_s=sent_s + SENT_S))
+        pools=(encode, decode), output_tokens=np.ones(3, int), preemptions=0,
+        times=QueryTimes(arrival_s=np.zeros(3), start_s=np.zeros(3), first_token_s=np.ones(3),
+                         last_token_s=np.full(3, decode.end_s.max())),
+        handovers=(HandoverRecords(source="encode", target="decode", step=np.arange(STEPS),
+                                   start_s=sent_s, end_s=sent_s + SENT_S),))
 
 
 def by_phase(trace):
-    found = defaultdict(list)
-    for event in trace["traceEvents"]:
-        found[event["ph"]].append(event)
-    return found
+    by_kind = defaultdict(list)
+    for event in trace:
+        by_kind[event["ph"]].append(event)
+    return by_kind
 
 
 def test_every_event_has_what_the_format_asks_for(replay):
-    trace = trace_events(replay, NAMES)
+    trace = list(events(replay, NAMES))
     json.dumps(trace, allow_nan=False)
     found = by_phase(trace)
     assert set(found) == set("MXCbesf")
-    for event in trace["traceEvents"]:
+    for event in trace:
         assert isinstance(event["name"], str) and event["pid"] > 0 and event["tid"] > 0
         assert event["ph"] == "M" or (isinstance(event["ts"], int) and event["ts"] >= 0)
     assert all(isinstance(event["dur"], int) and event["dur"] >= 0 for event in found["X"])
@@ -68,7 +71,7 @@ def test_every_event_has_what_the_format_asks_for(replay):
 
 
 def test_processes_are_pools_and_threads_are_stages(replay):
-    found = by_phase(trace_events(replay, NAMES))
+    found = by_phase(events(replay, NAMES))
     named = {(event["name"], event["tid"]): event["args"] for event in found["M"]}
     threads = {tid: args["name"] for (name, tid), args in named.items() if name == "thread_name"}
     assert list(threads.values()) == NAMES
@@ -80,7 +83,7 @@ def test_processes_are_pools_and_threads_are_stages(replay):
 
 
 def test_each_step_is_there_on_each_stage_when_it_ran(replay):
-    found = by_phase(trace_events(replay, NAMES))
+    found = by_phase(events(replay, NAMES))
     assert len(found["X"]) == STEPS + 2 * STEPS
     on_last = [event for event in found["X"] if event["tid"] == 103]
     decode = replay.pools[1]
@@ -97,14 +100,14 @@ def test_each_step_is_there_on_each_stage_when_it_ran(replay):
 def test_steps_of_a_stage_never_overlap(replay):
     """The format forbids it, and rounding start and length apart would bring it about."""
     lanes = defaultdict(list)
-    for event in by_phase(trace_events(replay, NAMES))["X"]:
+    for event in by_phase(events(replay, NAMES))["X"]:
         lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for spans in lanes.values():
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
 
 
 def test_handovers_are_spans_and_arrows_that_meet_their_steps(replay):
-    found = by_phase(trace_events(replay, NAMES))
+    found = by_phase(events(replay, NAMES))
     assert len(found["b"]) == len(found["e"]) == STEPS
     ends = {event["id"]: event["ts"] for event in found["e"]}
     assert len(ends) == STEPS
@@ -125,7 +128,7 @@ def test_handovers_are_spans_and_arrows_that_meet_their_steps(replay):
 
 
 def test_counters_hold_the_memory_and_its_budget(replay):
-    found = by_phase(trace_events(replay, NAMES))
+    found = by_phase(events(replay, NAMES))
     held = [e for e in found["C"] if e["name"] == "KV held" and e["pid"] == 1]
     assert [e["args"]["tokens"] for e in held] == (np.arange(2 * STEPS) * 10).tolist()
     budget = [e for e in found["C"] if e["name"] == "KV budget" and e["pid"] == 1]
@@ -135,8 +138,8 @@ def test_counters_hold_the_memory_and_its_budget(replay):
 
 def test_a_window_holds_what_overlaps_it(replay):
     start_s, end_s = 0.5, 0.7
-    found = by_phase(trace_events(replay, NAMES, start_s, end_s))
-    whole = by_phase(trace_events(replay, NAMES))
+    found = by_phase(events(replay, NAMES, start_s, end_s))
+    whole = by_phase(events(replay, NAMES))
     assert found["M"] == whole["M"]
     assert found["X"] == [e for e in whole["X"]
                           if e["ts"] + e["dur"] >= 0.5e6 and e["ts"] <= 0.7e6]
@@ -154,7 +157,7 @@ def test_the_file_holds_the_same_events(replay, tmp_path, monkeypatch, name, win
     path = tmp_path / name
     count = write_trace(replay, path, NAMES, *window)
     text = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
-    assert json.loads(text) == trace_events(replay, NAMES, *window)
+    assert json.loads(text)["traceEvents"] == list(events(replay, NAMES, *window))
     assert count == len(json.loads(text)["traceEvents"])
 
 

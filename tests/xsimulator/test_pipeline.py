@@ -1,4 +1,4 @@
-"""phase_timeline against the step-by-step recurrence, and the paper's Figure 4."""
+"""Timelines against the step-by-step recurrence, and the paper's Figure 4."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from xsimulator.pipeline import phase_timeline
+from timelines import phase_timeline
 
 
 def step_by_step(encode_s, decode_s, groups, encode_groups=None, phases=14):

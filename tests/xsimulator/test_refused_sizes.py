@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from brute_force import evaluate_grid
 
 from xgpt.core.cluster import Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
@@ -27,8 +28,8 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
-from xscheduler.brute_force import evaluate_grid
 from xscheduler.search import find_schedule
+from xscheduler.spaces.space import Effort
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 
@@ -102,8 +103,8 @@ def test_what_is_refused_says_nothing_of_its_neighbours():
     together = rra.evaluate(CONFIGS)
     for row, config in enumerate(CONFIGS):
         alone = rra.estimate(config)
-        assert together.throughput_qps[row] == pytest.approx(alone.figures.throughput_qps, rel=1e-9)
-        assert together.latency_s[row] == pytest.approx(alone.figures.latency_s, rel=1e-9)
+        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
+        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
 
 
 def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_of():
@@ -113,8 +114,8 @@ def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_o
     truth = Roofline(TOY, problem.cluster.device, "float16")
     config = RraConfig(encode_batch=6, decode_iterations=4)
     ours = Rra(problem, finely).estimate(config)
-    assert ours.figures.throughput_qps == pytest.approx(
-        Rra(problem, truth).estimate(config).figures.throughput_qps, rel=0.05)
+    assert ours.throughput_qps == pytest.approx(
+        Rra(problem, truth).estimate(config).throughput_qps, rel=0.05)
 
 
 def test_room_says_how_far_a_configuration_stretches_the_measurements():
@@ -163,15 +164,15 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
         problem = replace(problem, constraint=latency_constraint(
             latency_s=grid.tightest_latency_s * tightness))
     _, expected = grid.best(problem.constraint.latency_s)
-    found = find_schedule(problem, timing, gap=0.0)
+    found = find_schedule(problem, timing, Effort(gap=0.0))
     assert found.estimate.figures.throughput_qps == pytest.approx(expected, rel=1e-9)
     assert found.estimate.figures.encode_batch < GRID[-1] and found.estimate.figures.fits
-    assert found.proof.bound_qps >= expected
+    assert found.bound_qps >= expected
     stretch = stretch_of(problem, timing, found.estimate)
     assert stretch <= REFUSED_BEYOND
     if tightness == math.inf:
         # the range is what binds: one query more is beyond it
-        more = found.estimate.changed(encode_batch=found.estimate.figures.encode_batch + 1)
+        more = replace(found.estimate, encode_batch=found.estimate.figures.encode_batch + 1)
         assert stretch > 0.9 * REFUSED_BEYOND
         assert stretch_of(problem, timing, more) > REFUSED_BEYOND
 
@@ -190,9 +191,9 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
                       contexts=(10, 100, 300), lengths=(5, 60, 250))
     _, expected = evaluate_grid("rra", problem, timing, encode_batches=range(1, 140),
                                 others=range(1, outputs[-1])).best(math.inf)
-    found = find_schedule(problem, timing, gap=0.0)
+    found = find_schedule(problem, timing, Effort(gap=0.0))
     assert found.estimate.figures.throughput_qps >= expected * (1 - 1e-9)
-    assert found.proof.bound_qps >= expected
+    assert found.bound_qps >= expected
 
 
 def test_what_rests_on_extrapolated_times_says_so():
@@ -246,7 +247,7 @@ def test_a_job_of_longer_queries_than_four_times_is_infeasible_too(latency_s, si
 def test_messages_of_any_size_are_answered_for():
     problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
     found = find_schedule(problem, profiled(problem, messages=(8, 16))).estimate
-    assert found.figures.throughput_qps > 0 and math.isfinite(found.figures.latency_s)
+    assert found.throughput_qps > 0 and math.isfinite(found.latency_s)
 
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():

@@ -13,6 +13,7 @@ from problems import problem_of, roofline_of
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import empirical, joint_empirical
+from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.replay.job import replay_job
@@ -55,7 +56,7 @@ def replays(draw, policy):
         found = make_policy(policy, problem, roofline_of(problem)).estimate(config)
     except InputError:
         assume(False)
-    assume(found.figures.fits)
+    assume(found.fits)
     inputs, outputs = problem.lengths.sample(draw(st.integers(1, 120)), rng)
     result = replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs)
     return problem, found, inputs, outputs, result
@@ -74,11 +75,14 @@ def every_policy(law):
 def test_every_query_goes_in_and_comes_out_once(case):
     _, _, inputs, outputs, result = case
     assert len(result.latency_s) == len(inputs)
-    assert (result.encode_start_s >= 0).all() and (result.latency_s > 0).all()
+    times = result.times
+    assert (times.arrival_s == 0).all() and (times.start_s >= 0).all()
+    assert (times.first_token_s > times.start_s).all()
+    assert (times.last_token_s >= times.first_token_s).all()
     joined = [query for step in result.pools[0].steps for query in step.joined]
     assert sorted(set(joined)) == list(range(len(inputs)))
     assert len(joined) == len(inputs) + result.preemptions
-    assert result.makespan_s == pytest.approx((result.encode_start_s + result.latency_s).max())
+    assert result.makespan_s == pytest.approx(result.times.last_token_s.max())
 
 
 @every_policy
@@ -139,7 +143,7 @@ def test_littles_law(case):
     """Mean number in the system = throughput x mean latency, the number counted from the steps:
     every query is there from its first to its last one."""
     *_, result = case
-    times = np.concatenate([result.encode_start_s, result.encode_start_s + result.latency_s])
+    times = np.concatenate([result.times.start_s, result.times.last_token_s])
     change = np.repeat([1, -1], len(result.latency_s))
     order = np.lexsort((-change, times))
     present = np.cumsum(change[order])
@@ -169,7 +173,9 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() ->
     """One static batch, and its last queries long after the others: nothing begins meanwhile."""
     start_s = np.array([0.0] * 500 + [18.0])
     latency_s = np.array([5.0] + [10.0] * 497 + [16.0, 17.0] + [2.0])
-    result = ReplayResult(pools=(), handovers=None, encode_start_s=start_s, latency_s=latency_s,
-                          output_tokens=np.ones(501, np.int64), preemptions=0, makespan_s=20.0)
+    times = QueryTimes(arrival_s=np.zeros(501), start_s=start_s, first_token_s=start_s + 1,
+                       last_token_s=start_s + latency_s)
+    result = ReplayResult(pools=(), handovers=(), times=times, preemptions=0,
+                          output_tokens=np.ones(501, np.int64))
     constraint = latency_constraint(latency_s=math.inf, kind="queries", quantile=0.99)
     assert steady_figures(result, constraint, empirical(np.ones(3, np.int64))) is None

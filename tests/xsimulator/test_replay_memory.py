@@ -9,7 +9,7 @@ from problems import problem_of, roofline_of
 
 from xgpt.core.errors import InputError
 from xgpt.core.units import DTYPE_BYTES
-from xscheduler.spaces.grid_search import tensor_plans
+from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator import memory
 from xsimulator.plans import Plans
 from xsimulator.policies import POLICIES, make_config, make_policy
@@ -124,7 +124,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     waa, rra = WaaC(problem, timing), Rra(problem, timing)
     assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
     tried = 0
-    for degree, gpus in tensor_plans(problem.model, problem.cluster, roofline_of(problem)):
+    for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):
         try:
             found = waa.evaluate([WaaConfig(encode_batch=1, decode_micro_batches=groups,
                                             tp_degree=degree, tp_gpus=gpus) for groups in (1, 8)])

@@ -10,7 +10,9 @@ from xgpt.core import catalog
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xsimulator.occupancy import QueryFlow
-from xsimulator.replay.engine import Engine, Pool
+from xsimulator.replay.engine import run
+from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.queries import Queries
 
 BATCH, PHASES = 120, 120
 SEED = 11
@@ -32,9 +34,9 @@ def test_decode_batch_over_encode_batch(task, iterations):
     inputs, outputs = lengths.sample(BATCH * (stay + PHASES), rng)
     rule = RraRule(encode_batch=BATCH, decode_iterations=iterations, num_groups=2,
                    max_active=10**9, kv_tokens=10**9)
-    pool = Pool(name="both", rule=rule, clock=Instant(), stages=(0,), kv_tokens=10**9, padded=True)
-    result = Engine([pool], inputs=inputs, outputs=outputs, reserve_tokens=inputs + outputs,
-                    encode_gives_token=True).run()
+    pool = PoolPlan(name="both", rule=rule, clock=Instant(), stages=(0,), kv_tokens=10**9)
+    result = run(Queries(inputs=inputs, outputs=outputs, reserve_tokens=inputs + outputs,
+                         encode_gives_token=True), [pool])
     phase = np.array([step.phase for step in result.pools[0].steps])
     first = np.array([step.kind is StepKind.DECODE and step.iteration == 1
                       for step in result.pools[0].steps])

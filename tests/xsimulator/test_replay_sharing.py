@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from problems import problem_of
 
+from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
@@ -39,11 +40,12 @@ def recorded(start_s, end_s) -> ReplayResult:
     steps = tuple(Step(kind=StepKind.DECODE, group=0, phase=0, iteration=i + 1)
                   for i in range(len(start_s)))
     pool = PoolRecords(
-        name="both", stages=(0, 1), steps=steps, decoded=none, encoded=none, tokens=none,
-        context=none, start_s=np.array(start_s, float), end_s=np.array(end_s, float),
+        name="both", role="both", stages=(0, 1), steps=steps, decoded=none, encoded=none,
+        tokens=none, context=none, start_s=np.array(start_s, float), end_s=np.array(end_s, float),
         memory_s=none, memory_tokens=none, kv_tokens=1)
-    return ReplayResult(pools=(pool,), handovers=None, encode_start_s=none, latency_s=none,
-                        output_tokens=none, preemptions=0, makespan_s=3.0)
+    times = QueryTimes(arrival_s=none, start_s=none, first_token_s=none, last_token_s=none)
+    return ReplayResult(pools=(pool,), handovers=(), times=times, output_tokens=none,
+                        preemptions=0)
 
 
 def stages(degrees) -> list[StageAssignment]:

@@ -75,7 +75,7 @@ def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, config, padd
         result, problem.constraint, problem.lengths.outputs).throughput_qps, rel=0.03)
     longest = problem.lengths.outputs.quantile(0.99)
     alike = np.abs(outputs - longest) <= 1
-    alike &= result.encode_start_s < 0.7 * result.makespan_s
+    alike &= result.times.start_s < 0.7 * result.makespan_s
     assert found.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.05)
 
 

@@ -18,8 +18,10 @@ from xgpt.core.problem import Problem
 from xrunner.rules.static import StaticRule, static_rule
 from xsimulator.policies.static.closed_form import dsi, ft
 from xsimulator.policies.static.config import StaticConfig
-from xsimulator.replay.engine import Engine, Pool
+from xsimulator.replay.engine import run
 from xsimulator.replay.job import replay_job
+from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.queries import Queries
 
 
 def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind="sequence",
@@ -53,11 +55,10 @@ class UnitClock:
 
 def drawn(rule, num_queries, tokens):
     """Figure 1: [("E" or "D", group, start on each worker)]."""
-    pool = Pool(name="both", rule=rule, clock=UnitClock(), stages=(0, 1), kv_tokens=10_000,
-                padded=True)
+    pool = PoolPlan(name="both", rule=rule, clock=UnitClock(), stages=(0, 1), kv_tokens=10_000)
     sizes = np.full(num_queries, 5)
-    result = Engine([pool], inputs=sizes, outputs=np.full(num_queries, tokens),
-                    reserve_tokens=sizes + tokens, encode_gives_token=True).run()
+    result = run(Queries(inputs=sizes, outputs=np.full(num_queries, tokens),
+                         reserve_tokens=sizes + tokens, encode_gives_token=True), [pool])
     steps = [(step.kind.value[0].upper(), step.group) for step in result.pools[0].steps]
     return result, steps, result.pools[0].start_s
 

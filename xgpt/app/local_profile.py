@@ -29,7 +29,7 @@ from xgpt.launch.contention import Contention, in_words
 from xgpt.launch.launcher import Launcher, RankProgram, threads_per_rank
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
-from xprofiler.plan import Needs, missing
+from xprofiler.points import Needs, missing
 from xprofiler.profile import Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge

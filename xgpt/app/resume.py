@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from xgpt.core.spool import num_queries
 from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.io.tally import TIMES, percentiles_of
 from xrunner.plan import RunPlan, saved_fingerprint
 
 TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
@@ -42,20 +41,23 @@ def account(output: Path) -> dict[str, Any]:
             return measured
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    latencies = _latencies_s(output / "results.jsonl")
-    p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
     return {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
-            "errors": _num_lines(output / "errors.jsonl"), "latency_p50_s": p50,
-            "latency_p99_s": p99, "changes": [], "stages": [], **dict.fromkeys(_FIGURES)}
+            "errors": _num_lines(output / "errors.jsonl"),
+            **percentiles_of(_times_s(output / "results.jsonl")), "changes": [], "stages": [],
+            **dict.fromkeys(_FIGURES)}
 
 
-def _latencies_s(results: Path) -> list[float]:
-    found = []
+def _times_s(results: Path) -> dict[str, list[float]]:
+    """Of each query, as far as its result tells."""
+    times: dict[str, list[float]] = {name: [] for name in TIMES}
     with results.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            found.append(float(row.get("xgpt", row)["latency_s"]))
-    return found
+            own = row.get("xgpt", row)
+            for name, values in times.items():
+                if (value := own.get(f"{name}_s")) is not None:
+                    values.append(float(value))
+    return times
 
 
 def _num_lines(path: Path) -> int:

@@ -21,8 +21,8 @@ from xgpt.app.resume import TAKEN_OVER, account, is_left_whole
 from xgpt.app.session import Session
 from xgpt.app.telling import Teller
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
-from xgpt.core.job import DEEPSPEED, OWN_ENGINE, Job
+from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.policies import policy
 from xgpt.core.requests import Requests
@@ -38,21 +38,19 @@ from xgpt.report.table import WIDTH, summary_table
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.checkpoint.check import check_weights
-from xrunner.checkpoint.random_model import shape_to_make, write_random_model
+from xrunner.checkpoint.random_model import write_random_model
+from xrunner.engines.engine import engine_of
 from xrunner.io.adjustments import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.held import HELD_FILE
 from xrunner.io.lock import output_lock
 from xrunner.io.prepare import hand_on
 from xrunner.io.results import answered
-from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
 from xscheduler.beginning import said_of
 from xscheduler.prediction import predict
 
 STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
-_WORKERS = {OWN_ENGINE: "xrunner.worker", DEEPSPEED: "xrunner.engines.deepspeed_worker"}
 
 
 def execute(session: Session, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def _execute(session: Session, timing: TimingSource, schedule: Schedule,
     (output / EXPECTED_TIMELINE).unlink(missing_ok=True)
     if beginning is not None:  # what is expected of it is what the job is not left with
         session.tell.say(textwrap.fill(f"note: {beginning}", WIDTH))
-    elif session.job.run.engine == OWN_ENGINE:  # else nothing is known of the engine's times
+    elif engine_of(session.job).is_predicted:  # else nothing is known of the engine's times
         prediction = predict(session.problem, timing, schedule.estimate)
         replayed, _ = replay_steady(session, timing, schedule.estimate)
         write_atomically(output / EXPECTED_TIMELINE,
@@ -111,7 +109,7 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     session.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = account(output), load_schedule(output / "schedule.json")
     is_same = (_executed(executed) == _executed(schedule)
-               and session.job.run.engine == OWN_ENGINE)
+               and engine_of(session.job).is_predicted)
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = (predict(session.problem, timing, executed.estimate)
                   if is_same and measured["stages"] else None)
@@ -152,31 +150,6 @@ def _stopped(session: Session, metrics: dict[str, Any], num_held: int) -> Stoppe
                         "on from there")
     stop.details = {**metrics, **_kept(session)}
     return stop
-
-
-def make_folder(session: Session) -> None:
-    """The job's output folder. Raises InputError where it cannot be written to."""
-    output = session.job.output
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / ".lock").touch()
-    except OSError as cause:
-        raise InputError([Mistake(file=str(session.job.source), line=None, key="output",
-                                  value=str(output), allowed=f"a folder that can be written to: "
-                                  f"{cause.strerror}")]) from None
-
-
-def check_model(session: Session) -> None:
-    """Raises InputError where the model's files are broken, before anything is measured for it."""
-    files = session.files
-    assert files is not None, "a run needs the model's files"
-    if session.job.run.weights == "random" or shape_to_make(files.directory) is not None:
-        return
-    check_weights(files.directory, files.spec)
-    TextTokenizer(files.directory)
-    eos_ids(files.directory)
-    if files.spec.is_encoder_decoder:
-        start_token(files.directory)
 
 
 def _plan(session: Session, schedule: Schedule, digest: str) -> RunPlan:
@@ -270,7 +243,7 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
-    ranks = RankProgram(module=_WORKERS[session.job.run.engine], argument=run_file,
+    ranks = RankProgram(module=engine_of(session.job).worker, argument=run_file,
                   count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages),
                   inherited=(lock,))
     try:
@@ -307,10 +280,10 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
 
     def pair(key: str) -> dict[str, float | None]:
         expected = getattr(prediction, key, None) if is_whole else None
-        return {"measured": measured[key], "predicted": expected}
+        return {"measured": measured.get(key), "predicted": expected}
 
-    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "wall_s",
-            "load_s", "overhead_share")
+    keys = ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p50_s",
+            "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
     cluster = session.problem.cluster
     assert session.files is not None
     return {

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from xgpt.app import deepspeed_engine
 from xgpt.app.intake import intake_of
 from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.core import policies
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.job_file import LOCAL_CLUSTER, load_job
@@ -26,9 +24,8 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import ModelFiles
-from xscheduler.few_queries import plan_with_enough
-from xscheduler.planner import plan
-from xscheduler.room import with_room
+from xrunner.engines.engine import engine_of
+from xscheduler.planner import PlanOptions, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,35 +90,15 @@ def given_timing(session: Session, path: Path, fallback: TimingSource) -> Profil
 
 def executable(session: Session, schedule: Schedule | None = None) -> Session:
     """The session as a run plans and measures it: over every policy and tensor-parallel degree
-    that the job, or the `schedule` it is to execute, leaves open. Raises InputError for a policy
-    that the runner does not execute."""
-    if deepspeed_engine.is_chosen(session.job):
-        return deepspeed_engine.executable(session, schedule)
-    fixed = session.problem.fixed
-    policy = fixed.policy if schedule is None else schedule.estimate.policy
-    if policy is not None and policies.policy(policy).is_decoder_only and (
-            session.problem.model.is_encoder_decoder):
-        able = [row.name for row in policies.policies() if not row.is_decoder_only]
-        raise InputError([Mistake(
-            file=str(session.job.source), line=None, key="schedule.policy", value=policy,
-            allowed=f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
-            "queries beside decoding others, or again with what they generated, in one pass "
-            "through the same layers")])
-    fixed = replace(fixed, policy=policy)
-    if schedule is not None:
-        degree, gpus = schedule.estimate.deployment.tp_degree, schedule.estimate.deployment.tp_gpus
-        fixed = replace(fixed, tp_degree=degree, tp_gpus=gpus)
-    elif fixed.tp_degree == 1 or fixed.tp_gpus == 0:
-        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
-    return replace(session, problem=replace(session.problem, fixed=fixed))
+    that the job's engine has and the job, or the `schedule` it is to execute, leaves open. Raises
+    InputError for what the engine does not execute."""
+    engine = engine_of(session.job)
+    problem = engine.restricted(session.job, session.problem, schedule)
+    return replace(session, problem=replace(
+        problem, is_revised=problem.is_revised and engine.is_changeable))
 
 
 def find(session: Session, timing: TimingSource) -> Schedule:
-    """The schedule to run. Raises InfeasibleError. Of an engine that is not ours, what that
-    engine is asked for."""
-    problem = session.problem
-    if deepspeed_engine.is_chosen(session.job):
-        return with_room(plan_with_enough(
-            problem, lambda enough: deepspeed_engine.find(replace(session, problem=enough), timing),
-            session.tell.say), problem)
-    return plan(problem, timing, tell=session.tell.say)
+    """The schedule to run. Raises InfeasibleError."""
+    return plan(session.problem, timing, PlanOptions(untimed=engine_of(session.job).note),
+                tell=session.tell.say)

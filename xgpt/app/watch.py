@@ -22,12 +22,12 @@ import numpy as np
 
 from xgpt.app.session import Session
 from xgpt.core.controls import max_in_system
-from xgpt.core.job import OWN_ENGINE
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
+from xrunner.engines.engine import engine_of
 from xrunner.io.adjustments import Adjustment, LengthsSoFar, ObservedState, read_observed
 from xrunner.rules.rra import most_active, rra_change
 from xscheduler.beginning import FIRST_QUERIES, can_settle, headroom
@@ -277,7 +277,7 @@ def rescheduler_of(session: Session, timing: TimingSource,
     is_fixed = fixed.encode_batch is not None and (
         estimate.policy != "rra" or fixed.decode_iterations is not None)
     is_known = job.workload.output_tokens.kind == "from_requests"
-    if job.run.reschedule is None or job.run.engine != OWN_ENGINE or (
+    if job.run.reschedule is None or not engine_of(job).is_changeable or (
             estimate.policy not in POLICIES or is_fixed or is_known):
         return None
     is_observing = job.workload.output_tokens.kind == "observe"

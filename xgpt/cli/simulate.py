@@ -140,7 +140,7 @@ def _best(session: Session, timing: TimingSource, name: str) -> Estimate | None:
                                  timing).estimate
         except InfeasibleError:
             return None
-    from xscheduler.spaces.grid_search import best
+    from xscheduler.spaces.grid import best
 
     policy: Any = make_policy(name, problem, timing)
     found: Estimate | None = best(policy, problem.constraint.latency_s)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from xgpt.core.constraint import Constraint
+from xgpt.core.engines import OWN_ENGINE
 
-OWN_ENGINE, DEEPSPEED = "xgpt", "deepspeed"
-ENGINES = (OWN_ENGINE, DEEPSPEED)  # what executes a schedule
 SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
@@ -87,7 +86,7 @@ class RunSpec:
     launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: float | None = RESCHEDULE
-    engine: str = OWN_ENGINE
+    engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

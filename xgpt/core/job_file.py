@@ -16,11 +16,10 @@ from typing import Any, cast
 
 from xgpt.core import catalog
 from xgpt.core.constraint import BoundKind, Constraint, latency_constraint
+from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.errors import InputError, Mistake, nearest
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import (
-    ENGINES,
-    OWN_ENGINE,
     RESCHEDULE,
     Adjustment,
     FixedSchedule,
@@ -31,7 +30,6 @@ from xgpt.core.job import (
     WorkloadSpec,
 )
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
-from xgpt.core.policies import policies, policy, policy_names
 from xgpt.core.sections import Section
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
@@ -39,6 +37,19 @@ from xgpt.core.yaml_tree import Field, apply_override, read_tree
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("checkpoint", "random")
+# Control variables of each policy, besides tp_degree and tp_gpus.
+CONTROLS = {
+    "rra": ("encode_batch", "decode_iterations", "decode_micro_batches"),
+    "waa-c": ("encode_batch", "decode_micro_batches"),
+    "waa-m": ("encode_batch", "decode_micro_batches"),
+    "ft": ("encode_batch", "decode_micro_batches"),
+    "dsi": ("encode_batch", "decode_micro_batches", "encode_micro_batches"),
+    "orca": ("max_active",),
+    "vllm": ("max_active", "token_budget"),
+    "sarathi": ("max_active", "token_budget"),
+}
+POLICIES = tuple(CONTROLS)
+ADJUSTED = ("rra", "waa-c", "waa-m")  # have encode batches that are adjusted while a job runs
 MAX_COUNT = 10**8
 
 # no option of ssh or mpiexec, no list within a list
@@ -277,7 +288,7 @@ def _read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     if section is None:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
-        policy=section.choice("policy", None, policy_names()),
+        policy=section.choice("policy", None, POLICIES),
         encode_batch=section.integer("encode_batch", None, 1),
         decode_iterations=section.integer("decode_iterations", None, 1),
         decode_micro_batches=section.integer("decode_micro_batches", None, 1),
@@ -301,10 +312,9 @@ def _read_adjustment(section: Section, policy: str) -> Adjustment:
     share = section.amount("adjustment", None, parse_share, lambda x: 0 <= x < 1,
                            "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for "
                            "none")
-    even = [row.name for row in policies() if row.has_even_batches]
     for key in ("adjustment", "steer"):
-        if section.has(key) and policy not in even:
-            section.reject(key, f"of {', '.join(even)} alone")
+        if section.has(key) and policy not in ADJUSTED:
+            section.reject(key, f"of {', '.join(ADJUSTED)} alone")
     if steers and share == 0:
         section.reject("steer", "needs an adjustment above 0")
     field = section.get("shuffle")
@@ -317,13 +327,10 @@ def _read_adjustment(section: Section, policy: str) -> Adjustment:
 
 def _check_controls(section: Section, schedule: FixedSchedule) -> None:
     """Every variable given is one of the policy's (of RRA's where the policy is left open)."""
-    own = policy(schedule.policy or "rra").variable_names
-    owners: dict[str, list[str]] = {}
-    for row in policies():
-        for name in row.variable_names:
-            owners.setdefault(name, []).append(row.name)
-    for name, others in sorted(owners.items()):
+    own = CONTROLS[schedule.policy or "rra"]
+    for name in sorted({name for names in CONTROLS.values() for name in names}):
         if getattr(schedule, name) is not None and name not in own:
+            others = [policy for policy, names in CONTROLS.items() if name in names]
             section.reject(name, f"a variable of {', '.join(others)}; {schedule.policy or 'rra'} "
                                  f"has {', '.join(own)}")
     parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
@@ -349,7 +356,8 @@ def _read_run(top: Section) -> RunSpec:
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
         reschedule=_read_reschedule(section),
-        engine=section.choice("engine", OWN_ENGINE, ENGINES),
+        engine=section.choice(
+            "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()),
     )
     _check_hosts(section, run, top.get("cluster"))
     section.finish()

@@ -19,7 +19,7 @@ from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.inline_cluster import build_cluster
-from xgpt.core.job import OWN_ENGINE, Adjustment, FixedSchedule, Job
+from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_file import LOCAL_CLUSTER
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
@@ -93,7 +93,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         queries=_query_lengths(requests, most_outputs, shape),
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
-        is_revised=job.run.reschedule is not None and job.run.engine == OWN_ENGINE)
+        is_revised=job.run.reschedule is not None)
 
 
 def _query_lengths(requests: Requests | None, most_outputs: int,

@@ -1,35 +1,36 @@
-"""When what happened to each query, in seconds since the run (or the replay) began."""
+"""When each query of a job came, was begun, and got its first and its last token."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 
 
-class QueryTimes(NamedTuple):
-    """[queries] each. A query arrives, its encoding starts, and it has its first and last token."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QueryTimes:
+    """[queries] seconds since the start of the job, of a replay or of a run. A token counts when
+    the head takes it up; where a batch is answered as a whole, the last ones all do at its end."""
 
     arrival_s: FloatArray
-    start_s: FloatArray
+    start_s: FloatArray  # of the encoding
     first_token_s: FloatArray
     last_token_s: FloatArray
 
     @property
     def latency_s(self) -> FloatArray:
-        """From the start of its encoding to the last token (docs/design.md, words)."""
+        """[queries] from the start of the encoding to the last token."""
         return self.last_token_s - self.start_s
 
     @property
     def time_to_first_token_s(self) -> FloatArray:
-        """From the start of its encoding to the first token."""
-        return self.first_token_s - self.start_s
+        """[queries] from the arrival, so that waiting for its turn counts."""
+        return self.first_token_s - self.arrival_s
 
-    def time_per_output_token_s(self, output_tokens: FloatArray) -> FloatArray:
-        """Mean time between two tokens, given each query's number of them; NaN where there is but
-        one."""
-        gaps = np.asarray(output_tokens, float) - 1
-        return np.where(gaps > 0, (self.last_token_s - self.first_token_s)
-                        / np.where(gaps > 0, gaps, 1.0), np.nan)
+    def time_per_output_token_s(self, output_tokens: IntArray) -> FloatArray:
+        """[queries with more than one output token] mean time of the tokens after the first."""
+        after = np.asarray(output_tokens) - 1
+        has_more = after > 0
+        return np.asarray((self.last_token_s - self.first_token_s)[has_more] / after[has_more])

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from xgpt.core.constraint import Bound
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.policies import Role as Role
+from xgpt.core.status import Status
 
 _Part = TypeVar("_Part")
 # of a schedule that a short job is done with soonest, though others are quicker in steady state
-JOB_STATUS = "quickest for this job"
+JOB_STATUS = Status.JOB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,10 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
         ("output_tokens_per_s", "Output tokens", "tokens/s"),
         ("latency_p50_s", "Latency P50", "s"),
         ("latency_p99_s", "Latency P99", "s"),
+        ("ttft_p50_s", "First token P50", "s"),
+        ("ttft_p99_s", "First token P99", "s"),
+        ("tpot_p50_s", "Time per token P50", "s"),
+        ("tpot_p99_s", "Time per token P99", "s"),
         ("wall_s", "Time of the run", "s"),
         ("load_s", "Time to load", "s"),
         ("overhead_share", "Overhead", "%"),
@@ -96,11 +100,15 @@ def metrics_so_far(queries: Sequence[QueryFigures], num_errors: int) -> dict[str
     """What metrics.json would say at this point, of a run that has written none."""
     if not queries:
         return {"queries": 0, "errors": num_errors}
-    latencies = [q.latency_s for q in queries]
+    times: dict[str, list[float | None]] = {
+        "latency": [q.latency_s for q in queries], "ttft": [q.ttft_s for q in queries],
+        "tpot": [q.tpot_s for q in queries]}
     span_s = max(q.end_s for q in queries) - min(q.encode_start_s for q in queries)
-    p50, p99 = (float(np.quantile(latencies, q)) for q in (0.5, 0.99))
-    figures: dict[str, Any] = {"latency_p50_s": {"measured": p50},
-                               "latency_p99_s": {"measured": p99}, "wall_s": {"measured": span_s}}
+    figures: dict[str, Any] = {"wall_s": {"measured": span_s}}
+    for name, values in times.items():
+        if known := [value for value in values if value is not None]:
+            figures |= {f"{name}_{label}_s": {"measured": float(np.quantile(known, share))}
+                        for label, share in (("p50", 0.5), ("p99", 0.99))}
     if span_s > 0:
         figures["throughput_qps"] = {"measured": len(queries) / span_s}
         tokens = sum(q.output_tokens for q in queries)

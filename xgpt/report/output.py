@@ -31,6 +31,8 @@ class QueryFigures:
     finish_reason: str
     latency_s: float
     encode_start_s: float
+    ttft_s: float | None = None  # to its first token; None of a run that did not tell
+    tpot_s: float | None = None  # a token after the first; None of one token alone
 
     @property
     def end_s(self) -> float:
@@ -243,7 +245,13 @@ def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
     inputs, outputs, latency_s, start_s = (float(value or 0.0) for value in figures)
     return QueryFigures(input_tokens=int(inputs), output_tokens=int(outputs),
                         finish_reason=str(row.get("finish_reason")), latency_s=latency_s,
-                        encode_start_s=start_s)
+                        encode_start_s=start_s, ttft_s=_finite(row, "ttft_s"),
+                        tpot_s=_finite(row, "tpot_s"))
+
+
+def _finite(row: Mapping[str, Any], key: str) -> float | None:
+    value = number(row, key)
+    return None if value is None or math.isinf(value) else value
 
 
 def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:

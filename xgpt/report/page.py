@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core import catalog
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import MissingExtraError
-from xgpt.core.job import OWN_ENGINE
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.units import format_bytes, format_seconds

@@ -75,7 +75,7 @@ class ReplayLike(Protocol):
     @property
     def pools(self) -> Sequence[PoolLike]: ...
     @property
-    def handovers(self) -> HandoversLike | None: ...
+    def handovers(self) -> Sequence[HandoversLike]: ...
     @property
     def makespan_s(self) -> float: ...
 
@@ -117,11 +117,9 @@ def draw(result: ReplayLike, start_s: float, end_s: float,
     """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""
     lanes = [_replay_lane(pool, column, names, start_s, end_s)
              for pool in result.pools for column in range(len(pool.stages))]
-    arrows: list[tuple[float, float]] = []
-    if (handovers := result.handovers) is not None:
-        inside = (handovers.start_s >= start_s) & (handovers.end_s <= end_s)
-        arrows = list(zip(handovers.start_s[inside].tolist(), handovers.end_s[inside].tolist(),
-                          strict=True))
+    arrows = [(begin_s, done_s) for handover in result.handovers for begin_s, done_s in zip(
+        handover.start_s.tolist(), handover.end_s.tolist(), strict=True)
+        if begin_s >= start_s and done_s <= end_s]
     return draw_lanes(lanes, start_s, end_s, since="the start of the job", arrows=arrows)
 
 

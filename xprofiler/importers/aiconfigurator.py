@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,15 @@ import numpy as np
 
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xprofiler.importers.draft import (
+    OPERATORS,
+    ProfileDraft,
+    Source,
+    TablePoint,
+    check_supported,
+    points,
+    samples_at,
+)
 from xprofiler.importers.kernel_tables import (
     ELEMENT_BYTES,
     AllReduceTable,
@@ -26,15 +36,6 @@ from xprofiler.importers.kernel_tables import (
     read_gemm,
     read_generation_attention,
     read_nccl_all_reduce,
-)
-from xprofiler.importers.parts import (
-    OPERATORS,
-    Parts,
-    Point,
-    Source,
-    check_supported,
-    points,
-    samples_at,
 )
 from xprofiler.importers.table import Fault, fail
 from xprofiler.profile import ALL_REDUCE, Profile, TableKey
@@ -83,42 +84,50 @@ def parse_name(path: Path) -> Origin:
     return origin
 
 
-def import_profile(model: ModelSpec, device: Device, dtype: str, *, gemm: Path,
-                   context_attention: Path | None = None,
-                   generation_attention: Path | None = None, all_reduce: Path | None = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFiles:
+    """One framework's tables. `all_reduce`: the framework's own, or NCCL's."""
+
+    gemm: Path
+    context_attention: Path | None = None
+    generation_attention: Path | None = None
+    all_reduce: Path | None = None
+
+
+def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFiles, *,
                    links: Mapping[str, str] | None = None) -> Profile:
-    """A Profile of one framework's tables. `all_reduce`: the framework's own, or NCCL's. `links`:
-    see vidur.import_profile (`intra` alone). Raises InputError for files that are no such tables,
-    of another device or of another engine than `gemm`, and where no degree has its attention heads
-    in them."""
-    origin = parse_name(gemm)
-    _check_same_engine(origin, context_attention, generation_attention, all_reduce)
+    """A Profile of one framework's tables. `links`: see vidur.import_profile (`intra` alone).
+    Raises InputError for files that are no such tables, of another device or of another engine than
+    the matrix products, and where no degree has its attention heads in them."""
+    origin = parse_name(files.gemm)
+    _check_same_engine(origin, files)
     source = _source(origin)
-    check_supported(gemm, source, model, dtype)
+    check_supported(files.gemm, source, model, dtype)
     if SYSTEMS[origin.system] != device.name:
-        fail(gemm, [Fault(None, "device", device.name, f"{SYSTEMS[origin.system]}: the table is "
-                                                       f"of {origin.system}")])
-    parts = Parts(model, device, dtype)
-    times = GemmTimes(read_gemm(gemm))
-    degrees = [d for d in DEGREES if not parts.refuse(d, refuse_tp_degree(model, d))]
+        fail(files.gemm, [Fault(None, "device", device.name, f"{SYSTEMS[origin.system]}: the "
+                                                             f"table is of {origin.system}")])
+    draft = ProfileDraft(model, device, dtype)
+    times = GemmTimes(read_gemm(files.gemm))
+    degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
     for degree in degrees:
-        _add_products(parts, times, model, degree)
-    if context_attention is not None:
-        _add_attention(parts, read_context_attention(context_attention), model,
+        _add_products(draft, times, model, degree)
+    if files.context_attention is not None:
+        _add_attention(draft, read_context_attention(files.context_attention), model,
                        Operator.ENCODE_ATTENTION)
-    if generation_attention is not None:
-        _add_attention(parts, read_generation_attention(generation_attention), model,
+    if files.generation_attention is not None:
+        _add_attention(draft, read_generation_attention(files.generation_attention), model,
                        Operator.DECODE_ATTENTION)
     link = (links or {}).get("intra")
-    if all_reduce is not None and link is not None:
-        read = read_nccl_all_reduce if "_nccl_" in all_reduce.name else read_custom_all_reduce
-        _add_all_reduce(parts, read(all_reduce), link)
-    _check_any(parts, gemm)
-    parts.notes.append("products between the measured m, n, k by the logarithms of time and size; "
+    if files.all_reduce is not None and link is not None:
+        is_nccl = "_nccl_" in files.all_reduce.name
+        read = read_nccl_all_reduce if is_nccl else read_custom_all_reduce
+        _add_all_reduce(draft, read(files.all_reduce), link)
+    _check_any(draft, files.gemm)
+    draft.notes.append("products between the measured m, n, k by the logarithms of time and size; "
                        "norms, rotary embedding, activation, residual adds and sampling from the "
                        "analytic roofline")
-    parts.fill_from_roofline()
-    return parts.profile(source, f"{origin.system} {origin.framework} {origin.version}")
+    draft.fill_from_roofline()
+    return draft.profile(source, f"{origin.system} {origin.framework} {origin.version}")
 
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
@@ -142,12 +151,13 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
         path = gemms[-1].with_name(gemms[-1].name.replace("_gemm.csv", f"_{table}.csv"))
         return path if path.is_file() else None
 
-    return import_profile(
-        model, device, dtype, gemm=gemms[-1], context_attention=beside("context_attention"),
+    files = KernelFiles(
+        gemm=gemms[-1], context_attention=beside("context_attention"),
         generation_attention=beside("generation_attention"),
         all_reduce=beside("custom_allreduce") or next(iter(sorted(
-            folder.glob(f"{names[0]}_nccl_*.csv"))), None),
-        links={"intra": LINKS[device.name]} if links is None else links)
+            folder.glob(f"{names[0]}_nccl_*.csv"))), None))
+    return import_profile(model, device, dtype, files,
+                          links={"intra": LINKS[device.name]} if links is None else links)
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
@@ -159,28 +169,28 @@ def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
             (inner * (2 if model.is_gated_mlp else 1), hidden), (hidden, inner)]
 
 
-def _add_products(parts: Parts, times: GemmTimes, model: ModelSpec, degree: int) -> None:
+def _add_products(draft: ProfileDraft, times: GemmTimes, model: ModelSpec, degree: int) -> None:
     """LAYER_REST and HEAD: measured products, and what the roofline has besides products."""
     head = [(-(-model.vocab_size // degree), model.hidden_size)]
     for operator, products in ((Operator.LAYER_REST, layer_products(model, degree)),
                                (Operator.HEAD, head)):
-        roofline = parts.roofline.operator_s(operator, times.rows, tp_degree=degree)
+        roofline = draft.roofline.operator_s(operator, times.rows, tp_degree=degree)
         for n, k in products:
-            roofline = roofline - parts.roofline.kernels.gemm_s(times.rows, n, k)
+            roofline = roofline - draft.roofline.kernels.gemm_s(times.rows, n, k)
         seconds = np.maximum(roofline, 0.0) + sum(times(times.rows, n, k) for n, k in products)
-        parts.add(operator, degree, samples_at(times.rows, seconds))
+        draft.add(operator, degree, samples_at(times.rows, seconds))
 
 
-def _add_attention(parts: Parts, table: AttentionTable, model: ModelSpec,
+def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
                    operator: Operator) -> None:
-    """Of each degree whose heads of one GPU were measured; the others are refused."""
+    """Each degree whose heads of one GPU were measured gets a table; the others are refused."""
     beyond_peak = []
-    for degree in parts.degrees:
+    for degree in draft.degrees:
         heads = (model.num_heads // degree, model.kv_heads // degree, model.head_dim)
         rows = ((table.num_heads == heads[0]) & (table.kv_heads == heads[1])
                 & (table.head_dim == heads[2]))
         if not rows.any():
-            _drop(parts, degree, f"{table.path.name} lacks attention of {heads[0]} heads and "
+            _drop(draft, degree, f"{table.path.name} lacks attention of {heads[0]} heads and "
                                  f"{heads[1]} key-value heads of {heads[2]}; "
                                  f"{_geometries(table, heads[0])}")
             continue
@@ -189,55 +199,55 @@ def _add_attention(parts: Parts, table: AttentionTable, model: ModelSpec,
         x, y = (tokens, queries) if is_encode else (queries, tokens)
         share_s = seconds / queries if is_encode else seconds
         least = work(model, operator, x, y, tp_degree=degree, item_bytes=ELEMENT_BYTES)
-        beyond = int((floor_s(least, parts.peaks) > _BEYOND_PEAK * share_s).sum())
+        beyond = int((floor_s(least, draft.peaks) > _BEYOND_PEAK * share_s).sum())
         if beyond:
             beyond_peak.append(f"{beyond} of {rows.sum()} at tp {degree}")
             continue
-        found = parts.calm(operator, samples_at(x, share_s, y))
-        parts.add(operator, degree, found if is_encode else _completed(found))
+        calm = draft.calm(operator, samples_at(x, share_s, y))
+        draft.add(operator, degree, calm if is_encode else _completed(calm))
     if beyond_peak:
-        parts.notes.append(f"{operator.value} not taken where points are quicker than the "
+        draft.notes.append(f"{operator.value} not taken where points are quicker than the "
                            f"device's peaks allow ({', '.join(beyond_peak)})")
 
 
-def _drop(parts: Parts, degree: int, reason: str) -> None:
-    parts.refuse(degree, reason)
+def _drop(draft: ProfileDraft, degree: int, reason: str) -> None:
+    draft.refuse(degree, reason)
     for operator in OPERATORS:
-        parts.tables.pop(TableKey(operator.value, degree), None)
+        draft.tables.pop(TableKey(operator.value, degree), None)
 
 
-def _completed(found: list[Point]) -> list[Point]:
+def _completed(table: list[TablePoint]) -> list[TablePoint]:
     """Decode attention on the whole grid: large batches were measured at short contexts alone. At
     such sizes the cache's bytes decide, so a batch takes as many times the longest one measured at
     that context as it has times its queries."""
-    at = {(p.x, p.y): p for p in found}
-    batches, contexts = sorted({p.x for p in found}), sorted({p.y for p in found})
+    at = {(p.x, p.y): p for p in table}
+    batches, contexts = sorted({p.x for p in table}), sorted({p.y for p in table})
     added = []
     for context in contexts:
         largest = max(x for x in batches if (x, context) in at)
         measured = at[largest, context]
-        added += [Point(x, context, tuple(s * x / largest for s in measured.samples_s))
+        added += [TablePoint(x, context, tuple(s * x / largest for s in measured.samples_s))
                   for x in batches if x > largest]
-    return [*found, *added]
+    return [*table, *added]
 
 
-def _add_all_reduce(parts: Parts, table: AllReduceTable, link: str) -> None:
-    """With the analytic skew of the ranks: the kernel was timed with all ranks ready. Of kernels
-    launched singly and from a CUDA graph, the graph's."""
+def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> None:
+    """The analytic skew of the ranks is added: the kernel was timed with all ranks ready. Of
+    kernels launched singly and from a CUDA graph, the graph's are taken."""
     kernel = np.array(table.kernel)
     wanted = np.char.endswith(kernel, "_graph") if any(table.kernel) else np.ones(len(kernel), bool)
-    for degree in parts.degrees:
+    for degree in draft.degrees:
         rows = wanted & (table.ranks == degree)
         if rows.any():
-            skew_s = parts.roofline.links.synchronisation_s(degree)
-            parts.tables[TableKey(ALL_REDUCE, degree, link)] = points(
+            skew_s = draft.roofline.links.synchronisation_s(degree)
+            draft.tables[TableKey(ALL_REDUCE, degree, link)] = points(
                 samples_at(table.num_bytes[rows], table.seconds[rows] + skew_s))
-    if any(key.name == ALL_REDUCE for key in parts.tables):
-        parts.notes.append("all_reduce with the analytic skew of ranks added")
+    if any(key.name == ALL_REDUCE for key in draft.tables):
+        draft.notes.append("all_reduce with the analytic skew of ranks added")
 
 
-def _check_same_engine(origin: Origin, *others: Path | None) -> None:
-    for path in others:
+def _check_same_engine(origin: Origin, files: KernelFiles) -> None:
+    for path in (files.context_attention, files.generation_attention, files.all_reduce):
         if path is not None and "_nccl_" not in path.name:
             theirs = parse_name(path)
             if theirs[:3] != origin[:3]:
@@ -245,10 +255,10 @@ def _check_same_engine(origin: Origin, *others: Path | None) -> None:
                                   f"that of the products: {' '.join(origin[:3])}")])
 
 
-def _check_any(parts: Parts, path: Path) -> None:
-    if not parts.degrees:
+def _check_any(draft: ProfileDraft, path: Path) -> None:
+    if not draft.degrees:
         fail(path, [Fault(None, f"tensor-parallel degree {d}", None, why)
-                    for d, why in sorted(parts.refused.items())])
+                    for d, why in sorted(draft.refused.items())])
 
 
 def _source(origin: Origin) -> Source:
@@ -257,10 +267,11 @@ def _source(origin: Origin) -> Source:
 
 
 def _geometries(table: AttentionTable, num_heads: int) -> str:
-    """What there is of `num_heads`, else of which heads there is anything."""
+    """A sentence says what was measured of `num_heads`, or else of which heads anything was."""
     of_heads = table.num_heads == num_heads
-    found = zip(table.kv_heads[of_heads].tolist(), table.head_dim[of_heads].tolist(), strict=True)
-    pairs = ", ".join(f"{kv} of {dim}" for kv, dim in sorted(set(found)))
+    measured = zip(table.kv_heads[of_heads].tolist(), table.head_dim[of_heads].tolist(),
+                   strict=True)
+    pairs = ", ".join(f"{kv} of {dim}" for kv, dim in sorted(set(measured)))
     if pairs:
         return f"with {num_heads} heads it has key-value heads: {pairs}"
     return f"it has heads: {', '.join(str(h) for h in np.unique(table.num_heads))}"

@@ -29,12 +29,12 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.parts import (
+from xprofiler.importers.draft import (
     MAX_QUERIES,
     MAX_TOKENS,
-    Parts,
-    Point,
+    ProfileDraft,
     Source,
+    TablePoint,
     check_supported,
     free,
     points,
@@ -104,18 +104,18 @@ def read_coefficients(path: Path) -> dict[str, dict[int, Fit]]:
     except (OSError, ValueError, RecursionError) as cause:
         fail(path, [Fault(None, "file", None, f"a readable JSON file: {cause}")])
     faults: list[Fault] = []
-    found: dict[str, dict[int, Fit]] = {}
+    fits_of: dict[str, dict[int, Fit]] = {}
     for model, of_degree in _items(raw, "file", "{model: {degree: fits}}", faults):
         for degree, fits in _items(of_degree, model, "{degree: fits}", faults):
             fit = _fit(f"{model}.{degree}", fits, faults)
             if not degree.isdigit() or int(degree) < 1:
                 faults.append(Fault(None, f"{model}.{degree}", None, "a degree of 1 or more"))
             elif fit is not None:
-                found.setdefault(model, {})[int(degree)] = fit
-    if not found and not faults:
+                fits_of.setdefault(model, {})[int(degree)] = fit
+    if not fits_of and not faults:
         faults.append(Fault(None, "file", None, "at least one model; the file is empty"))
     fail(path, faults)
-    return found
+    return fits_of
 
 
 def import_profile(model: ModelSpec, device: Device, dtype: str, *, path: Path,
@@ -124,27 +124,27 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, *, path: Path,
     links within a node, over which an all-reduce then costs nothing: the fits contain it. Raises
     InputError for other devices and models."""
     check_supported(path, SOURCE, model, dtype)
-    found = read_coefficients(path)
+    fits_of = read_coefficients(path)
     name = model.hub_id or model.name
     faults = []
     if device.name != DEVICE:
         faults.append(Fault(None, "device", device.name, f"the fits are of {DEVICE}"))
-    if name not in found:
-        faults.append(Fault(None, "model", name, f"one of {', '.join(found)}"))
+    if name not in fits_of:
+        faults.append(Fault(None, "model", name, f"one of {', '.join(fits_of)}"))
     fail(path, faults)
-    parts = Parts(model, device, dtype)
-    for degree, fit in sorted(found[name].items()):
-        if not parts.refuse(degree, refuse_tp_degree(model, degree) or fit.refusal()):
-            _add_fit(parts, fit, degree, model)
+    draft = ProfileDraft(model, device, dtype)
+    for degree, fit in sorted(fits_of[name].items()):
+        if not draft.refuse(degree, refuse_tp_degree(model, degree) or fit.refusal()):
+            _add_fit(draft, fit, degree, model)
             if degree > 1:
-                parts.tables.update({TableKey(ALL_REDUCE, degree, link): free(_MAX_BYTES)
+                draft.tables.update({TableKey(ALL_REDUCE, degree, link): free(_MAX_BYTES)
                                      for link in links})
-    if not parts.degrees:
-        fail(path, [Fault(None, f"{name}.{d}", None, why) for d, why in parts.refused.items()])
-    parts.tables[TableKey(STEP_OVERHEAD)] = points([Point(0, 0, (0.0,))])
-    parts.notes.append("fits of whole steps: embedding, head, all-reduces and the host's part "
+    if not draft.degrees:
+        fail(path, [Fault(None, f"{name}.{d}", None, why) for d, why in draft.refused.items()])
+    draft.tables[TableKey(STEP_OVERHEAD)] = points([TablePoint(0, 0, (0.0,))])
+    draft.notes.append("fits of whole steps: embedding, head, all-reduces and the host's part "
                        "are within the layers")
-    return parts.profile(SOURCE, f"{name} by {path.name}")
+    return draft.profile(SOURCE, f"{name} by {path.name}")
 
 
 def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
@@ -166,31 +166,31 @@ def _catalog_links(device: Device) -> list[str]:
     return sorted({c.intra_link.name for c in clusters if c.device.name == device.name})
 
 
-def _add_fit(parts: Parts, fit: Fit, degree: int, model: ModelSpec) -> None:
+def _add_fit(draft: ProfileDraft, fit: Fit, degree: int, model: ModelSpec) -> None:
     layers = model.num_layers
     queries = _query_grid(fit)
     alone = np.array([fit.decode_s(q, 0) for q in queries])
     least_from = np.minimum.accumulate(alone[::-1])[::-1]
     rest = np.minimum(fit.prefill.fixed_s, least_from)
     rows = [*zip(queries, rest, strict=True), (MAX_TOKENS, rest[-1])]
-    parts.add(Operator.LAYER_REST, degree, [Point(x, 0, (s / layers,)) for x, s in rows])
+    draft.add(Operator.LAYER_REST, degree, [TablePoint(x, 0, (s / layers,)) for x, s in rows])
     positions = model.max_positions or MAX_TOKENS
     _, b, c = fit.prefill
-    parts.add(Operator.ENCODE_ATTENTION, degree, [
-        Point(n, 1, ((b * n + c * n * n) / layers,))
+    draft.add(Operator.ENCODE_ATTENTION, degree, [
+        TablePoint(n, 1, ((b * n + c * n * n) / layers,))
         for n in (*_SHORT, *range(_CHORD_TOKENS, positions, _CHORD_TOKENS), positions)])
-    decoding: list[Point] = []
+    decoding: list[TablePoint] = []
     for y in (0, positions):
         # where the second fit starts below the first, times are held: a mean of both would be
         # wrong on either side
         left = np.maximum.accumulate([fit.decode_s(q, y) - r
                                       for q, r in zip(queries, rest, strict=True)])
-        decoding += [Point(q, y, (float(s) / layers,))
+        decoding += [TablePoint(q, y, (float(s) / layers,))
                      for q, s in zip(queries, left, strict=True)]
-    parts.add(Operator.DECODE_ATTENTION, degree, decoding)
-    parts.tables[TableKey(Operator.EMBED.value, degree)] = free(MAX_TOKENS)
-    parts.tables[TableKey(Operator.HEAD.value, degree)] = free(MAX_QUERIES)
-    parts.tables[TableKey(Operator.KV_COMPACTION.value, degree)] = free(MAX_TOKENS)
+    draft.add(Operator.DECODE_ATTENTION, degree, decoding)
+    draft.tables[TableKey(Operator.EMBED.value, degree)] = free(MAX_TOKENS)
+    draft.tables[TableKey(Operator.HEAD.value, degree)] = free(MAX_QUERIES)
+    draft.tables[TableKey(Operator.KV_COMPACTION.value, degree)] = free(MAX_TOKENS)
 
 
 def _query_grid(fit: Fit) -> FloatArray:

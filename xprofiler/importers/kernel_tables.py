@@ -142,8 +142,8 @@ class GemmTimes:
                   for at, axis in zip(sizes, self._axes, strict=True)]
         beyond = sum(np.maximum(at - axis[-1], 0.0)
                      for at, axis in zip(sizes, self._axes, strict=True))
-        found: FloatArray = np.exp(self._of(tuple(inside)) + beyond)
-        return found
+        seconds: FloatArray = np.exp(self._of(tuple(inside)) + beyond)
+        return seconds
 
 
 def _filled(values: FloatArray, depths: FloatArray) -> FloatArray:

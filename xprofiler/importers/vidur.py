@@ -17,8 +17,8 @@ import numpy as np
 
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.parts import (
-    Parts,
+from xprofiler.importers.draft import (
+    ProfileDraft,
     Source,
     check_supported,
     grouped_messages,
@@ -52,7 +52,7 @@ _AROUND_ATTENTION = ("attn_input_reshape", "attn_output_reshape", "attn_kv_cache
 
 
 class LayerShape(NamedTuple):
-    """Of the whole model, not of a shard; Vidur's names."""
+    """The shape of the whole model's layer, not of a shard's, in Vidur's names."""
 
     n_head: int
     n_kv_head: int
@@ -163,33 +163,42 @@ def layer_rest_s(table: MlpTable) -> FloatArray:
     return total
 
 
-def import_profile(model: ModelSpec, device: Device, dtype: str, *, mlp: Path,
-                   attention: Sequence[Path] = (), all_reduce: Path | None = None,
-                   send_recv: Path | None = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VidurFiles:
+    """Tables of one machine."""
+
+    mlp: Path
+    attention: Sequence[Path] = ()
+    all_reduce: Path | None = None
+    send_recv: Path | None = None
+
+
+def import_profile(model: ModelSpec, device: Device, dtype: str, files: VidurFiles, *,
                    links: Mapping[str, str] | None = None) -> Profile:
     """A Profile of Vidur's tables. `links`: xgpt's names for what joins ranks within a node
     ("intra") and between nodes ("inter"); tables without a name are left out. Raises InputError
     for files that are no such tables, or tables of another model."""
-    check_supported(mlp, SOURCE, model, dtype)
-    table = read_mlp(mlp)
+    check_supported(files.mlp, SOURCE, model, dtype)
+    table = read_mlp(files.mlp)
     _check_shape(table, model)
-    parts = Parts(model, device, dtype)
+    draft = ProfileDraft(model, device, dtype)
     rest_s = layer_rest_s(table)
     for degree in (int(d) for d in np.unique(table.tp_degree)):
-        if parts.refuse(degree, refuse_tp_degree(model, degree)):
+        if draft.refuse(degree, refuse_tp_degree(model, degree)):
             continue
         rows = table.tp_degree == degree
-        parts.add(Operator.LAYER_REST, degree, samples_at(table.tokens[rows], rest_s[rows]))
-        parts.add(Operator.EMBED, degree,
+        draft.add(Operator.LAYER_REST, degree, samples_at(table.tokens[rows], rest_s[rows]))
+        draft.add(Operator.EMBED, degree,
                   samples_at(table.tokens[rows], table.seconds["emb"][rows]))
-    for path in attention:
-        _add_attention(parts, read_attention(path), model)
-    if all_reduce is not None:
-        parts.tables.update(_message_tables(ALL_REDUCE, read_all_reduce(all_reduce), links or {}))
-    if send_recv is not None:
-        parts.tables.update(_message_tables(TRANSFER, read_send_recv(send_recv), links or {}))
-    parts.fill_from_roofline()
-    return parts.profile(SOURCE, f"{mlp.parent.name}'s layer")
+    for path in files.attention:
+        _add_attention(draft, read_attention(path), model)
+    if files.all_reduce is not None:
+        draft.tables.update(_message_tables(
+            ALL_REDUCE, read_all_reduce(files.all_reduce), links or {}))
+    if files.send_recv is not None:
+        draft.tables.update(_message_tables(TRANSFER, read_send_recv(files.send_recv), links or {}))
+    draft.fill_from_roofline()
+    return draft.profile(SOURCE, f"{files.mlp.parent.name}'s layer")
 
 
 class _Place(NamedTuple):
@@ -225,11 +234,12 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
     def there(name: str) -> Path | None:
         return folder / name if (folder / name).is_file() else None
 
-    return import_profile(
-        model, device, dtype, mlp=_find_mlp(compute, model),
+    files = VidurFiles(
+        mlp=_find_mlp(compute, model),
         attention=sorted((folder / "history").glob(f"{place.gpu}_*attention*.csv")),
-        all_reduce=there(place.all_reduce), send_recv=there(place.send_recv),
-        links=place.links if links is None else links)
+        all_reduce=there(place.all_reduce), send_recv=there(place.send_recv))
+    return import_profile(model, device, dtype, files,
+                          links=place.links if links is None else links)
 
 
 def _find_mlp(compute: Path, model: ModelSpec) -> Path:
@@ -246,7 +256,8 @@ def _find_mlp(compute: Path, model: ModelSpec) -> Path:
 
 
 def _peek_shape(path: Path) -> LayerShape | None:
-    """Of the first row; None where it has none (reading the whole file says what is wrong)."""
+    """The first row's shape, or None where it has none (reading the whole file says what is
+    wrong)."""
     with path.open(encoding="utf-8", newline="") as file:
         row = next(csv.DictReader(file), None) or {}
     try:
@@ -273,11 +284,11 @@ def _check_shape(table: MlpTable, model: ModelSpec) -> None:
                                            _shape_of(model), strict=True) if theirs != ours])
 
 
-def _add_attention(parts: Parts, table: AttentionTable, model: ModelSpec) -> None:
+def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec) -> None:
     """Tables for those degrees at which a rank has the heads that were measured."""
     head_dim = table.n_embd // table.n_head
     for theirs in np.unique(table.tp_degree):
-        for degree in parts.degrees:
+        for degree in draft.degrees:
             measured = (table.n_head * degree, table.n_kv_head * degree, head_dim)
             ours = (model.num_heads * theirs, model.kv_heads * theirs, model.head_dim)
             if measured != ours:
@@ -289,8 +300,8 @@ def _add_attention(parts: Parts, table: AttentionTable, model: ModelSpec) -> Non
                     (Operator.ENCODE_ATTENTION, alone, table.new_tokens, table.queries),
                     (Operator.DECODE_ATTENTION, decode, table.queries, table.cached_tokens)):
                 if of.any():
-                    found = samples_at(x[of], table.seconds[of], y[of])
-                    parts.add(operator, degree, parts.calm(operator, found))
+                    draft.add(operator, degree, draft.calm(
+                        operator, samples_at(x[of], table.seconds[of], y[of])))
 
 
 def _message_tables(name: str, table: MessageTable,

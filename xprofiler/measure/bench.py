@@ -17,9 +17,10 @@ import torch
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xprofiler.measure.clock import Clock, clock_of
-from xprofiler.measure.probe import Parts, Probe, Whole
-from xprofiler.plan import MEAN_INPUT
-from xrunner.engine.kv import KvCache
+from xprofiler.measure.probe import Probe, StepParts, Whole
+from xprofiler.points import MEAN_INPUT
+from xrunner.engine.group import StageGroup
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
@@ -35,7 +36,7 @@ MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the
 _MAX_KV_BYTES, _SHARED_KV_BYTES = 2**30, 2**26
 GREEDY, DRAWN = Sampling(), Sampling(temperature=1.0, top_k=50, top_p=0.95)
 
-Measurement = Callable[[], Parts]  # executes the step once
+Measurement = Callable[[], StepParts]  # executes the step once
 
 
 class LayerBench:
@@ -58,16 +59,13 @@ class LayerBench:
 
     def decode(self, contexts: list[int]) -> Measurement:
         """A decode step of one query for each of `contexts` (tokens already cached)."""
-        queries = len(contexts)
-        executor = self._executor(queries, max(contexts) + 1)
-        cache = executor.caches[0]
-        cache.allocate(list(range(queries)), contexts)
-        executor.adopt(0, [self._sampling] * queries)
-        tokens = torch.ones(queries, dtype=torch.long, device=self.device)
+        executor = self._executor(len(contexts), max(contexts) + 1)
+        group, joined = executor.groups[0], self._joined(contexts)
+        tokens = torch.ones(len(contexts), dtype=torch.long, device=self.device)
         message = StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1)
 
-        def step() -> Parts:
-            cache.lengths = list(contexts)
+        def step() -> StepParts:
+            group.adopt(joined)
             return self._probe.time(lambda: executor.execute(message, tokens))
 
         return step
@@ -77,15 +75,12 @@ class LayerBench:
         and no head, where the attention alone counts; their weights may stay in a cache."""
         layers = self.model.layers[:most_layers]
         executor = self._executor(len(lengths), max(lengths), len(layers))
-        cache = executor.caches[0]
         tokens = torch.ones(sum(lengths), dtype=torch.long, device=self.device)
-        joined = tuple(Joined(query=i, input_tokens=n, sampling=self._sampling)
-                       for i, n in enumerate(lengths))
-        message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=joined)
+        message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0,
+                              joined=self._joined(lengths))
 
-        def step() -> Parts:
-            cache.queries, cache.lengths = [], []
-            executor.adopt(0, [])
+        def step() -> StepParts:
+            executor.groups[0].adopt(())
             if most_layers is None:
                 return self._probe.time(lambda: executor.execute(message, tokens))
             whole, self.model.layers, self.model.is_last = self.model.layers, layers, False
@@ -103,18 +98,23 @@ class LayerBench:
     def _executor(self, queries: int, capacity: int, layers: int | None = None) -> StageExecutor:
         executor = StageExecutor(self.model)
         executor.start(StartMessage(num_groups=1, slots=1, capacity=1))
-        executor.caches = [self._cache(queries, capacity, layers=layers)]
+        executor.groups = [StageGroup(self._cache(queries, capacity, layers=layers))]
         return executor
+
+    def _joined(self, lengths: list[int]) -> tuple[Joined, ...]:
+        return tuple(Joined(query=i, input_tokens=n, sampling=self._sampling)
+                     for i, n in enumerate(lengths))
 
     def _cache(self, queries: int, capacity: int, *, is_whole: bool = False,
                layers: int | None = None) -> KvCache:
         """Resident and finite, as in a run. `is_whole`: every layer has memory of its own."""
-        heads, layers = self.model.kv_heads, layers or self.num_layers
-        layer_bytes = 2 * heads * self.spec.head_dim * self.dtype.itemsize * queries * capacity
+        layers = layers or self.num_layers
+        shape = kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity, num_layers=1,
+                         kv_heads=self.model.kv_heads)
+        layer_bytes = shape.num_bytes
         is_shared = (not is_whole and layer_bytes > _SHARED_KV_BYTES
                      and layer_bytes * layers > _MAX_KV_BYTES)
-        cache = KvCache(self.spec, 1 if is_shared else layers, self.dtype,
-                        slots=queries, capacity=capacity, kv_heads=heads, device=self.device)
+        cache = KvCache(shape._replace(num_layers=1 if is_shared else layers), self.device)
         if is_shared:
             cache.share_layers(layers)
         cache.store[:1 if is_shared else None].fill_(_ENTRY)
@@ -125,7 +125,7 @@ def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable
     """Seconds, a layer, of moving `rows` of the twice as many rows of `cache`."""
     def move() -> float:
         # the first half leaves, the second moves into its place
-        cache.queries, cache.lengths = list(range(2 * rows)), [tokens] * (2 * rows)
+        cache.lengths = [tokens] * (2 * rows)
         begin = clock.mark()
         moved = cache.free(range(rows))
         end = clock.mark()

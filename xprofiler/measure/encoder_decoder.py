@@ -16,8 +16,8 @@ import torch
 from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction
 from xprofiler.measure.clock import clock_of
-from xprofiler.measure.probe import Parts
-from xrunner.engine.kv import KvCache
+from xprofiler.measure.probe import StepParts
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
 from xrunner.models.t5 import SCALE
@@ -68,7 +68,7 @@ class EncoderDecoderBench:
         slots = slots.to(self.device)
         cache = self._cache(len(lengths), max(lengths))
 
-        def step() -> Parts:
+        def step() -> StepParts:
             watch = _Watch(self._clock)
             hidden = watch("embed", self._encoder_ends.embed, tokens, positions)
             bias = watch("rest", self._encoder_ends.prepare, positions, self.dtype)
@@ -95,17 +95,18 @@ class EncoderDecoderBench:
         choices, positions = [self._sampling] * queries, list(contexts)
         inputs = torch.tensor(encoder_tokens, device=self.device)
 
-        def step() -> Parts:
+        def step() -> StepParts:
             watch = _Watch(self._clock)
             context = decode_context(cached, self.dtype)
             across = cross_context(inputs, self.dtype)
             hidden = watch("embed", self._decoder_ends.embed, tokens, context.positions)
             bias = watch("rest", self._decoder_ends.prepare, context.positions, self.dtype)
+            context = replace(context, mask=bias)
             for layer, (keys, values), (cross_keys, cross_values) in zip(
                     self._decoder, own.store, cross.store, strict=True):
                 query, key, value = watch("rest", layer.qkv, hidden, bias)
                 attended = watch("attention", attend_decode, query, key, value, keys, values,
-                                 context, bias, SCALE)
+                                 context, SCALE)
                 hidden, query = watch("rest", layer.cross_query, hidden, attended)
                 attended = watch("cross", attend_cross, query, cross_keys, cross_values, across,
                                  SCALE)
@@ -120,9 +121,8 @@ class EncoderDecoderBench:
         return compaction(self._cache(2 * rows, tokens), rows, tokens, self._clock)
 
     def _cache(self, queries: int, capacity: int) -> KvCache:
-        cache = KvCache(replace(self.spec, num_layers=self.num_layers), self.num_layers, self.dtype,
-                        slots=queries, capacity=capacity, kv_heads=self._kv_heads,
-                        device=self.device)
+        cache = KvCache(kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity,
+                                 num_layers=self.num_layers, kv_heads=self._kv_heads), self.device)
         cache.store.fill_(0.5)
         return cache
 
@@ -140,13 +140,13 @@ class _Watch:
         self._spans.setdefault(part, []).append((begin, self._clock.mark()))
         return out
 
-    def parts(self, layers: int, *, cross_layers: int = 1) -> Parts:
+    def parts(self, layers: int, *, cross_layers: int = 1) -> StepParts:
         """Seconds of each part; of layers' parts, the mean over `layers` (`cross_layers`)."""
         end = self._clock.mark()
         self._clock.settle()
         total = {part: sum(self._clock.seconds(*span) for span in spans)
                  for part, spans in self._spans.items()}
-        return Parts(
+        return StepParts(
             whole_s=self._clock.seconds(self._begin, end), rest_s=total.get("rest", 0.0) / layers,
             attention_s=total.get("attention", 0.0) / layers, embed_s=total.get("embed", 0.0),
             head_s=total.get("head", 0.0), cross_s=total.get("cross", 0.0) / layers,

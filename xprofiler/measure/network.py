@@ -21,7 +21,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.measure.clock import clock_of
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
 from xrunner.devices import has_own_gpu_each
-from xrunner.engine.kv import KvCache
+from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.transport.collective import MpiGroup
 from xrunner.transport.comm import MpiComm, wait_politely
 from xrunner.transport.handover import pack, unpack
@@ -65,7 +65,7 @@ class Places:
 
 
 def places(world: Any) -> Places:
-    """By the nodes that MPI sees: ranks that could share memory."""
+    """Ranks share a node where MPI sees that they could share memory."""
     from mpi4py import MPI
 
     shared = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -90,7 +90,7 @@ class Subject:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in all layers."""
+        """One token's entries in all layers."""
         return (self.spec.kv_elements_per_token_layer * self.dtype.itemsize
                 * self.spec.num_layers)
 
@@ -160,7 +160,7 @@ class _Channel(Protocol):
 
 
 class _ThroughHosts:
-    """From the device to this host's memory, over MPI, and to the other's device."""
+    """Blocks go from the device to this host's memory, over MPI, and to the other's device."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = MpiComm(comm)
@@ -179,7 +179,7 @@ class _ThroughHosts:
 
 
 class _Directly:
-    """Between devices, by NCCL; for CPUs, in tests, by gloo."""
+    """Blocks go between devices by NCCL; between CPUs, in tests, by gloo."""
 
     def __init__(self, comm: Any) -> None:
         self._group = TorchGroup(comm, "nccl" if torch.cuda.is_available() else "gloo")
@@ -203,31 +203,31 @@ def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:
     tensor, other = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 1 - channel.rank
 
     def receive() -> None:
-        _, found = channel.receive(other)
-        assert found is not None
-        found.to(device)
+        _, block = channel.receive(other)
+        assert block is not None
+        block.to(device)
 
     return _ping_pong(channel.rank, lambda: channel.send(other, TokensMessage(group=0), tensor),
                       receive, channel.flush)
 
 
 def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> list[float]:
-    """From one rank's cache to the other's: packed, sent, unpacked."""
+    """Seconds from one rank's cache to the other's: entries are packed, sent and unpacked."""
     channel = way(comm)
     spec, device = subject.spec, subject.device
 
     def cache() -> KvCache:
-        return KvCache(spec, spec.num_layers, subject.dtype, slots=2, capacity=tokens,
-                       is_resident=True, device=device)
+        return KvCache(kv_shape(spec, subject.dtype, slots=2, capacity=tokens), device,
+                       is_resident=True)
 
     source, target, clock = cache(), cache(), clock_of(device)
-    source.allocate([0], [tokens])
+    source.allocate([tokens])
     like = pack(source, [0])
 
     def receive() -> None:
         block = channel.receive(like)
-        target.queries, target.lengths = [], []
-        unpack(target, [0], [tokens], block)
+        target.lengths = []
+        unpack(target, [tokens], block)
         clock.settle()
 
     return _ping_pong(channel.rank, lambda: channel.send(pack(source, [0])), receive,
@@ -236,7 +236,8 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
 
 def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], object],
                end: Callable[[], object]) -> list[float]:
-    """Half of there and back, a round each, between ranks 0 and 1; of rank 0 alone."""
+    """Rank 0 measures half of there and back between ranks 0 and 1 in each round; rank 1 returns
+    nothing."""
     rounds = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()

@@ -14,7 +14,7 @@ from xprofiler.measure.clock import Clock
 from xrunner.models.stage_model import StageModel
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """Seconds of one step. `rest_s`, `attention_s`, `cross_s` (cross-attention) and `cross_kv_s`
     are of one layer, the mean over the layers."""
 
@@ -38,13 +38,13 @@ class Whole:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def time(self, step: Callable[[], object]) -> Parts:
+    def time(self, step: Callable[[], object]) -> StepParts:
         """Runs `step` once."""
         start = self._clock.mark()
         step()
         end = self._clock.mark()
         self._clock.settle()
-        return Parts(whole_s=self._clock.seconds(start, end), rest_s=0.0, attention_s=0.0,
+        return StepParts(whole_s=self._clock.seconds(start, end), rest_s=0.0, attention_s=0.0,
                      embed_s=0.0, head_s=0.0)
 
 
@@ -65,7 +65,7 @@ class Probe:
         ends.prepare = self._timed(ends.prepare, self._shared)
         ends.logits = self._begins(ends.logits)
 
-    def time(self, step: Callable[[], object]) -> Parts:
+    def time(self, step: Callable[[], object]) -> StepParts:
         """Runs `step` once."""
         for marks in (self._rest, self._shared, self._embed, self._head):
             marks.clear()
@@ -79,7 +79,7 @@ class Probe:
         # between a layer's two parts lies its attention kernel
         attention_s = sum(self._clock.seconds(qkv_end, finish_begin) for (_, qkv_end), (
             finish_begin, _) in zip(self._rest[::2], self._rest[1::2], strict=True))
-        return Parts(
+        return StepParts(
             whole_s=self._clock.seconds(start, end), rest_s=rest_s / num_layers,
             attention_s=attention_s / num_layers, embed_s=self._sum(self._embed),
             head_s=self._clock.seconds(self._head[0], end) if self._head else 0.0)

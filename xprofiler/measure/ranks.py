@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xprofiler.measure.probe import Parts
+from xprofiler.measure.probe import StepParts
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
 from xrunner.transport.comm import wait_politely
@@ -66,7 +66,7 @@ class Ranks:
         time.sleep(_PAUSE_S)
         return [s for each in self.gather(mine) for s in each]
 
-    def steady(self, step: Callable[[], Parts]) -> list[Parts]:
+    def steady(self, step: Callable[[], StepParts]) -> list[StepParts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree: the least disturbed attempt counts."""
         first = self.gather(self._in_turn(step))
@@ -76,7 +76,7 @@ class Ranks:
             # the first was a warm-up
             once_s = max(parts.whole_s for parts in self.gather(self._in_turn(step)))
         count = _SLOW_STEPS if is_slow else int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
-        attempts: list[list[Parts]] = []
+        attempts: list[list[StepParts]] = []
         for _ in range(_ATTEMPTS):
             steps = self.together(lambda: [step() for _ in range(count)])
             attempts.append([*first, *steps] if is_slow else steps)
@@ -93,9 +93,9 @@ def connect(ranks: int, sharing: float = 1.0) -> Ranks:
         return Ranks(None)
     from mpi4py import MPI
 
-    found = Ranks(MPI.COMM_WORLD, math.ceil(sharing))
-    assert found.size == ranks, f"{found.size = } {ranks = }"
-    return found
+    connected = Ranks(MPI.COMM_WORLD, math.ceil(sharing))
+    assert connected.size == ranks, f"{connected.size = } {ranks = }"
+    return connected
 
 
 def own_device(name: str, ranks: Ranks) -> torch.device:
@@ -104,6 +104,6 @@ def own_device(name: str, ranks: Ranks) -> torch.device:
     return devices.own_device("cpu" if name.startswith("cpu") else "gpu", place)
 
 
-def _spread(steps: Sequence[Parts]) -> float:
+def _spread(steps: Sequence[StepParts]) -> float:
     low, middle, high = np.quantile([s.whole_s for s in steps], (0.25, 0.5, 0.75))
     return float(high - low) / float(middle)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from xprofiler.measure.probe import Parts
-from xprofiler.plan import OWN_TABLE, Kind, Point
+from xprofiler.measure.probe import StepParts
+from xprofiler.points import OWN_TABLE, Kind, Point
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
@@ -46,7 +46,7 @@ class Recorder:
         return key in self._tables
 
     def add_step(self, point: Point, degree: int, rows: int, queries: int,
-                 steps: Sequence[Parts], num_layers: int) -> None:
+                 steps: Sequence[StepParts], num_layers: int) -> None:
         """One point's steps, taken apart. `rows`: tokens that went through the layers."""
         def put(operator: Operator, x: float, y: float, values: Iterable[float]) -> None:
             self.add(TableKey(operator.value, degree), x, y, values)
@@ -73,8 +73,8 @@ class Recorder:
         return _samples(self._tables.get(TableKey(operator.value, degree), {}))
 
     def profile(self, *, spent_s: float, host_s: Sequence[float]) -> Profile:
-        """Everything so far. `host_s`: the head's own seconds a step, added to what a step takes
-        besides its parts."""
+        """The profile of everything so far. `host_s`: the head's own seconds a step, added to what
+        a step takes besides its parts."""
         tables = {key: _samples(places) for key, places in sorted(self._tables.items())
                   if key.name != STEP_OVERHEAD}
         overhead = TableKey(STEP_OVERHEAD)
@@ -82,8 +82,8 @@ class Recorder:
                    for values in places.values() for s in values]
         known = [s for p in self._profile.tables.get(overhead, ()) for s in p.samples_s]
         host = float(np.median(host_s)) if host_s else 0.0
-        if found := [*known, *_ordered([host + s for s in besides])]:
-            tables[overhead] = (Sample(x=0, samples_s=_ordered(found)),)
+        if samples_s := [*known, *_ordered([host + s for s in besides])]:
+            tables[overhead] = (Sample(x=0, samples_s=_ordered(samples_s)),)
         return replace(self._profile, tables=tables, spent_s=spent_s)
 
 

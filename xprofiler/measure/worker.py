@@ -31,7 +31,7 @@ from xprofiler.measure.network import Subject, measure_network
 from xprofiler.measure.peaks import measure_peaks
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
-from xprofiler.plan import Kind, Needs, Point, refinement, skeleton
+from xprofiler.points import Kind, Needs, Point, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
@@ -88,7 +88,7 @@ class _Session:
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self._begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
-        self._left = 0.0  # work of the skeleton still to do (_work)
+        self._left = 0.0  # work of the skeleton still to do (_effort)
 
     def run(self) -> None:
         if self._known.peaks is None:
@@ -99,7 +99,7 @@ class _Session:
         points = skeleton(self._spec, needs)
         degrees = self._request.degrees
         todo = [(d, p) for d in degrees for p in points if not self._recorder.has(p, d)]
-        self._total = self._left = sum(_work(p) for _, p in todo)
+        self._total = self._left = sum(_effort(p) for _, p in todo)
         self._points_begin_s = time.monotonic()
         for index, degree in enumerate(degrees):
             bench = _Benches(self._spec, self._dtype, self._known.metadata.ranks, degree,
@@ -117,7 +117,7 @@ class _Session:
             if self._is_stopped():
                 return False
             self._measure(bench, degree, point)
-            self._left -= _work(point)
+            self._left -= _effort(point)
             self._save()
         failed: set[Point] = set()
         while self._ranks.agree(self._has_time(share)):
@@ -148,10 +148,10 @@ class _Session:
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
-        found = self._ranks.gather(measure_peaks(self._dtype, self._device))
+        peaks = self._ranks.gather(measure_peaks(self._dtype, self._device))
         # a disturbed rank must not make the device look smaller than it is
-        best = Peaks(flops_per_s=max(p.flops_per_s for p in found), source=found[0].source,
-                     bandwidth_bytes_per_s=max(p.bandwidth_bytes_per_s for p in found))
+        best = Peaks(flops_per_s=max(p.flops_per_s for p in peaks), source=peaks[0].source,
+                     bandwidth_bytes_per_s=max(p.bandwidth_bytes_per_s for p in peaks))
         self._recorder = Recorder(replace(self._known, peaks=best))
 
     def _measure_network(self) -> None:
@@ -231,7 +231,7 @@ def _lengths(point: Point, most: int | None) -> list[int]:
     return ordinary_inputs(point.x, most) if point.kind is Kind.REST else [point.x] * point.y
 
 
-def _work(point: Point) -> float:
+def _effort(point: Point) -> float:
     """How long a point takes against others, roughly: a point that is quick counts 1."""
     match point.kind:
         case Kind.REST:

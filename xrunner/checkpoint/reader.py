@@ -20,7 +20,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json, wrong_file
 from xrunner.checkpoint.random_model import shape_to_make
 from xrunner.checkpoint.tensors import locate
-from xrunner.models.weights import Part, RandomWeights
+from xrunner.models.weights import RandomWeights, TensorPart
 
 _DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError)
 
@@ -36,7 +36,7 @@ class CheckpointReader:
     def has(self, name: str) -> bool:
         return self._locate(name) is not None
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         found = self._locate(name)
         if found is None:
             raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
@@ -51,7 +51,8 @@ class CheckpointReader:
         found = locate(name, self._files)
         return None if found is None else (self._files[found], found)
 
-    def _map(self, path: Path, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
+    def _map(self, path: Path, name: str, shape: tuple[int, ...],
+             part: TensorPart | None) -> Tensor:
         """A view of the file's tensor, or of part of it: of pages that are never touched only those
         are read that the system reads ahead (up to some MiB a piece)."""
         if path not in self._open:
@@ -84,7 +85,7 @@ class MadeWeights:
     def has(self, name: str) -> bool:
         return self._weights.has(name)
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         tensor = self._weights.get(name, shape, part)
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor

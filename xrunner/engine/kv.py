@@ -1,4 +1,4 @@
-"""The KV cache of one group of queries on one stage: allocate, free with compaction, account.
+"""The KV cache of one group of queries on one stage: the memory, and how much of it is in use.
 
 Layout [layers, 2, slots, kv_heads, capacity, head_dim], of one size for the whole run: growing it
 would copy every entry in the middle of a phase. Active queries hold slots 0..n-1, so a decode step
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,34 +26,48 @@ from xgpt.core.units import format_bytes
 from xrunner.rules.compaction import apply_moves, compaction_moves
 
 
+class KvShape(NamedTuple):
+    """The size of a cache. `slots`: queries that it holds at most; `capacity`: tokens of each."""
+
+    num_layers: int
+    slots: int
+    kv_heads: int
+    capacity: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        return (self.num_layers, 2, self.slots, self.kv_heads, self.capacity, self.head_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it occupies once every page of it has been written."""
+        return math.prod(self.dimensions) * self.dtype.itemsize
+
+
+def kv_shape(spec: ModelSpec, dtype: torch.dtype, *, slots: int, capacity: int,
+             num_layers: int | None = None, kv_heads: int | None = None) -> KvShape:
+    """`num_layers`, `kv_heads`: those that this rank holds; None: all of the model's."""
+    return KvShape(spec.num_layers if num_layers is None else num_layers, slots,
+                   spec.kv_heads if kv_heads is None else kv_heads, capacity, spec.head_dim, dtype)
+
+
 class KvCache:
-    """Keys and values of the queries one group has in flight: at most `slots` of them, each of at
-    most `capacity` tokens. Raises XgptError where the memory for that is not there."""
+    """Keys and values of the queries that one group has in flight. Raises XgptError where the
+    memory for that is not there."""
 
-    def __init__(self, spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: int,
-                 capacity: int, is_resident: bool = False,
-                 device: torch.device | str = "cpu", kv_heads: int | None = None) -> None:
+    def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
+                 is_resident: bool = False) -> None:
         """`is_resident`: take the memory now, not page by page as queries first come to it (on a
-        virtual machine that was measured to add a sixth to an encode). `kv_heads`: this rank's,
-        where a tensor-parallel group divides them; None: all of the model's."""
-        self.queries: list[int] = []  # by slot
+        virtual machine that was measured to add a sixth to an encode)."""
         self.lengths: list[int] = []  # tokens cached, by slot
-        self._slots, self._capacity = slots, capacity
-        heads = spec.kv_heads if kv_heads is None else kv_heads
-        shape = (num_layers, 2, slots, heads, capacity, spec.head_dim)
-        self._store = _zeros(shape, dtype, torch.device(device), is_resident)
-
-    @property
-    def num_active(self) -> int:
-        return len(self.queries)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
+        self._shape = shape
+        self._store = _zeros(shape, torch.device(device), is_resident)
 
     @property
     def store(self) -> Tensor:
-        """[layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..num_active-1 are live."""
+        """[layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..len(lengths)-1 are live."""
         return self._store
 
     def share_layers(self, num_layers: int) -> None:
@@ -60,21 +75,20 @@ class KvCache:
         timing a step whose caches would not fit; what it computes is meaningless."""
         self._store = self._store.expand(num_layers, -1, -1, -1, -1, -1)
 
-    def allocate(self, queries: Sequence[int], input_tokens: Sequence[int]) -> int:
-        """Slots for new queries, contiguous; returns the first."""
-        first = self.num_active
-        assert first + len(queries) <= self._slots, f"{first = } {len(queries) = } {self._slots = }"
-        self.queries += queries
-        self.lengths += input_tokens
+    def allocate(self, tokens: Sequence[int]) -> int:
+        """Slots for new queries of so many tokens each, contiguous; returns the first."""
+        first = len(self.lengths)
+        assert first + len(tokens) <= self._shape.slots, (
+            f"{first = } {len(tokens) = } {self._shape}")
+        self.lengths += tokens
         return first
 
-    def place(self, queries: Sequence[int], replaced: Sequence[int]) -> None:
+    def place(self, count: int, replaced: Sequence[int]) -> None:
         """New queries without tokens as yet: the first in the slots `replaced`, whose queries are
         gone, the others behind all."""
-        for slot, query in zip(replaced, queries, strict=False):
-            self.queries[slot], self.lengths[slot] = query, 0
-        behind = queries[len(replaced):]
-        self.allocate(behind, [0] * len(behind))
+        for slot in replaced:
+            self.lengths[slot] = 0
+        self.allocate([0] * (count - len(replaced)))
 
     def extend(self) -> None:
         """Every active query has one more token cached."""
@@ -86,52 +100,40 @@ class KvCache:
 
     def free(self, removed: Sequence[int]) -> int:
         """Drop the queries in slots `removed` and close the gaps. Returns the rows copied."""
-        moves = compaction_moves(self.num_active, removed)
+        moves = compaction_moves(len(self.lengths), removed)
         for source, target in moves:
             length = self.lengths[source]
             self._store[:, :, target, :, :length] = self._store[:, :, source, :, :length]
-        self.queries = apply_moves(self.queries, removed)
         self.lengths = apply_moves(self.lengths, removed)
         return len(moves)
 
     def check_integrity(self, least: int = 1) -> None:
-        """Slots, lengths and storage agree; every query has `least` tokens or more. Called when
-        idle, and after every step in tests."""
-        assert len(self.queries) == len(self.lengths) == len(set(self.queries)), (
-            f"{self.queries = } {self.lengths = }")
-        assert self.num_active <= self._slots, f"{self.num_active = } {self._slots = }"
-        assert all(least <= n <= self._capacity for n in self.lengths), (
-            f"{self.lengths = } {self._capacity = }")
+        """Lengths and storage agree; every query has `least` tokens or more. Called after every
+        step in tests."""
+        assert len(self.lengths) <= self._shape.slots, f"{self.lengths = } {self._shape}"
+        assert all(least <= n <= self._shape.capacity for n in self.lengths), (
+            f"{self.lengths = } {self._shape}")
 
 
-def cache_bytes(spec: ModelSpec, num_layers: int, dtype: torch.dtype, *, slots: int,
-                capacity: int, kv_heads: int | None = None) -> int:
-    """What a KvCache of this size occupies once every page of it has been written."""
-    heads = spec.kv_heads if kv_heads is None else kv_heads
-    return num_layers * 2 * heads * spec.head_dim * dtype.itemsize * slots * capacity
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-           is_resident: bool) -> Tensor:
-    if device.type != "cpu" or 0 in shape:  # no layers: a pool that has an encoder alone
+def _zeros(shape: KvShape, device: torch.device, is_resident: bool) -> Tensor:
+    dimensions, dtype = shape.dimensions, shape.dtype
+    if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that has an encoder alone
         try:
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(dimensions, dtype=dtype, device=device)
         except torch.cuda.OutOfMemoryError:
-            raise _refused(shape, dtype, f"of memory, more than {device} has left") from None
+            raise _refused(shape, f"of memory, more than {device} has left") from None
     # numpy asks the system for zero pages, torch.zeros would write (and so occupy) every one
-    num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        memory = np.zeros(num_bytes, dtype=np.uint8)
+        memory = np.zeros(shape.num_bytes, dtype=np.uint8)
     except MemoryError:
-        raise _refused(shape, dtype, "of address space, which this machine refuses") from None
+        raise _refused(shape, "of address space, which this machine refuses") from None
     if is_resident:
         memory[::mmap.PAGESIZE] = 0
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    return torch.from_numpy(memory).view(dtype).view(dimensions)
 
 
-def _refused(shape: tuple[int, ...], dtype: torch.dtype, why: str) -> XgptError:
-    num_bytes = math.prod(shape) * dtype.itemsize
+def _refused(shape: KvShape, why: str) -> XgptError:
     return XgptError(
-        f"the KV cache of {shape[2]} queries of up to {shape[4]} tokens takes "
-        f"{format_bytes(num_bytes)} {why}: shorten the longest requests (or their max_tokens), or "
-        "give a smaller schedule")
+        f"the KV cache of {shape.slots} queries of up to {shape.capacity} tokens takes "
+        f"{format_bytes(shape.num_bytes)} {why}: shorten the longest requests (or their "
+        "max_tokens), or give a smaller schedule")

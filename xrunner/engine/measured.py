@@ -8,41 +8,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from xrunner.engine.pipeline import RankReport
+from xrunner.io.tally import Tally
 from xrunner.plan import write_atomically
 
 
-def write_measured(output: Path, *, state: str, wall_s: float,
-                   finished: Sequence[tuple[int, float]], queries_before: int, num_errors: int,
-                   reports: Sequence[RankReport], num_held: int = 0,
-                   changes: Sequence[Mapping[str, Any]] = ()) -> None:
-    """`finished`: (output tokens, latency_s) of each query of this run. `num_held`: results in
-    held.jsonl when a run is stopped, since one before them is not done. `changes`: of the control
-    variables while it ran."""
-    latencies = [latency for _, latency in finished]
-    tokens = sum(count for count, _ in finished)
-    p50, p99 = np.quantile(latencies, (0.5, 0.99)).tolist() if latencies else (None, None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. `num_held`: results in held.jsonl of one that was stopped, since one before
+    them is not done. `changes`: of the control variables while it ran."""
+
+    state: str  # "done" | "stopped"
+    wall_s: float
+    queries_before: int
+    num_errors: int
+    num_held: int = 0
+    changes: Sequence[Mapping[str, Any]] = ()
+
+
+def write_measured(output: Path, outcome: Outcome, tally: Tally,
+                   reports: Sequence[RankReport]) -> None:
+    """`tally`: of the queries of this run."""
+    wall_s, tokens = outcome.wall_s, tally.output_tokens
     stages = [list(group) for _, group in groupby(
         sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
     busiest_s = max((report.busy_s for report in reports), default=0.0)
     figures = {
-        "version": 1, "state": state, "queries": len(finished), "queries_before": queries_before,
-        "queries_held": num_held, "errors": num_errors, "wall_s": wall_s,
-        "throughput_qps": len(finished) / wall_s if wall_s > 0 else None,
+        "version": 1, "state": outcome.state, "queries": len(tally),
+        "queries_before": outcome.queries_before, "queries_held": outcome.num_held,
+        "errors": outcome.num_errors, "wall_s": wall_s,
+        "throughput_qps": len(tally) / wall_s if wall_s > 0 else None,
         "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
-        "latency_p50_s": p50, "latency_p99_s": p99,
+        **tally.percentiles(),
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
         **_of_disk(reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
-        "changes": list(changes),
+        "changes": list(outcome.changes),
         "stages": [_of_stage(group) for group in stages],
         "ranks": [{"rank": r.rank, "stage": r.stage, "role": r.role, **_figures(r)}
                   for r in reports],

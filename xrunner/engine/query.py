@@ -77,10 +77,12 @@ class ActiveQuery:
     def finished(self, now: float, decode_text: Callable[[Sequence[int]], str]) -> FinishedQuery:
         """Its result, given out `now`."""
         assert self.ending is not None, f"{self.query.index = } is not done"
+        assert self.first_token_s is not None, "who has ended has a token"
         reason, text = self.ending
         return FinishedQuery(
             query=self.query, output_ids=tuple(self.output_ids), finish_reason=reason,
-            encode_start_s=self.encode_start_s, latency_s=now - self.encode_start_s,
+            encode_start_s=self.encode_start_s, first_token_s=self.first_token_s,
+            last_token_s=now,
             text=decode_text(self.output_ids) if text is None else text)
 
     def _stopped_text(self, decode_text: Callable[[Sequence[int]], str]) -> str | None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from xrunner.engine.query import ActiveQuery
 from xrunner.query import PreparedQuery
-from xrunner.rules.slots import Departures, GroupSlots, SlotUse
+from xrunner.rules.slots import Departures, GroupSlots, SlotUse, Span
 from xrunner.rules.steps import BatchingRule, Step, StepKind
-from xrunner.transport.messages import Joined, Part, StartMessage, StepMessage
+from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 
 class Roster:
@@ -91,7 +91,7 @@ class Roster:
             kind=kind, group=step.group, phase=step.phase, iteration=step.iteration,
             removed=removed, replaced=replaced, joined=joined, resting=resting,
             ended=tuple(self.in_vain),
-            parts=self._parts(step, spans, seats) if self._use is SlotUse.REUSED else ())
+            spans=self._seated(step, spans, seats) if self._use is SlotUse.REUSED else ())
         self.in_vain.clear()
         return message, torch.tensor(ids), fed if kind is StepKind.DECODE else [*fed, *step.joined]
 
@@ -134,12 +134,12 @@ class Roster:
         assert self._start_token is not None, f"{active.query.index = } has no first token"
         return self._start_token
 
-    def _parts(self, step: Step, spans: Sequence[tuple[int, int, int]],
-               seats: Sequence[int]) -> tuple[Part, ...]:
+    def _seated(self, step: Step, spans: Sequence[tuple[int, int, int]],
+                seats: Sequence[int]) -> tuple[Span, ...]:
         """What is encoded, slot by slot."""
-        parts = []
+        seated = []
         for query, first, tokens in spans:
             is_last = query in step.joined
-            parts.append(Part(seats.index(query), first, tokens, is_last))
+            seated.append(Span(seats.index(query), first, tokens, is_last))
             (self._in_part.discard if is_last else self._in_part.add)(query)
-        return tuple(parts)
+        return tuple(seated)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import settle
-from xrunner.engine.kv import KvCache, cache_bytes
+from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.models.stage_model import StageModel
-from xrunner.ops.attention import Span, cross_context, decode_context, decode_context_of
+from xrunner.ops.attention import cross_context, decode_context, decode_context_of
 from xrunner.ops.sampling import sample_shards
 from xrunner.query import Sampling
-from xrunner.rules.compaction import apply_moves
 from xrunner.rules.steps import StepKind
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.messages import StartMessage, StepMessage
@@ -39,48 +37,25 @@ class StepRecord(NamedTuple):
     end_s: float
 
 
-class _Pending(NamedTuple):
-    """Inputs whose encoder output has not come yet, in slots from `first` on."""
-
-    first: int
-    lengths: list[int]
-    message: StepMessage
-
-
 class StageExecutor:
     """Applies steps to the stage's layers and caches; on the last stage, samples."""
 
-    def __init__(self, model: StageModel | EncoderDecoderStage, *,
-                 clock: Callable[[], float] = time.perf_counter, check: bool = False,
-                 sender: EntrySender | None = None, receiver: EntryReceiver | None = None) -> None:
+    def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
+                 check: bool = False, sender: EntrySender | None = None,
+                 receiver: EntryReceiver | None = None) -> None:
         """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
         entries that WAA's encode and decode pools hand over."""
         self.model, self._clock, self._check = model, clock, check
         self.sender, self.receiver = sender, receiver
-        self.caches: list[KvCache] = []  # by group
-        self.encoded: list[KvCache] = []  # by group, of the inputs: encoder-decoder models only
-        self._pending: list[deque[_Pending]] = []  # by group
-        self._sampling: list[list[Sampling]] = []  # by group, then slot
+        self.groups: list[StageGroup] = []
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
         self.busy_s = 0.0  # kept apart from the log, which forgets
 
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
-        is_resident = self._cache_bytes(message) <= message.spare_bytes
-        groups = range(message.num_groups)
-        self.caches = [self._cache(message, message.capacity, is_resident) for _ in groups]
-        if self.model.spec.is_encoder_decoder:
-            self.encoded = [self._cache(message, message.encoded_capacity, is_resident)
-                            for _ in groups]
-        self._pending = [deque() for _ in groups]
-        self._sampling = [[] for _ in groups]
+        self.groups = make_groups(self.model, message)
         settle(self.model.device)
-
-    def adopt(self, group: int, choices: Sequence[Sampling]) -> None:
-        """How the queries in the group's cache are sampled, by slot, where they were put there
-        by other means than an encode step of this stage."""
-        self._sampling[group] = list(choices)
 
     def close(self) -> None:
         """After the last step: returns when all that is to be handed over has been received."""
@@ -95,7 +70,8 @@ class StageExecutor:
     def awaits_encoded(self, group: int | None = None) -> bool:
         """Whether inputs of `group` (None: of any) were encoded, and the encoder's output has not
         come yet."""
-        return any(self._pending) if group is None else bool(self._pending[group])
+        groups = self.groups if group is None else [self.groups[group]]
+        return any(own.pending for own in groups)
 
     @torch.inference_mode()
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
@@ -103,25 +79,26 @@ class StageExecutor:
         [rows, H]; on the last stage the encoder's output, or the sampled tokens of the step's
         queries, [n] (None on all but the first rank of a tensor-parallel group)."""
         start_s = self._clock()
-        inputs = inputs.to(self.model.device)
-        self._remove(message)
-        is_encode = message.kind is StepKind.ENCODE
-        if message.parts or message.resting:
-            queries, out = self._mix(message, inputs)
+        inputs, group = inputs.to(self.model.device), self.groups[message.group]
+        if message.removed:
+            self.rows_compacted += group.remove(message.removed)
+        if message.spans or message.resting:
+            queries, out = self._mix(group, message, inputs)
+        elif message.kind is StepKind.ENCODE:
+            queries, out = len(message.joined), self._encode(group, message, inputs)
         else:
-            out = (self._encode if is_encode else self._decode)(message, inputs)
-            queries = len(message.joined) if is_encode else self.caches[message.group].num_active
+            out = self._decode(group, message, inputs)
+            queries = len(group.slots.seats)
         self._record(message.kind.value, message, queries, len(inputs), start_s)
         return out
 
     @torch.inference_mode()
     def take_encoded(self, group: int, encoded: Tensor) -> None:
         """The encoder's output [T, H] of the group's oldest encode step still without."""
-        start_s = self._clock()
-        first, lengths, message = self._pending[group].popleft()
+        start_s, own = self._clock(), self.groups[group]
+        first, lengths, message = own.pending.popleft()
         assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
-        self.model.store_encoded(encoded.to(self.model.device), self.encoded[group].store, first,
-                                 lengths)
+        self.model.store_encoded(encoded.to(self.model.device), own.encoded.store, first, lengths)
         self._record("cross_kv", message, len(lengths), len(encoded), start_s)
 
     def _record(self, kind: str, message: StepMessage, queries: int, tokens: int,
@@ -131,70 +108,41 @@ class StageExecutor:
                                    tokens, start_s, self._clock()))
         self.busy_s += self.log[-1].end_s - start_s
         if self._check:
-            self._check_integrity(message.group)
+            self.groups[message.group].check_integrity()
 
-    def _check_integrity(self, group: int) -> None:
-        if not self.encoded:
-            self.caches[group].check_integrity()
-            return
-        own, encoded = self.caches[group], self.encoded[group]
-        own.check_integrity(least=0)  # an input leaves nothing there
-        encoded.check_integrity()
-        assert own.queries == encoded.queries, f"{own.queries = } {encoded.queries = }"
-
-    def _remove(self, message: StepMessage) -> None:
-        if not message.removed:
-            return
-        group = message.group
-        assert not self._pending[group], f"{group = }: slots move that are still to be filled"
-        self.rows_compacted += self.caches[group].free(message.removed)
-        if self.encoded:
-            self.encoded[group].free(message.removed)
-        kept = apply_moves(list(range(len(self._sampling[group]))), message.removed)
-        self._sampling[group] = [self._sampling[group][i] for i in kept]
-
-    def _encode(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        group, joined = message.group, message.joined
-        queries, lengths = [j.query for j in joined], [j.input_tokens for j in joined]
-        choices = [j.sampling for j in joined]
-        self._sampling[group] += choices
+    def _encode(self, group: StageGroup, message: StepMessage, inputs: Tensor) -> Tensor | None:
+        first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
-            return self._encode_apart(self.model, message, queries, lengths, inputs)
-        cache = self.caches[group]
-        first = cache.allocate(queries, lengths)
-        hidden = self.model.encode(inputs, cache.store, first, lengths)
+            return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
+        hidden = self.model.encode(inputs, group.cache.store, first, lengths)
         if self.sender is not None:
-            self.sender.hand_over(message, cache, first)
+            self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
         # only an input's last token predicts the next
         ends = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
-        return self._sample(hidden[ends], choices, lengths)
+        return self._sample(hidden[ends], [j.sampling for j in message.joined], lengths)
 
-    def _encode_apart(self, model: EncoderDecoderStage, message: StepMessage,
-                      queries: list[int], lengths: list[int], inputs: Tensor) -> Tensor:
-        group = message.group
-        self.caches[group].allocate(queries, [0] * len(queries))
-        first = self.encoded[group].allocate(queries, lengths)
-        hidden = model.encode(inputs, lengths)
+    def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
+                      inputs: Tensor) -> Tensor:
+        hidden = model.encode(inputs, new.lengths)
         if not model.layers:  # the decode pool's ranks look at the encoder's output
             if self.sender is not None and model.is_last:
-                self.sender.hand_over_encoded(message, hidden)
+                self.sender.hand_over_encoded(new.message, hidden)
         elif model.is_last:
-            model.store_encoded(hidden, self.encoded[group].store, first, lengths)
+            model.store_encoded(hidden, group.encoded.store, new.first, new.lengths)
         else:
-            self._pending[group].append(_Pending(first, lengths, message))
+            group.pending.append(new)
         return hidden
 
-    def _decode(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        group, model = message.group, self.model
-        cache = self.caches[group]
+    def _decode(self, group: StageGroup, message: StepMessage, inputs: Tensor) -> Tensor | None:
+        model, cache = self.model, group.cache
         if self.receiver is not None:
-            self._take_over(self.receiver, message)
+            self._take_over(self.receiver, group, message)
         step = decode_context(torch.tensor(cache.lengths, device=inputs.device), model.dtype)
         if isinstance(model, EncoderDecoderStage):
-            assert not self._pending[group], f"{group = } decodes inputs that are not encoded"
-            encoded = self.encoded[group]
+            assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
+            encoded = group.encoded
             across = cross_context(torch.tensor(encoded.lengths, device=inputs.device),
                                    model.dtype)
             hidden = model.decode(inputs, cache.store, encoded.store, step, across)
@@ -203,73 +151,53 @@ class StageExecutor:
         cache.extend()
         if not model.is_last:
             return hidden
-        return self._sample(hidden, self._sampling[group], cache.lengths)
+        return self._sample(hidden, group.choices, cache.lengths)
 
-    def _mix(self, message: StepMessage, inputs: Tensor) -> tuple[int, Tensor | None]:
+    def _mix(self, group: StageGroup, message: StepMessage,
+             inputs: Tensor) -> tuple[int, Tensor | None]:
         """A step of continuous batching: who decodes, then what is encoded, in one pass. How many
         queries get a token, and what `execute` returns."""
-        group, model, joined = message.group, self.model, message.joined
+        model, cache, spans = self.model, group.cache, message.spans
         assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
-        cache, choices = self.caches[group], self._sampling[group]
         taken = {*message.replaced, *message.resting}
         decoding = [] if message.kind is StepKind.ENCODE else [
-            slot for slot in range(cache.num_active) if slot not in taken]
-        cache.place([j.query for j in joined], message.replaced)
-        for slot, j in zip(message.replaced, joined, strict=False):
-            choices[slot] = j.sampling
-        choices += [j.sampling for j in joined[len(message.replaced):]]
+            slot for slot in range(len(group.slots.seats)) if slot not in taken]
+        group.place(message.joined, message.replaced)
         step = decode_context_of(decoding, cache.lengths, model.dtype,
                                  inputs.device) if decoding else None
-        hidden = model.mixed(inputs, cache.store, step, [Span(*p[:3]) for p in message.parts])
+        hidden = model.mixed(inputs, cache.store, step, spans)
         for slot in decoding:
             cache.grow(slot)
-        for part in message.parts:
-            cache.grow(part.slot, part.tokens)
-        given = decoding + [part.slot for part in message.parts if part.is_last]
+        for span in spans:
+            cache.grow(span.slot, span.tokens)
+        given = decoding + [span.slot for span in spans if span.is_last]
         if not model.is_last:
             return len(given), hidden
-        ends = torch.tensor([part.tokens for part in message.parts], dtype=torch.long).cumsum(0)
-        ends = ends[[part.is_last for part in message.parts]] + len(decoding) - 1
+        ends = torch.tensor([span.tokens for span in spans], dtype=torch.long).cumsum(0)
+        ends = ends[[span.is_last for span in spans]] + len(decoding) - 1
         rows = torch.cat([torch.arange(len(decoding)), ends]).to(hidden.device)
         if not given:  # an input that is encoded in part gives no token
             return 0, None if model.shard.index else rows
-        return len(given), self._sample(hidden[rows], [choices[slot] for slot in given],
+        seats = group.slots.seats
+        return len(given), self._sample(hidden[rows], [seats[slot].sampling for slot in given],
                                         [cache.lengths[slot] for slot in given])
 
-    def _take_over(self, receiver: EntryReceiver, message: StepMessage) -> None:
+    def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:
         """Those who join with a decode step, whose inputs another pool has encoded."""
         receiver.forget(message.ended)
         if not message.joined:
             return
-        group, model = message.group, self.model
         queries = [joined.query for joined in message.joined]
-        lengths = [joined.input_tokens for joined in message.joined]
-        self._sampling[group] += [joined.sampling for joined in message.joined]
-        if isinstance(model, EncoderDecoderStage):
-            self.caches[group].allocate(queries, [0] * len(queries))
-            first = self.encoded[group].allocate(queries, lengths)
-            encoded = receiver.encoded(queries).to(model.device)
-            model.store_encoded(encoded, self.encoded[group].store, first, lengths)
+        first, lengths = group.join(message.joined)
+        if isinstance(self.model, EncoderDecoderStage):
+            encoded = receiver.encoded(queries).to(self.model.device)
+            self.model.store_encoded(encoded, group.encoded.store, first, lengths)
             return
-        first = self.caches[group].allocate(queries, lengths)
         for slot, query in enumerate(queries, start=first):
-            receiver.put_into(self.caches[group], slot, query)
+            receiver.put_into(group.cache, slot, query)
 
     def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
         model = self.model
         return sample_shards(model.logits(hidden), choices, positions, model.shard,
                              model.spec.vocab_size)
-
-    def _cache(self, message: StartMessage, capacity: int, is_resident: bool) -> KvCache:
-        model = self.model
-        return KvCache(model.spec, len(model.layers), model.dtype, slots=message.slots,
-                       capacity=capacity, kv_heads=model.kv_heads, is_resident=is_resident,
-                       device=model.device)
-
-    def _cache_bytes(self, message: StartMessage) -> int:
-        """Of all groups' caches."""
-        model = self.model
-        return message.num_groups * cache_bytes(
-            model.spec, len(model.layers), model.dtype, slots=message.slots,
-            capacity=message.capacity + message.encoded_capacity, kv_heads=model.kv_heads)

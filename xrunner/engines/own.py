@@ -13,12 +13,9 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xrunner.engines.engine import Engine, mistake
 
-# Of the policies that are searched, the one whose schedule can be changed while it runs.
-_CHANGEABLE = "rra"
-
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """Lengths yet to be observed want a schedule that can be changed in place."""
+    """Every policy that its own kind of model allows, every layout."""
     fixed = problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
     if policy is not None and row_of(policy).is_decoder_only and problem.model.is_encoder_decoder:
@@ -28,8 +25,6 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
             f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
             "queries beside decoding others, or again with what they generated, in one pass "
             "through the same layers")])
-    if policy is None and job.workload.output_tokens.kind == "observe":
-        policy = _CHANGEABLE
     fixed = replace(fixed, policy=policy)
     if schedule is not None:
         fixed = replace(fixed, tp_degree=schedule.estimate.deployment.tp_degree,

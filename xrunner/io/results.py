@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -126,9 +126,11 @@ def write_errors(path: Path, errors: Sequence[RequestError]) -> None:
 
 
 def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
-    query = result.query
+    query, tpot_s = result.query, result.tpot_s
     times = {"latency_s": round(result.latency_s, 6),
-             "encode_start_s": round(result.encode_start_s, 6)}
+             "encode_start_s": round(result.encode_start_s, 6),
+             "ttft_s": round(result.ttft_s, 6),
+             "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
     if query.is_openai:
         return _openai_line(result, model, times)
     return {"id": query.id, "index": query.index, "text": result.text,
@@ -136,7 +138,8 @@ def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
             "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times}
 
 
-def _openai_line(result: FinishedQuery, model: str, times: dict[str, float]) -> dict[str, Any]:
+def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
+                 ) -> dict[str, Any]:
     """The batch response object of the OpenAI batch format, our figures under `xgpt`."""
     query = result.query
     input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)

@@ -9,6 +9,7 @@ import time
 from xrunner.io.adjustments import Steering
 from xrunner.io.progress import ProgressFile
 from xrunner.io.results import Answered, ResultWriter
+from xrunner.io.tally import Tally
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
@@ -28,11 +29,11 @@ class RunSink:
                                       done_before=before.total)
         self._looked_s, self._is_to_stop = -math.inf, False
         self.steering: Steering | None = None  # where the launcher follows the output lengths
-        self.finished_queries: list[tuple[int, float]] = []  # (output tokens, latency_s)
+        self.tally = Tally()
 
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)
-        self.finished_queries.append((len(result.output_ids), result.latency_s))
+        self.tally.add(result)
         self._progress.add(result.latency_s)
         if self.steering is not None:
             self.steering.finished(result)
@@ -56,4 +57,4 @@ class RunSink:
     def close(self, wall_s: float, state: str) -> None:
         """`state`: "done" or "stopped"."""
         self._writer.close()
-        self._progress.tick(wall_s, sum(tokens for tokens, _ in self.finished_queries), state)
+        self._progress.tick(wall_s, self.tally.output_tokens, state)

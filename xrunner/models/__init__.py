@@ -1,4 +1,5 @@
 """Model families as plain layers: `qkv` before the attention kernel, `finish` after it.
 
-XProfiler times these very layers. A family is one module and one row of `layers.LAYER_CLASSES`.
+XProfiler times these very layers. A family is one module and one row of
+`stage_model.LAYER_CLASSES`.
 """

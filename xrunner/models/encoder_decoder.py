@@ -7,6 +7,7 @@ stage that holds decoder layers, which leave its keys and values in their cross-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,10 +107,11 @@ class EncoderDecoderStage:
         after it; `cache` of the tokens so far, `encoded` of the inputs. Returns hidden [n, H]."""
         hidden = self.ends.embed(inputs, step.positions) if self.is_first else inputs
         bias = self.ends.prepare(step.positions, self.dtype)
+        step = replace(step, mask=bias)
         for layer, (keys, values), (cross_keys, cross_values) in zip(
                 self.layers, cache, encoded, strict=True):
             query, key, value = layer.qkv(hidden, bias)
-            attended = attend_decode(query, key, value, keys, values, step, bias, SCALE)
+            attended = attend_decode(query, key, value, keys, values, step, SCALE)
             hidden, query = layer.cross_query(hidden, attended)
             attended = attend_cross(query, cross_keys, cross_values, across, SCALE)
             hidden = layer.finish(hidden, attended)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.weights import Part, WeightSource
+from xrunner.models.weights import TensorPart, WeightSource
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -47,22 +47,22 @@ class Shard:
         assert count % self.degree == 0, f"{count = } {self.degree = }"
         return count // self.degree
 
-    def part(self, dim: int, size: int, *, first: int = 0) -> Part | None:
+    def part(self, dim: int, size: int, *, first: int = 0) -> TensorPart | None:
         """This rank's even share of the `size` rows (dim 0) or columns (dim 1) from `first` on;
         None for a rank alone, which takes the tensor as it is."""
         if self.degree == 1:
             return None
         share = self.share(size)
         start = first + self.index * share
-        return Part(dim, start, start + share)
+        return TensorPart(dim, start, start + share)
 
-    def vocabulary_part(self, vocab_size: int) -> Part | None:
+    def vocabulary_part(self, vocab_size: int) -> TensorPart | None:
         """Rows of the output head: ceil(V / degree) each, fewer (or none) on the last ranks."""
         if self.degree == 1:
             return None
         share = self.vocabulary_share(vocab_size)
         start = min(self.index * share, vocab_size)
-        return Part(0, start, min(start + share, vocab_size))
+        return TensorPart(0, start, min(start + share, vocab_size))
 
 
     def vocabulary_share(self, vocab_size: int) -> int:

@@ -11,19 +11,19 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
-from xrunner.models.gpt2 import Gpt2Ends, Gpt2Layer
+from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.llama import LlamaEnds, LlamaLayer
-from xrunner.models.opt import OptEnds, OptLayer
+from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource
 from xrunner.ops.attention import (
     DecodeContext,
-    Span,
     attend_decode,
     attend_encode,
-    attend_parts,
+    attend_spans,
 )
+from xrunner.rules.slots import Span
 
 
 class Layer(Protocol):
@@ -41,8 +41,8 @@ class Layer(Protocol):
 
 LAYER_CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaLayer, LlamaEnds),
-    "opt": (OptLayer, OptEnds),
-    "gpt2": (Gpt2Layer, Gpt2Ends),
+    "opt": (opt_layer, opt_ends),
+    "gpt2": (gpt2_layer, gpt2_ends),
 }
 
 
@@ -110,13 +110,13 @@ class StageModel:
         return hidden
 
     def mixed(self, inputs: Tensor, cache: Tensor, step: DecodeContext | None,
-              parts: Sequence[Span]) -> Tensor:
-        """One token of each of n queries (None: of none), then parts of inputs, packed: one product
+              spans: Sequence[Span]) -> Tensor:
+        """One token of each of n queries (None: of none), then spans of inputs, packed: one product
         for all rows, attention apart (ORCA's selective batching). `inputs`: tokens [n + T] on the
         first stage, hidden [n + T, H] after it. Returns hidden [n + T, H]."""
         n = 0 if step is None else len(step.positions)
-        spans = [torch.arange(part.first, part.first + part.tokens) for part in parts]
-        positions = torch.cat(spans).to(inputs.device) if spans else inputs.new_empty(
+        within = [torch.arange(span.first, span.first + span.tokens) for span in spans]
+        positions = torch.cat(within).to(inputs.device) if within else inputs.new_empty(
             0, dtype=torch.long)
         if step is not None:
             positions = torch.cat([step.positions, positions])
@@ -127,8 +127,8 @@ class StageModel:
             attended = []
             if step is not None:
                 attended.append(attend_decode(query[:n], key[:n], value[:n], keys, values, step))
-            if parts:
-                attended.append(attend_parts(query[n:], key[n:], value[n:], keys, values, parts))
+            if spans:
+                attended.append(attend_spans(query[n:], key[n:], value[n:], keys, values, spans))
             hidden = layer.finish(hidden, torch.cat(attended))
         return hidden
 

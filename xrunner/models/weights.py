@@ -13,7 +13,7 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 1 << 20
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Rows (dim 0) or columns (dim 1) start .. stop - 1 of a tensor."""
 
     dim: int
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 class WeightSource(Protocol):
     """Tensors by their Hugging Face name."""
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         """The tensor `name`, whose full shape is `shape`, or `part` of it, in the run's dtype;
         no more than the part is ever held. Raises XgptError."""
         ...
@@ -47,7 +47,7 @@ class OnDevice:
     def __init__(self, weights: WeightSource, device: torch.device | str) -> None:
         self._weights, self._device = weights, torch.device(device)
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         return self._weights.get(name, shape, part).to(self._device)
 
     def has(self, name: str) -> bool:
@@ -61,12 +61,12 @@ class RandomWeights:
     def __init__(self, dtype: torch.dtype, *, scale: float = 0.02, seed: int = 0) -> None:
         self.dtype, self.scale, self.seed = dtype, scale, seed
 
-    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        wanted = part if part is not None else Part(0, 0, shape[0])
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        wanted = part if part is not None else TensorPart(0, 0, shape[0])
         if _is_norm(name):
             return torch.ones(wanted.shape(shape), dtype=self.dtype)
         out = torch.empty(wanted.shape(shape), dtype=self.dtype)
-        rows = Part(0, 0, shape[0]) if wanted.dim != 0 else wanted
+        rows = TensorPart(0, 0, shape[0]) if wanted.dim != 0 else wanted
         block_rows = min(max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1), shape[0])
         scratch = torch.empty((block_rows, *shape[1:]), dtype=torch.float32)  # all that is extra
         for first in range(rows.start - rows.start % block_rows, rows.stop, block_rows):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from xrunner.rules.slots import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,9 @@ class DecodeContext:
 
     rows: Tensor  # [n] slot of each query: 0..n-1 where none rests
     positions: Tensor  # [n] index of the token being decoded
-    mask: Tensor  # [n, 1, 1, max_context] additive: 0 where present, -inf beyond a query's context
+    # added to the scores, [n, 1, 1, max_context] or, with a bias by head, [n, k, g, max_context]:
+    # 0 (the bias) where present, -inf beyond a query's context
+    mask: Tensor
     max_context: int
     width: int | None = None
 
@@ -56,14 +59,6 @@ def decode_context_of(slots: Sequence[int], contexts: Sequence[int], dtype: torc
                    mask=whole.mask[..., :longest])
 
 
-class Span(NamedTuple):
-    """Tokens first .. first + tokens - 1 of the query in `slot`, encoded by one step."""
-
-    slot: int
-    first: int
-    tokens: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossContext:
     """What every layer of one decode step shares of the encoded inputs it looks at."""
@@ -82,14 +77,11 @@ def cross_context(lengths: Tensor, dtype: torch.dtype) -> CrossContext:
 
 
 def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
-                  cache_value: Tensor, step: DecodeContext, bias: Tensor | None = None,
-                  scale: float | None = None) -> Tensor:
+                  cache_value: Tensor, step: DecodeContext, scale: float | None = None) -> Tensor:
     """One new token of each of n queries against its own cache.
 
     query [n, h, d]; key, value [n, k, d]; cache_* [slots, k, capacity, d], written in place.
-    `bias` [n, k, g, max_context] is added to the scores and takes the place of step.mask: made
-    once a step, it already has -inf beyond a query's context. `scale` None: 1 / sqrt(d).
-    Returns [n, h * d].
+    `scale` None: 1 / sqrt(d). Returns [n, h * d].
     """
     n, heads, dim = query.shape
     kv_heads = key.shape[1]
@@ -103,7 +95,7 @@ def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
         grouped = spread
     out = scaled_dot_product_attention(
         grouped, cache_key[:width, :, :step.max_context], cache_value[:width, :, :step.max_context],
-        attn_mask=step.mask if bias is None else bias, scale=scale,
+        attn_mask=step.mask, scale=scale,
     )
     if width > n:
         out = out[step.rows]
@@ -137,12 +129,12 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
     return out.view(total, heads * dim)
 
 
-def attend_parts(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
-                 cache_value: Tensor, parts: Sequence[Span]) -> Tensor:
-    """Causal attention of whole inputs or parts of them, packed; a part attends to the entries its
+def attend_spans(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
+                 cache_value: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Causal attention of whole inputs or spans of them, packed; a span attends to the entries its
     query has so far, too. Shapes as of attend_encode. Returns [T, h * d]."""
     outs, start = [], 0
-    for slot, first, tokens in parts:
+    for slot, first, tokens, _ in spans:
         here = slice(start, start + tokens)
         start += tokens
         if first == 0:

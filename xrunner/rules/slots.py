@@ -54,6 +54,16 @@ class Departures:
         return due
 
 
+class Span(NamedTuple):
+    """Tokens first .. first + tokens - 1 of what the query in `slot` is encoded with, in one step.
+    The last span gives its next token."""
+
+    slot: int
+    first: int
+    tokens: int
+    is_last: bool
+
+
 class Seating(NamedTuple):
     """How a group's slots change before a step: those `removed` are compacted away, then the first
     who join take the slots `replaced`, and the others sit down behind all."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from xrunner.devices import to_host
 from xrunner.engine.kv import KvCache
 from xrunner.transport.comm import Comm
-from xrunner.transport.handover import Part, pack, put
+from xrunner.transport.handover import Transfer, pack, put
 from xrunner.transport.messages import BlockMessage, HeldMessage, StepMessage, StopMessage
 
 # Between two looks of a receiving thread: it takes the interpreter's lock from the working one.
@@ -59,11 +59,11 @@ class _Worker:
 class EntrySender:
     """An encode rank's: `comm` is its own, beside that of the pipeline."""
 
-    def __init__(self, comm: Comm, parts: Sequence[Part], *,
+    def __init__(self, comm: Comm, transfers: Sequence[Transfer], *,
                  abort: Callable[[], object] | None = None) -> None:
-        """`parts`: of all ranks."""
+        """`transfers`: of all ranks."""
         self._comm = comm
-        self._parts = [part for part in parts if part.source == comm.rank]
+        self._transfers = [transfer for transfer in transfers if transfer.source == comm.rank]
         self._waiting: queue.SimpleQueue[list[tuple[int, BlockMessage, Tensor]] | None] = (
             queue.SimpleQueue())
         self.num_bytes, self.seconds = 0, 0.0  # sent, and how long that took
@@ -73,24 +73,25 @@ class EntrySender:
         """The step's queries that leave, which lie in `cache` from `first_slot` on."""
         slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.goes_on]
         if slots:
-            self._put(message, lambda part: pack(
-                cache, slots, part.source_layers, part.source_heads))
+            self._put(message, lambda transfer: pack(
+                cache, slots, transfer.source_layers, transfer.source_heads))
 
     def hand_over_encoded(self, message: StepMessage, encoded: Tensor) -> None:
         """The encoder's output [T, H] of the step's queries, all of which leave."""
-        self._put(message, lambda part: encoded)
+        self._put(message, lambda transfer: encoded)
 
     def close(self) -> None:
         """Once all has been received."""
         self._waiting.put(None)
         self._worker.join()
 
-    def _put(self, message: StepMessage, block_of: Callable[[Part], Tensor]) -> None:
+    def _put(self, message: StepMessage, block_of: Callable[[Transfer], Tensor]) -> None:
         self._worker.check()
         leaving = [joined for joined in message.joined if joined.goes_on]
         header = BlockMessage(batch=message.phase, queries=tuple(j.query for j in leaving),
                               lengths=tuple(j.input_tokens for j in leaving))
-        self._waiting.put([(part.target, header, to_host(block_of(part))) for part in self._parts])
+        self._waiting.put([(transfer.target, header, to_host(block_of(transfer)))
+                           for transfer in self._transfers])
 
     def _send(self) -> None:
         while (blocks := self._waiting.get()) is not None:
@@ -100,27 +101,27 @@ class EntrySender:
                 self.num_bytes += block.nbytes
             self._comm.flush()
             self.seconds += time.perf_counter() - start
-        for part in self._parts:
-            self._comm.send(part.target, StopMessage())
+        for transfer in self._transfers:
+            self._comm.send(transfer.target, StopMessage())
         self._comm.flush()
 
 
 class _Entries(NamedTuple):
     """One query's, from one encode rank."""
 
-    part: Part
+    transfer: Transfer
     tensor: Tensor  # [layers, 2, kv_heads, tokens, head_dim], or [tokens, H]
 
 
 class EntryReceiver:
     """A decode rank's; its pool's head learns here which batches every rank has."""
 
-    def __init__(self, comm: Comm, parts: Sequence[Part], decode_ranks: Sequence[int], *,
+    def __init__(self, comm: Comm, transfers: Sequence[Transfer], decode_ranks: Sequence[int], *,
                  abort: Callable[[], object] | None = None) -> None:
-        """`parts`: of all ranks. `decode_ranks`: of the pool, its head first."""
+        """`transfers`: of all ranks. `decode_ranks`: of the pool, its head first."""
         self._comm, self._head = comm, decode_ranks[0]
-        self._parts = {part.source: part for part in parts if part.target == comm.rank}
-        assert self._parts, f"nobody sends to {comm.rank = }"
+        self._transfers = {t.source: t for t in transfers if t.target == comm.rank}
+        assert self._transfers, f"nobody sends to {comm.rank = }"
         self._others = decode_ranks[1:] if comm.rank == self._head else ()
         self._lock = threading.Lock()
         self._entries: dict[int, list[_Entries]] = {}  # by query
@@ -134,14 +135,14 @@ class EntryReceiver:
         """The head: whether every rank of the pool has the batch's entries. True once only."""
         self._worker.check()
         with self._lock:
-            found = batch in self._held
+            is_held = batch in self._held
             self._held.discard(batch)
-        return found
+        return is_held
 
     def put_into(self, cache: KvCache, slot: int, query: int) -> None:
         """The query's entries into the rank's cache."""
-        for part, entries in self._take(query):
-            put(cache, slot, entries, part.target_layers, part.target_heads)
+        for transfer, entries in self._take(query):
+            put(cache, slot, entries, transfer.target_layers, transfer.target_heads)
 
     def encoded(self, queries: Sequence[int]) -> Tensor:
         """The encoder's output of these queries, one after the other."""
@@ -157,12 +158,12 @@ class EntryReceiver:
 
     def _take(self, query: int) -> list[_Entries]:
         with self._lock:
-            found = self._entries.pop(query)
-        assert len(found) == len(self._parts), f"{query = }: {len(found)} of {len(self._parts)}"
-        return found
+            entries, wanted = self._entries.pop(query), len(self._transfers)
+        assert len(entries) == wanted, f"{query = }: {len(entries)} of {wanted}"
+        return entries
 
     def _receive(self) -> None:
-        senders, others = set(self._parts), set(self._others)
+        senders, others = set(self._transfers), set(self._others)
         while senders or others:
             for source in [*senders, *others]:
                 got = self._comm.poll(source)
@@ -186,16 +187,16 @@ class EntryReceiver:
         self._comm.flush()
 
     def _keep(self, source: int, message: BlockMessage, block: Tensor) -> None:
-        part, start = self._parts[source], 0
+        transfer, start = self._transfers[source], 0
         is_kv = block.dim() > 2
         with self._lock:
             for query, length in zip(message.queries, message.lengths, strict=True):
                 end = start + length
                 own = block[:, :, :, start:end] if is_kv else block[start:end]
-                self._entries.setdefault(query, []).append(_Entries(part, own))
+                self._entries.setdefault(query, []).append(_Entries(transfer, own))
                 start = end
         self.num_bytes += block.nbytes
-        left = self._missing.pop(message.batch, len(self._parts)) - 1
+        left = self._missing.pop(message.batch, len(self._transfers)) - 1
         if left:
             self._missing[message.batch] = left
         elif self._comm.rank == self._head:

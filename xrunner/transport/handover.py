@@ -19,7 +19,7 @@ from xrunner.engine.kv import KvCache
 _ALL = slice(None)
 
 
-class Part(NamedTuple):
+class Transfer(NamedTuple):
     """What an encode rank sends a decode rank: these layers and heads, as each of them counts its
     own; the whole encoder's output of an encoder-decoder model."""
 
@@ -31,13 +31,13 @@ class Part(NamedTuple):
     target_heads: slice = _ALL
 
 
-def parts(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Part]:
+def transfers(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Transfer]:
     """Of all ranks of an encode and a decode pool. Every entry a decode rank holds comes once."""
     encode = [stage for stage in stages if stage.role == "encode"]
     decode = [stage for stage in stages if stage.role == "decode"]
     if spec.is_encoder_decoder:  # every rank of the last encode stage has the encoder's output
         givers = encode[-1].ranks
-        return [Part(source=givers[i % len(givers)], target=rank)
+        return [Transfer(source=givers[i % len(givers)], target=rank)
                 for stage in decode for i, rank in enumerate(stage.ranks)]
     found = []
     for own, other in ((e, d) for d in decode for e in encode):
@@ -46,7 +46,7 @@ def parts(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Part]:
             held, wanted = _heads(own, i, spec), _heads(other, j, spec)
             heads = _shared(held, wanted)
             if layers and heads:
-                found.append(Part(
+                found.append(Transfer(
                     source=own.ranks[i], target=other.ranks[j],
                     source_layers=_within(layers, _layers(own)), source_heads=_within(heads, held),
                     target_layers=_within(layers, _layers(other)),
@@ -60,10 +60,10 @@ def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL, heads: slic
                       for slot in slots], dim=3)
 
 
-def unpack(cache: KvCache, queries: Sequence[int], lengths: Sequence[int], block: Tensor) -> None:
-    """Puts queries with these lengths, and their entries, into new slots of `cache`."""
+def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
+    """Puts the entries of queries with these lengths into new slots of `cache`."""
     assert block.shape[3] == sum(lengths), f"{block.shape = } {sum(lengths) = }"
-    first, start = cache.allocate(queries, lengths), 0
+    first, start = cache.allocate(lengths), 0
     for slot, length in enumerate(lengths, start=first):
         put(cache, slot, block[:, :, :, start:start + length])
         start += length

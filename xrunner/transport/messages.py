@@ -9,9 +9,9 @@ pools, and the queries' entries go straight from rank to rank (xrunner.transport
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.rules.slots import Span
 from xrunner.rules.steps import StepKind
 
 
@@ -26,16 +26,6 @@ class Joined:
     goes_on: bool = False
 
 
-class Part(NamedTuple):
-    """Tokens first .. first + tokens - 1 of what the query in `slot` is encoded with. The last part
-    gives its next token."""
-
-    slot: int
-    first: int
-    tokens: int
-    is_last: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMessage:
     """Header of one step; the hidden state [rows, H] follows it from stage to stage.
@@ -44,7 +34,7 @@ class StepMessage:
     `ended`: queries that ended with their first token, so that entries handed over are of no use.
 
     Continuous batching: the first of `joined` take the slots `replaced` as they are, numbered after
-    the compaction; what is encoded are `parts`, behind the tokens of those who decode; the queries
+    the compaction; what is encoded are `spans`, behind the tokens of those who decode; the queries
     in the slots `resting`, encoded in part, do not decode in this step.
     """
 
@@ -56,7 +46,7 @@ class StepMessage:
     joined: tuple[Joined, ...] = ()
     ended: tuple[int, ...] = ()
     replaced: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
+    spans: tuple[Span, ...] = ()
     resting: tuple[int, ...] = ()
 
 

@@ -9,9 +9,10 @@ on until none is better: exact on the grid of whole numbers wherever the best li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +23,10 @@ from xgpt.core.schedule import Estimate, Role, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limit, Limits, forbidding
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies import BASELINES, Policy, make_policy
-from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
@@ -80,7 +81,6 @@ class PinnedPlans(Plans):
 class PinnedWaa(Waa):
     """WAA whose devices stay divided as they are."""
 
-    name = "waa-c"
     encode_devices = 0
 
     def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
@@ -128,6 +128,16 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
         raise InputError(mistakes)
 
 
+class _Seen(NamedTuple):
+    """What was found out about a configuration."""
+
+    limit: Limit
+    throughput_qps: float
+    latency_s: float
+    memory_bytes: float
+    present: float
+
+
 class PinnedSearch:
     """Searches one problem on the stages of `deployed`, under a latency limit."""
 
@@ -141,14 +151,14 @@ class PinnedSearch:
         fixed = problem.fixed.encode_batch
         self._batches = (fixed, fixed) if fixed else (1, min(problem.num_queries or MAX_BATCH,
                                                              MAX_BATCH))
-        self._known: dict[tuple[Line, int], tuple[float, float, str | None]] = {}
+        self._known: dict[tuple[Line, int], _Seen] = {}
 
     def current(self) -> Way:
         """The control variables as they are."""
         now = self._deployed
         line = (now.figures.decode_iterations, now.deployment.num_groups)
         self._evaluate([(line, now.figures.encode_batch)])
-        reason = self._known[line, now.figures.encode_batch][2]
+        reason = self._reason(self._known[line, now.figures.encode_batch])
         return Way(estimate=self._estimate(line, now.figures.encode_batch),
                    reason=self._excluded() or reason)
 
@@ -230,7 +240,7 @@ class PinnedSearch:
             self._evaluate(list(tried.items()))
             rising = []
             for line, size in tried.items():
-                if self._known[line, size][2] is not None:
+                if self._known[line, size].limit:
                     spans[line] = (spans[line][0], size)
                 elif size < high:
                     spans[line] = (size, size)
@@ -242,7 +252,7 @@ class PinnedSearch:
             self._evaluate(list(middles.items()))
             for line, size in middles.items():
                 below, above = spans[line]
-                is_free = self._known[line, size][2] is None
+                is_free = not self._known[line, size].limit
                 spans[line] = (size, above) if is_free else (below, size)
         return {line: below for line, (below, _) in spans.items()}
 
@@ -251,44 +261,49 @@ class PinnedSearch:
         if not new:
             return
         arrays = self._policy.evaluate([self._config(*point) for point in new])
-        for row, point in enumerate(new):
-            self._known[point] = (float(arrays.throughput_qps[row]), float(arrays.latency_s[row]),
-                                  self._reason(arrays, row))
+        limits = forbidding(arrays, Limits(
+            queries=self._problem.num_queries or math.inf, latency_s=self._limit_s,
+            stretch=REFUSED_BEYOND, is_timed=True))
+        columns = (arrays.throughput_qps, arrays.latency_s, arrays.memory_bytes, arrays.present)
+        for point, limit, *row in zip(new, limits.tolist(), *(c.tolist() for c in columns),
+                                      strict=True):
+            self._known[point] = _Seen(Limit(limit), *row)
 
-    def _reason(self, arrays: EstimateArrays, row: int) -> str | None:
-        """What forbids a configuration, or None."""
-        held, most = float(arrays.memory_bytes[row]), self._problem.num_queries
-        latency = float(arrays.latency_s[row])
-        if held > self._policy.capacity_bytes:
-            return (f"memory: {format_bytes(held)} of {format_bytes(self._policy.capacity_bytes)} "
-                    "that can be used")
-        if most is not None and arrays.present[row] > most + 1e-9:
-            return f"number of queries: {arrays.present[row]:.0f} present of {most}"
-        if arrays.stretch[row] > REFUSED_BEYOND or not arrays.throughput_qps[row] > 0:
+    def _reason(self, seen: _Seen) -> str | None:
+        """What forbids a configuration, in words, or None."""
+        if seen.limit is Limit.MEMORY:
+            return (f"memory: {format_bytes(seen.memory_bytes)} of "
+                    f"{format_bytes(self._policy.capacity_bytes)} that can be used")
+        if seen.limit is Limit.QUERIES:
+            return (f"number of queries: {seen.present:.0f} present of "
+                    f"{self._problem.num_queries}")
+        if seen.limit is Limit.RANGE:
             return "measured range: the profile says nothing about such sizes"
-        if latency > self._limit_s:
-            return f"latency: {format_seconds(latency)} of {format_seconds(self._limit_s)}"
+        if seen.limit is Limit.LATENCY:
+            return (f"latency: {format_seconds(seen.latency_s)} of "
+                    f"{format_seconds(self._limit_s)}")
         return None
 
     # --- results ------------------------------------------------------------------------------
 
     def _best_known(self) -> tuple[Line, int] | None:
         low, high = self._batches
-        free = [point for point, (_, _, reason) in self._known.items()
-                if reason is None and low <= point[1] <= high]
-        return min(free, key=lambda point: (-self._known[point][0], point), default=None)
+        free = [point for point, seen in self._known.items()
+                if not seen.limit and low <= point[1] <= high]
+        return min(free, key=lambda point: (-self._known[point].throughput_qps, point),
+                   default=None)
 
     def _tightest(self, seen: set[Line]) -> tuple[Line, int] | None:
         """The smallest batch's least latency among those that nothing else forbids."""
         smallest = [(line, self._batches[0]) for line in seen]
-        late = [p for p in smallest if (self._known[p][2] or "").startswith("latency")]
-        return min(late, key=lambda p: (self._known[p][1], p), default=None)
+        late = [point for point in smallest if self._known[point].limit is Limit.LATENCY]
+        return min(late, key=lambda point: (self._known[point].latency_s, point), default=None)
 
     def _out_of_reach(self, seen: set[Line]) -> Way:
         """The tightest latency on these stages, or what else is in the way."""
         point = self._tightest(seen)
         if point is None:
-            why = self._known[min(seen), self._batches[0]][2]
+            why = self._reason(self._known[min(seen), self._batches[0]])
             return Way(estimate=None, reason=f"even the smallest batch is too large ({why})")
         found = self._estimate(*point)
         iterations = (f"decode_iterations {found.figures.decode_iterations}, "

@@ -4,7 +4,7 @@ bound, kept with the same confidence as those that are searched."""
 from __future__ import annotations
 
 import math
-import time
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,57 +12,34 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.job_file import CONTROLS
 from xgpt.core.lengths import FloatArray
-from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.schedule_file import schedule_from_flat
+from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.job_time import Space
-from xscheduler.spaces.grid_search import MOST_QUERIES, Limited, best
-from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
-from xscheduler.uncertainty import plan_within
+from xscheduler.admissible import Limits, admissible
+from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
+from xscheduler.spaces.space import Selection
+from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies import BASELINES, make_policy
 from xsimulator.policies.figures import EstimateArrays
 
-__all__ = ["BASELINES", "baseline_space", "find_baseline"]
 
-_STATUS = "best of a grid and its neighbours"
-
-
-def find_baseline(problem: Problem, timing: TimingSource) -> Schedule:
-    """Of the policy that the problem fixes. Raises InfeasibleError, and InputError for a tensor
-    plan that the model or the cluster cannot hold."""
-    began = time.monotonic()
-    search = _Search(problem, timing)
-    planned = plan_within(problem, timing, search.find, replays=True)
-    return planned.schedule.changed(margin=KeptMargin(
-                       factor=planned.margin.factor, cost=max(planned.cost, 0.0),
-                       note=planned.margin.sentence),
-                   nodes=search.num_evaluated, seconds=time.monotonic() - began)
-
-
-def baseline_space(problem: Problem, timing: TimingSource) -> Space:
-    """What the job leaves open of the baseline's grid."""
-    policy, plans = _Pinned(problem, timing), _plans(problem, timing)
-    return Space(policy=policy, name=policy.name, configs=policy.grid(
-        problem.num_queries or MOST_QUERIES, plans))
-
-
-def _plans(problem: Problem, timing: TimingSource) -> list[tuple[int, int]]:
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
-                        problem.cluster, timing)
-    return [(plan.tp_degree, plan.tp_gpus) for plan in plans]
-
-
-class _Search:
-    """One baseline's best configurations, under one latency bound after the other."""
+class BaselineSearch:
+    """The baseline that the problem fixes: its best configurations, under one latency bound after
+    the other. Raises InputError for a tensor plan that the model or the cluster cannot hold."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        self._problem, self._plans = problem, _plans(problem, timing)
+        self._problem, self._plans = problem, tensor_plans(problem, timing)
         self._policy = _Pinned(problem, timing)
+
+    def selections(self, num_queries: int) -> list[Selection]:
+        """What the job leaves open of the grid."""
+        return [Selection(policy=self._policy.name, closed_form=self._policy,
+                          configs=self._policy.grid(num_queries, self._plans))]
 
     @property
     def num_evaluated(self) -> int:
@@ -77,7 +54,7 @@ class _Search:
         constraint = problem.constraint
         return schedule_from_flat(
             estimate=found, latency_bound_s=bound_s, constraint_kind=constraint.kind,
-            quantile=constraint.quantile, status=_STATUS, bound_qps=math.inf, gap=math.inf,
+            quantile=constraint.quantile, status=Status.GRID, bound_qps=math.inf, gap=math.inf,
             nodes=self._policy.num_evaluated, seconds=0.0, fingerprint=problem.fingerprint)
 
     def _refusal(self, bound_s: float) -> str:
@@ -121,8 +98,8 @@ class _Pinned:
         if not grid:
             return None
         found = self.evaluate(grid)
-        fits = found.fits & (found.present <= most + 1e-9) & np.isfinite(found.latency_s)
-        return float(found.latency_s[fits].min()) if fits.any() else None
+        roomy = admissible(found, Limits(queries=most, latency_s=sys.float_info.max))
+        return float(found.latency_s[roomy].min()) if roomy.any() else None
 
     def evaluate(self, configs: Sequence[Any]) -> EstimateArrays:
         self.num_evaluated += len(configs)
@@ -132,7 +109,7 @@ class _Pinned:
     def limits(self, configs: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
         """What configurations cannot reach; nothing where the job excludes them."""
         own = self._is_own(configs)
-        if not isinstance(self._inner, Limited):
+        if not isinstance(self._inner, QuicklyBounded):
             return np.where(own, np.inf, 0.0), np.where(own, 0.0, np.inf)
         qps, latency_s = self._inner.limits(configs)
         return np.where(own, qps, 0.0), np.where(own, latency_s, np.inf)
@@ -152,7 +129,7 @@ _PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of i
 def _given(problem: Problem) -> dict[str, int]:
     """Control variables that the job fixes."""
     assert problem.fixed.policy is not None
-    values = {name: getattr(problem.fixed, name) for name in policy(problem.fixed.policy).variable_names}
+    values = {name: getattr(problem.fixed, name) for name in CONTROLS[problem.fixed.policy]}
     return {name: value for name, value in values.items() if value is not None}
 
 

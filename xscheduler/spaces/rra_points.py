@@ -9,23 +9,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
+from xscheduler.admissible import crowding
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xsimulator.policies.rra.bounds import RraBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 
 _ROOM_POINTS = 16  # batches looked at together on the way to the largest there is room for
-CROWDING = ("", "memory", "number of queries", "measured range")
 
 
 class Points(NamedTuple):
-    """[points] figures; `crowding`: 0, or which of CROWDING forbids the point."""
+    """[points] figures; `crowding`: what forbids the point apart from latency, a Limit."""
 
     throughput_qps: FloatArray
     latency_s: FloatArray
@@ -106,7 +104,6 @@ class RraPoints:
         return low
 
     def _crowding(self, memory_bytes: FloatArray, present: FloatArray,
-                  stretch: FloatArray) -> NDArray[np.int64]:
-        most = self.problem.num_queries or math.inf
-        return np.select([memory_bytes > self.rra.capacity_bytes, present > most + 1e-9,
-                          stretch > REFUSED_BEYOND], [1, 2, 3], 0).astype(np.int64)
+                  stretch: FloatArray) -> IntArray:
+        return crowding(memory_bytes <= self.rra.capacity_bytes, present, stretch,
+                        self.problem.num_queries or math.inf)

@@ -8,32 +8,57 @@ boxes (xscheduler.spaces.rra, xscheduler.spaces.waa).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import FixedSchedule
-from xgpt.core.model import ModelSpec
+from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
 
 MAX_ENCODE_BATCH = 1 << 20
+SIZE_RATIO = 1.25  # between sizes that are looked at all over a space
 _DEGREES = (1, 2, 4, 8, 16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlan:
+class TensorPlan(NamedTuple):
     """Partial tensor parallelism: the first `tp_gpus` GPUs in groups of `tp_degree`."""
 
     tp_degree: int
     tp_gpus: int
 
 
-def tensor_plans(model: ModelSpec, cluster: Cluster, fixed: FixedSchedule) -> list[TensorPlan]:
-    """Every plan the model and the cluster can hold and the job has not excluded, by degree, then
-    GPUs. Raises InputError if what the job fixes leaves none, with the reason."""
+def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
+    """Every plan that the model and the cluster can hold, the job has not excluded and `timing`
+    answers for, by degree, then GPUs. Raises InputError if none is left, with the reason."""
+    cluster, fixed = problem.cluster, problem.fixed
+    plans, reasons = _allocatable(problem, fixed)
+    if not plans:
+        key = "schedule.tp_degree" if fixed.tp_gpus is None else "schedule.tp_gpus"
+        value = fixed.tp_degree if fixed.tp_gpus is None else fixed.tp_gpus
+        allowed = reasons[0] if reasons else f"{cluster.num_devices} devices cannot form a group"
+        raise InputError([Mistake(file="schedule", line=None, key=key, value=value,
+                                  allowed=allowed)])
+    timed = _timed(plans, cluster, timing)
+    if not timed:
+        raise InputError([Mistake(
+            file="schedule", line=None, key="schedule.tp_degree",
+            value=sorted({plan.tp_degree for plan in plans}),
+            allowed=f"none of these can be timed by what there is: {timing.provenance()}")])
+    return timed
+
+
+def all_tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
+    """The same whatever the job fixes; [] where there is none."""
+    return _timed(_allocatable(problem, FixedSchedule())[0], problem.cluster, timing)
+
+
+def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPlan], list[str]]:
+    """(plans, why others are none)"""
+    model, cluster = problem.model, problem.cluster
     degrees = _DEGREES if fixed.tp_degree is None else (fixed.tp_degree,)
     plans, reasons = [], []
     for degree in degrees:
@@ -49,26 +74,13 @@ def tensor_plans(model: ModelSpec, cluster: Cluster, fixed: FixedSchedule) -> li
                 reasons.append(reason)
     if fixed.tp_gpus and fixed.tp_degree is None:
         plans = [plan for plan in plans if plan.tp_degree > 1]
-    if not plans:
-        key = "schedule.tp_degree" if fixed.tp_gpus is None else "schedule.tp_gpus"
-        value = fixed.tp_degree if fixed.tp_gpus is None else fixed.tp_gpus
-        allowed = reasons[0] if reasons else f"{cluster.num_devices} devices cannot form a group"
-        raise InputError([Mistake(file="schedule", line=None, key=key, value=value,
-                                  allowed=allowed)])
-    return plans
+    return plans, reasons
 
 
-def timed_plans(plans: Sequence[TensorPlan], cluster: Cluster,
-                timing: TimingSource) -> list[TensorPlan]:
-    """Those of `plans` whose every degree `timing` answers for. Raises InputError if none is
-    left."""
-    found = [plan for plan in plans if all(map(timing.facts.can_time, _degrees_of(plan, cluster)))]
-    if not found:
-        raise InputError([Mistake(
-            file="schedule", line=None, key="schedule.tp_degree",
-            value=sorted({plan.tp_degree for plan in plans}),
-            allowed=f"none of these can be timed by what there is: {timing.provenance()}")])
-    return found
+def _timed(plans: Sequence[TensorPlan], cluster: Cluster,
+           timing: TimingSource) -> list[TensorPlan]:
+    """Those of `plans` whose every degree `timing` answers for."""
+    return [plan for plan in plans if all(map(timing.facts.can_time, _degrees_of(plan, cluster)))]
 
 
 def _degrees_of(plan: TensorPlan, cluster: Cluster) -> set[int]:
@@ -89,6 +101,18 @@ def iteration_range(fixed: FixedSchedule, max_iterations: int) -> tuple[int, int
     if fixed.decode_iterations is not None:
         return fixed.decode_iterations, fixed.decode_iterations
     return 1, max_iterations
+
+
+def spread_sizes(most: int, given: int | None, also: set[int]) -> list[int]:
+    """Whole numbers from 1 to `most`, SIZE_RATIO apart, and those of `also`; `given` alone if there
+    is one."""
+    if given is not None:
+        return [given]
+    sizes, size = set(also), 1
+    while size < most:
+        sizes.add(size)
+        size = max(size + 1, int(size * SIZE_RATIO))
+    return sorted(sizes | {most})
 
 
 def even_parts(first: int, last: int, count: int) -> list[tuple[int, int]]:

@@ -1,229 +1,77 @@
-"""Boxes of WAA's space examined for branch and bound (paper section 5).
-
-A root is a tensor plan with ranges of encode_batch and decode_micro_batches. A box is bounded from
-its corners (xsimulator.policies.waa.bounds), over every division of the devices that its points may
-have; a few points are evaluated.
-"""
+"""WAA's space: encode_batch x decode_micro_batches under every tensor plan that leaves devices for
+both pools."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.controls import max_in_system
 from xgpt.core.problem import Problem
-from xprofiler.interpolation import REFUSED_BEYOND
-from xscheduler.branch_and_bound import Box, Candidate, NodeResult
-from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts
-from xsimulator.policies.waa.bounds import WaaBounds, WaaBoxes
-from xsimulator.policies.waa.closed_form import Waa, WaaConfig
+from xgpt.core.schedule import Estimate
+from xprofiler.remembered import Remembered
+from xprofiler.timing import TimingSource
+from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
+from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
+from xscheduler.spaces.waa_examiner import WaaExaminer
+from xscheduler.spaces.waa_points import WaaPoints, group_range
+from xsimulator.policies import policy_class
 from xsimulator.policies.waa.plans import WaaPlans
 
-FEW_POINTS = 6  # that are evaluated one by one
-SIDE_PARTS = 3  # into which either side of a box is split
-ROOT_PARTS = (8, 4)  # and of a root: encode_batch, decode_micro_batches
-LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
-GROUPS_PER_STAGE = 2  # at most
+MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
 
 
-class WaaPointFigures:
-    """WAA configurations of one problem over its tensor plans; remembers what it was asked."""
+class WaaSpace:
+    """See xscheduler.spaces.space.Space. `name` says how layers are divided."""
 
-    def __init__(self, waa: Waa, plans: Sequence[TensorPlan]) -> None:
-        self.waa, self.plans = waa, tuple(plans)
-        self.bounds = WaaBounds(waa)
-        self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in plans]
-        self._known: dict[tuple[int, int, int], tuple[float, float, str]] = {}
+    variables = ("encode_batch", "decode_micro_batches")
+
+    def __init__(self, name: str, problem: Problem, timing: TimingSource,
+                 plans: Sequence[TensorPlan]) -> None:
+        waa: Any = policy_class(name)(problem, Remembered(timing))
+        self.name, self.problem = name, problem
+        self.plans = tuple(plan for plan in plans if len(
+            WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
+        self.points = WaaPoints(waa, self.plans)
 
     @property
     def num_evaluated(self) -> int:
-        return len(self._known)
+        return self.points.num_evaluated
 
-    def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
-        return WaaConfig(encode_batch=point[0], decode_micro_batches=point[1],
-                         tp_degree=self.plans[plan].tp_degree, tp_gpus=self.plans[plan].tp_gpus)
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> WaaExaminer:
+        return WaaExaminer(self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
-    def evaluate(self, keys: Sequence[tuple[int, int, int]]) -> list[tuple[float, float, str]]:
-        """(throughput_qps, latency_s, what forbids it apart from latency) of each (plan, encode
-        batch, groups)."""
-        new = [key for key in dict.fromkeys(keys) if key not in self._known]
-        if new:
-            found = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
-            most = self.waa.problem.num_queries or math.inf
-            reasons = np.select([~found.fits, found.present > most + 1e-9,
-                                 found.stretch > REFUSED_BEYOND],
-                                ["memory", "number of queries", "measured range"], "")
-            for row, key in enumerate(new):
-                self._known[key] = (float(found.throughput_qps[row]), float(found.latency_s[row]),
-                                    str(reasons[row]))
-        return [self._known[key] for key in keys]
+    def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
+        return self.points.waa.estimate(self.points.config(plan, point))
 
+    def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
+        qps, latency_s, _ = self.points.evaluate([(plan, point[0], point[1])])[0]
+        return qps, latency_s
 
-class WaaSearch:
-    """Examines boxes under one latency bound."""
+    def beyond(self, tight: Tight) -> str:
+        return ""
 
-    def __init__(self, figures: WaaPointFigures, latency_bound_s: float, *, gap: float,
-                 floor_qps: float = 0.0) -> None:
-        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
-        """
-        self._figures, self._bound_s, self._gap = figures, latency_bound_s, gap
-        self._best_qps = floor_qps
-        self.roots: list[Box] = []
-        self._plan_of_root: list[int] = []
-        problem = figures.waa.problem
-        batches = batch_range(problem.fixed, problem.num_queries)
-        for plan, split in enumerate(figures.splits):
-            groups = group_range(problem, split)
-            largest = max(_largest_batch(figures.bounds, split, batches[1]), batches[0])
-            whole = Box(root=0, lower=(batches[0], groups[0]), upper=(largest, groups[1]))
-            for part in _grid(whole, ROOT_PARTS):
-                self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
-                self._plan_of_root.append(plan)
+    def present(self, tight: Tight) -> float:
+        return float(max_in_system(self.estimate(tight.plan, tight.point).controls))
 
-    def plan_of(self, root: int) -> int:
-        """Index of the tensor plan that a root is of."""
-        return self._plan_of_root[root]
+    def easiest(self) -> list[Tight]:
+        least, most = batch_range(self.problem.fixed, self.problem.num_queries)
+        batches = sorted({min(max(size, least), most) for size in SMALL_BATCHES})
+        keys = []
+        for plan, split in enumerate(self.points.splits):
+            fewest, highest = group_range(self.problem, split)
+            keys += [(plan, batch, groups) for batch in batches
+                     for groups in range(fewest, min(highest, fewest + MOST_GROUPS) + 1)]
+        return [Tight(latency, limit, qps, plan, (batch, groups))
+                for (qps, latency, limit), (plan, batch, groups) in zip(
+                    self.points.evaluate(keys), keys, strict=True)]
 
-    def split(self, box: Box) -> list[Box]:
-        """Either side into parts of even ratio."""
-        return _grid(box, (SIDE_PARTS, SIDE_PARTS))
-
-    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        """Plan after plan, the most promising first by a quick bound: boxes that are then no better
-        than what was found are not looked into."""
-        limit, latency, stretch = self._quick(boxes)
-        results: list[NodeResult | None] = [None] * len(boxes)
-        by_plan = sorted(self._by_plan(boxes), key=lambda one: (-limit[one[1]].max(), one[0]))
-        for _, rows in by_plan:
-            left = []
-            for row in rows.tolist():
-                if latency[row] > self._bound_s or stretch[row] > REFUSED_BEYOND:
-                    results[row] = NodeResult(
-                        upper_bound=-math.inf, best=None, box=boxes[row], is_settled=True,
-                        reason="latency" if stretch[row] <= REFUSED_BEYOND else "measured range")
-                elif limit[row] <= self._best_qps * (1 + self._gap):
-                    results[row] = NodeResult(upper_bound=float(limit[row]), best=None,
-                                              box=boxes[row], is_settled=False, reason="")
-                else:
-                    left.append(row)
-            own = self._examine([boxes[row] for row in left]) if left else []
-            for row, result in zip(left, own, strict=True):
-                results[row] = result
-        return [result for result in results if result is not None]
-
-    def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[boxes] most throughput, least latency, least stretch beyond what was measured."""
-        figures, devices = self._figures, self._figures.waa.problem.cluster.num_devices
-        limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
-        for index, rows in self._by_plan(boxes):
-            plan, own = figures.plans[index], _corners(boxes, rows)
-            degrees = sorted({plan.tp_degree} | ({1} if plan.tp_gpus < devices else set()))
-            limit[rows], latency[rows] = figures.bounds.quick(figures.splits[index], own, degrees)
-            stretch[rows] = figures.waa.least_stretch(own.least.astype(float), degrees)
-        return limit, latency, stretch
-
-    def _by_plan(self, boxes: Sequence[Box]) -> list[tuple[int, IntArray]]:
-        plan = np.array([self._plan_of_root[box.root] for box in boxes])
-        return [(int(index), np.flatnonzero(plan == index)) for index in np.unique(plan)]
-
-    def _examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        limit, latency, held = self._bounds(boxes)
-        capacity = self._figures.waa.capacity_bytes
-        # nothing fits although half a batch would: what decodes with it does not
-        reasons = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
-                             latency > self._bound_s, limit <= 0],
-                            ["memory", "memory", "latency", "measured range"], "")
-        seen = self._look(boxes, np.where(reasons == "", limit, 0.0))
-        results = []
-        for box, most, reason, (best, is_all) in zip(boxes, limit, reasons, seen, strict=True):
-            if reason:
-                results.append(NodeResult(upper_bound=-math.inf, best=None, box=box,
-                                          is_settled=True, reason=str(reason)))
-            elif is_all:
-                results.append(NodeResult(
-                    upper_bound=-math.inf if best is None else best.objective, best=best, box=box,
-                    is_settled=True, reason="each point evaluated"))
-            else:
-                is_close = best is not None and most <= best.objective * (1 + self._gap)
-                results.append(NodeResult(upper_bound=float(most), best=best, box=box,
-                                          is_settled=is_close, reason="decided at its corner"))
-        return results
-
-    def _bounds(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        figures = self._figures
-        found = tuple(np.empty(len(boxes)) for _ in range(3))
-        for index, rows in self._by_plan(boxes):
-            for values, part in zip(found, figures.bounds.bound(
-                    figures.splits[index], _corners(boxes, rows),
-                    worth_qps=self._best_qps * (1 + self._gap)), strict=True):
-                values[rows] = part
-        return found[0], found[1], found[2]
-
-    def _look(self, boxes: Sequence[Box],
-              limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
-        """[boxes] (best admissible point looked at, whether these were all): of boxes that may
-        still have a better one."""
-        found: list[tuple[Candidate | None, bool]] = [(None, False)] * len(boxes)
-        rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
-                if limit[row] > self._best_qps * (1 + self._gap)
-                and (place < LOOKED_AT or boxes[row].num_points <= FEW_POINTS)]
-        points = [_points(boxes[row]) for row in rows]
-        keys = [(self._plan_of_root[boxes[row].root], *point)
-                for row, own in zip(rows, points, strict=True) for point in own]
-        known = dict(zip(keys, self._figures.evaluate(keys), strict=True))
-        for row, own in zip(rows, points, strict=True):
-            box, plan = boxes[row], self._plan_of_root[boxes[row].root]
-            admissible = [Candidate(objective=qps, root=box.root, point=point)
-                          for point in own
-                          for qps, latency_s, reason in [known[plan, point[0], point[1]]]
-                          if not reason and qps > 0 and latency_s <= self._bound_s]
-            best = min(admissible, key=lambda one: one.rank, default=None)
-            found[row] = best, len(own) == box.num_points
-            if best is not None:
-                self._best_qps = max(self._best_qps, best.objective)
-        return found
-
-
-def _corners(boxes: Sequence[Box], rows: IntArray) -> WaaBoxes:
-    corners = np.array([(*boxes[row].lower, *boxes[row].upper) for row in rows.tolist()], np.int64)
-    return WaaBoxes(least=corners[:, 0], most=corners[:, 2], fewest=corners[:, 1],
-                    highest=corners[:, 3])
-
-
-def _points(box: Box) -> list[tuple[int, int]]:
-    """All points of a small box, else its corners."""
-    (least, fewest), (most, highest) = box.lower, box.upper
-    if box.num_points <= FEW_POINTS:
-        return [(batch, groups) for batch in range(least, most + 1)
-                for groups in range(fewest, highest + 1)]
-    return list(dict.fromkeys([(most, fewest), (most, highest), (least, fewest),
-                               (least, highest)]))
-
-
-def _grid(box: Box, parts: tuple[int, int]) -> list[Box]:
-    """The box cut along both sides, in even ratios."""
-    sides = [even_parts(low, up, count) for low, up, count in zip(box.lower, box.upper, parts,
-                                                             strict=True)]
-    return [Box(root=box.root, lower=(b1, g1), upper=(b2, g2))
-            for b1, b2 in sides[0] for g1, g2 in sides[1]]
-
-
-def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:
-    """Fewest and most decode_micro_batches to consider."""
-    if problem.fixed.decode_micro_batches is not None:
-        return problem.fixed.decode_micro_batches, problem.fixed.decode_micro_batches
-    plan = split.plan(int(split.encode_devices[0]))
-    return 1, max(GROUPS_PER_STAGE * len(plan.decode.stages), 1)
-
-
-def _largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
-    """No larger encode_batch up to `largest` can fit; 0 if none can."""
-    low, high = 0, largest + 1
-    while high - low > 1:
-        tried = np.unique(np.rint(np.geomspace(low + 1, high - 1, 16)).astype(np.int64))
-        fits = bounds.least_bytes(split, tried) <= bounds.waa.capacity_bytes
-        low = int(max(tried[fits], default=low))
-        high = int(min(tried[~fits], default=high))
-    return low
+    def selection(self, num_queries: int) -> Selection:
+        """The closed form's grid, moved to what the job fixes."""
+        fixed, waa = self.problem.fixed, self.points.waa
+        pins = {name: value for name in self.variables
+                if (value := getattr(fixed, name)) is not None}
+        grid = waa.grid(num_queries, [(plan.tp_degree, plan.tp_gpus) for plan in self.plans])
+        return Selection(policy=self.name, closed_form=waa, configs=list(dict.fromkeys(
+            replace(config, **pins) for config in grid)))

@@ -24,9 +24,9 @@ POLICIES = {
     "waa-m": ("waa.divisions", "WaaM", "WaaConfig"),
     "ft": ("static.closed_form", "ft", "StaticConfig"),
     "dsi": ("static.closed_form", "dsi", "StaticConfig"),
-    "orca": ("continuous.closed_form", "Orca", "IterationConfig"),
-    "vllm": ("continuous.closed_form", "Vllm", "IterationConfig"),
-    "sarathi": ("continuous.closed_form", "Sarathi", "IterationConfig"),
+    "orca": ("continuous.closed_form", "orca", "ContinuousConfig"),
+    "vllm": ("continuous.closed_form", "vllm", "ContinuousConfig"),
+    "sarathi": ("continuous.closed_form", "sarathi", "ContinuousConfig"),
 }
 BASELINES = ("ft", "dsi", "orca", "vllm", "sarathi")
 

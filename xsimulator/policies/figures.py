@@ -54,6 +54,11 @@ def by_plan(plans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], IntArray]
     return {plan: np.array(own) for plan, own in rows.items()}
 
 
+def extrapolation(stretch: float) -> list[str]:
+    """A note of an Estimate whose sizes are so many times those measured; none up to once."""
+    return [f"extrapolated: sizes up to {stretch:.2g} times those measured"] if stretch > 1 else []
+
+
 class TensorPlanned(Protocol):
     """A configuration, as far as it says which devices form groups."""
 

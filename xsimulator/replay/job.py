@@ -17,7 +17,10 @@ from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import WaaEncodeRule
 from xsimulator.handover import HandoverCost
 from xsimulator.layer_times import LayerTimes
-from xsimulator.replay.engine import Engine, Handover, Pool
+from xsimulator.replay.engine import run
+from xsimulator.replay.flow import HandoverPlan
+from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.sharing import ROUNDS, SharedClock, slow_downs
 from xsimulator.replay.step_clock import Clock, StepClock
@@ -35,7 +38,7 @@ class Replayer:
         self._times = [StageTimes(layers, problem.cluster, stages) for _, stages in self._pools]
         self._handover = None if len(self._pools) == 1 else HandoverCost(
             problem, timing, estimate.deployment.stages)
-        self._sharing, self._padded = timing.facts.sharing, timing.facts.is_padded
+        self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []
         self._max_context = 0
 
@@ -72,17 +75,17 @@ class Replayer:
 
     def _once(self, inputs: IntArray, outputs: IntArray, most: IntArray,
               own: Sequence[BatchingRule], clocks: Sequence[Clock]) -> ReplayResult:
-        pools = [Pool(name=role, rule=rule, clock=clock, padded=self._padded,
-                      stages=tuple(stage.index for stage in stages), kv_tokens=kv_tokens)
+        pools = [PoolPlan(name=role, role=role, rule=rule, clock=clock, kv_tokens=kv_tokens,
+                          stages=tuple(stage.index for stage in stages))
                  for (role, stages), rule, clock, kv_tokens in zip(
                      self._pools, own, clocks, self._kv_tokens(), strict=True)]
-        handover = None
+        handovers = []
         if self._handover is not None:
             assert isinstance(own[0], WaaEncodeRule)
-            handover = Handover(seconds=self._handover.seconds, release=own[0].release)
-        return Engine(pools, inputs=inputs, outputs=outputs, reserve_tokens=inputs + most,
-                      encode_gives_token=not self._problem.model.is_encoder_decoder,
-                      handover=handover).run()
+            handovers = [HandoverPlan(seconds=self._handover.seconds, release=own[0].release)]
+        return run(Queries(inputs=inputs, outputs=outputs, reserve_tokens=inputs + most,
+                           encode_gives_token=not self._problem.model.is_encoder_decoder),
+                   pools, handovers)
 
     def _ready(self, inputs: IntArray, most: IntArray) -> list[StepClock]:
         """The pools' clocks, with tables up to these lengths. A dead row of a static batch grows

@@ -27,12 +27,6 @@ _FIRST_PID, _FIRST_TID = 1, 101  # 0 is the idle process; a thread with its proc
 _HEAD: Event = {"displayTimeUnit": "ms", "otherData": {"source": "xgpt replay"}}
 
 
-def trace_events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.0,
-                 end_s: float = math.inf) -> Event:
-    """All that overlaps the window, as one object; for a long replay rather `write_trace`."""
-    return {**_HEAD, "traceEvents": list(events(result, stage_names, start_s, end_s))}
-
-
 def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], start_s: float = 0.0,
                 end_s: float = math.inf) -> int:
     """Write what overlaps the window to `path` (gzip where it ends in .gz), a few thousand events
@@ -50,8 +44,10 @@ def events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.
     for place, pool in enumerate(result.pools):
         yield from _steps(pool, _FIRST_PID + place, window)
         yield from _memory(pool, _FIRST_PID + place, window, result.makespan_s)
-    if result.handovers is not None:
-        yield from _handovers(result.handovers, result.pools, window)
+    first = 1
+    for handovers in result.handovers:
+        yield from _handovers(handovers, result.pools, first, window)
+        first += len(handovers.step)
 
 
 def _opened(path: Path) -> TextIO:
@@ -127,33 +123,33 @@ def _counter(name: str, pid: int, at_us: int, tokens: int) -> Event:
 
 
 def _handovers(handovers: HandoverRecords, pools: Sequence[PoolRecords],
-               window: tuple[float, float]) -> Iterator[Event]:
-    """A span of each, in the encode pool's process, and an arrow from its encoding to the first
-    decode step that starts after it."""
-    place = {pool.name: index for index, pool in enumerate(pools)}
-    assert {"encode", "decode"} <= place.keys(), f"handovers between {list(place)}"
-    encode, decode = pools[place["encode"]], pools[place["decode"]]
-    pid, to_pid = _FIRST_PID + place["encode"], _FIRST_PID + place["decode"]
-    first_s = decode.start_s[:, 0]
+               first: int, window: tuple[float, float]) -> Iterator[Event]:
+    """Each handover is a span in its source's process, with an arrow from its encoding to the
+    first step of its target that starts after it. They are numbered from `first` on."""
+    names = [pool.name for pool in pools]
+    source, target = names.index(handovers.source), names.index(handovers.target)
+    encode, decode = pools[source], pools[target]
+    pid, to_pid = _FIRST_PID + source, _FIRST_PID + target
+    starts_s = decode.start_s[:, 0]
     inside = (handovers.end_s >= window[0]) & (handovers.start_s <= window[1])
     for index in np.flatnonzero(inside).tolist():
         step = int(handovers.step[index])
         start_us, end_us = (round(float(at[index]) * 1e6)
                             for at in (handovers.start_s, handovers.end_s))
-        span = {"name": "handover", "cat": "handover", "id": f"0x{index + 1:x}", "pid": pid,
+        span = {"name": "handover", "cat": "handover", "id": f"0x{first + index:x}", "pid": pid,
                 "tid": pid}
         yield {**span, "ph": "b", "ts": start_us, "args": {
             "group": encode.steps[step].group, "queries": int(encode.encoded[step])}}
         yield {**span, "ph": "e", "ts": end_us}
-        taken = int(np.searchsorted(first_s, handovers.end_s[index]))
-        if taken == len(first_s) or first_s[taken] > window[1]:
+        taken = int(np.searchsorted(starts_s, handovers.end_s[index]))
+        if taken == len(starts_s) or starts_s[taken] > window[1]:
             continue
         # an arrow begins and ends inside the two steps' events, or it is not bound to them
         left_us = max(round(encode.end_s[step, -1] * 1e6) - 1,
                       round(encode.start_s[step, -1] * 1e6))
-        arrow = {"name": "handed over", "cat": "handover", "id": f"0x{index + 1:x}"}
+        arrow = {"name": "handed over", "cat": "handover", "id": f"0x{first + index:x}"}
         yield {**arrow, "ph": "s", "ts": left_us, "pid": pid, "tid": _tid(encode.stages[-1])}
-        yield {**arrow, "ph": "f", "bp": "e", "ts": round(float(first_s[taken]) * 1e6),
+        yield {**arrow, "ph": "f", "bp": "e", "ts": round(float(starts_s[taken]) * 1e6),
                "pid": to_pid, "tid": _tid(decode.stages[0])}
 
 

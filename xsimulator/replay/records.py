@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.query_times import QueryTimes
+from xgpt.core.schedule import Role
 from xrunner.rules.steps import Step, StepKind
 
 BoolArray = NDArray[np.bool_]
@@ -21,7 +23,8 @@ BoolArray = NDArray[np.bool_]
 class PoolRecords:
     """One pool's steps. A stage is named by its index in the Estimate's `stages`."""
 
-    name: str  # "both", "encode" or "decode", as StageAssignment.role
+    name: str
+    role: Role
     stages: tuple[int, ...]
     steps: tuple[Step, ...]
     decoded: IntArray  # rows that get their next token (dead rows of a static batch included)
@@ -46,9 +49,11 @@ class PoolRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandoverRecords:
-    """KV entries on their way from the encode pool to the decode pool, one row per encode step."""
+    """KV entries on their way from one pool to another, one row per encode step."""
 
-    step: IntArray  # of the encode pool
+    source: str  # the pools' names
+    target: str
+    step: IntArray  # of the source
     start_s: FloatArray
     end_s: FloatArray
 
@@ -58,12 +63,23 @@ class ReplayResult:
     """A finite job, fill and drain included."""
 
     pools: tuple[PoolRecords, ...]
-    handovers: HandoverRecords | None
-    encode_start_s: FloatArray  # [queries]
-    latency_s: FloatArray  # [queries]
+    handovers: tuple[HandoverRecords, ...]
+    times: QueryTimes
     output_tokens: IntArray  # [queries]
     preemptions: int
-    makespan_s: float
+
+    @property
+    def latency_s(self) -> FloatArray:
+        """[queries] from the start of a query's encoding to its last token."""
+        return self.times.latency_s
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first query's arrival to the last one's last token."""
+        times = self.times
+        if not len(times.arrival_s):
+            return 0.0
+        return float(times.last_token_s.max() - times.arrival_s.min())
 
     def utilisation(self) -> FloatArray:
         """[stages of all pools] share of the makespan each stage was at work; the rest of it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 
 class GroupRows:
@@ -11,8 +12,11 @@ class GroupRows:
 
     def __init__(self) -> None:
         self.iterations = 0  # decode steps so far
-        self.awaited: list[tuple[int, float, list[int]]] = []  # steps: (index, ready, who is done)
+        # steps whose tokens are not taken up yet: (when they are there, whose first and whose last
+        # are among them)
+        self.awaited: list[tuple[float, Sequence[int], list[int]]] = []
         self.rows = 0  # active ones, and dead ones of a static batch
+        self.fresh: list[int] = []  # who joined without a token, and was not decoded yet
         self._removed = 0  # since the last decode step: holes that compaction fills
         self._members: dict[int, tuple[int, int]] = {}  # query -> (base, iteration of its last)
         self._base = 0  # sum over rows

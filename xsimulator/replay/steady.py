@@ -37,19 +37,18 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
     with the last token before the last encoding starts; both ends are times at which queries come
     out, so static batches are counted whole.
     """
-    done_s = np.sort(result.encode_start_s + result.latency_s)
+    start_s, own_end_s = result.times.start_s, result.times.last_token_s
+    done_s = np.sort(own_end_s)
     if len(done_s) < 4:
         return None
     slow_s = float(np.quantile(result.latency_s, 0.99))
     begin = np.searchsorted(done_s, max(done_s[0] + slow_s, done_s[len(done_s) // 10]))
-    end = np.searchsorted(done_s, result.encode_start_s.max(), side="right") - 1
+    end = np.searchsorted(done_s, start_s.max(), side="right") - 1
     if begin >= len(done_s) or end <= begin or done_s[end] <= done_s[begin]:
         return None
     begin_s, end_s = float(done_s[begin]), float(done_s[end])
     counted = int(np.searchsorted(done_s, end_s, side="right")
                   - np.searchsorted(done_s, begin_s, side="right"))
-    start_s = result.encode_start_s
-    own_end_s = start_s + result.latency_s
     present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
     within = (own_end_s > begin_s) & (own_end_s <= end_s)
     counts = (start_s >= begin_s - slow_s) & (start_s <= end_s)

@@ -30,18 +30,20 @@ class StepSizes(NamedTuple):
     one, that is encoded; `encoded`: queries whose encoding ends."""
 
     spans: list[tuple[int, int]]
+    tokens: int  # of all these
     encoded: int
     decoded: int
-    context: float  # tokens that each decoded row is charged
+    context: float  # tokens of the decoded rows, in the mean
+    longest: float  # tokens of the longest of them
     moved: float  # rows of the KV cache that compaction moves
     handed: int  # encoder output tokens whose keys and values are projected on arrival
 
 
 class Clock(Protocol):
-    """What a pool's steps take."""
+    """Says how long a pool's steps take."""
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """Per stage of the pool."""
+        """[stages] seconds of one step."""
         ...
 
 
@@ -51,6 +53,8 @@ class StepClock:
     def __init__(self, times: StageTimes, *, max_context: int) -> None:
         """`max_context`: most tokens a query ever has."""
         self._times = times
+        # whether each decoded row is charged the longest context of its group, not its own
+        self._is_padded = times.layers.timing.facts.is_padded
         is_encoder_decoder = times.is_encoder_decoder
         self._decode_rows = _Rows(times.decode_rows_s)
         self._encode_rows = _Rows(times.encode_rows_s) if is_encoder_decoder else self._decode_rows
@@ -70,9 +74,9 @@ class StepClock:
 
     def seconds(self, sizes: StepSizes) -> list[float]:
         """Per stage of the pool."""
-        tokens = sum(count for _, count in sizes.spans)
+        tokens = sizes.tokens
         if self._is_apart and tokens and sizes.decoded:
-            apart = [self.seconds(sizes._replace(spans=[], encoded=0)),
+            apart = [self.seconds(sizes._replace(spans=[], tokens=0, encoded=0)),
                      self.seconds(sizes._replace(decoded=0, moved=0.0, handed=0))]
             overhead = self._times.overhead_s
             return [a + b - overhead for a, b in zip(*apart, strict=True)]
@@ -87,10 +91,11 @@ class StepClock:
             total = [t + layers * encode[d] for t, (layers, d) in zip(
                 total, self._encode_layers, strict=True)]
         if sizes.decoded:
-            decode = [grid.at(sizes.decoded, sizes.context) for grid in self._attention]
+            context = sizes.longest if self._is_padded else sizes.context
+            decode = [grid.at(sizes.decoded, context) for grid in self._attention]
             if sizes.moved >= 0.5:
                 moved = max(round(sizes.moved), 1)
-                decode = [a + grid.at(moved, sizes.context) for a, grid in zip(
+                decode = [a + grid.at(moved, context) for a, grid in zip(
                     decode, self._compaction, strict=True)]
             total = [t + layers * decode[d] for t, (layers, d) in zip(
                 total, self._decode_layers, strict=True)]

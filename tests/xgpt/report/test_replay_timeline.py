@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord
@@ -26,17 +27,18 @@ def pool(starts_s, ends_s, steps, name="both", first_stage=0):
     starts_s, ends_s = np.array(starts_s, float), np.array(ends_s, float)
     count = len(made)
     return PoolRecords(
-        name=name, stages=tuple(range(first_stage, first_stage + starts_s.shape[1])),
+        name=name, role=name, stages=tuple(range(first_stage, first_stage + starts_s.shape[1])),
         steps=tuple(made), decoded=np.full(count, 4), encoded=np.full(count, 2),
         tokens=np.full(count, 100), context=np.full(count, 50.0), start_s=starts_s, end_s=ends_s,
         memory_s=starts_s[:, 0], memory_tokens=np.arange(count) % 90, kv_tokens=100)
 
 
-def result(*pools, handovers=None):
-    return ReplayResult(
-        pools=pools, handovers=handovers, encode_start_s=np.zeros(1), latency_s=np.ones(1),
-        output_tokens=np.ones(1, int), preemptions=0,
-        makespan_s=float(max(p.end_s.max() for p in pools)))
+def result(*pools, handovers=()):
+    end_s = max(p.end_s.max() for p in pools)
+    times = QueryTimes(arrival_s=np.zeros(1), start_s=np.zeros(1), first_token_s=np.ones(1),
+                       last_token_s=np.full(1, end_s))
+    return ReplayResult(pools=pools, handovers=handovers, times=times,
+                        output_tokens=np.ones(1, int), preemptions=0)
 
 
 def rra(phases=20, groups=2, iterations=3, stages=2, pause_s=0.0):
@@ -125,8 +127,9 @@ def two_pools(count=40):
     encode = pool(starts, starts + 0.5, [f"E0.{i}" for i in range(count)], "encode")
     decode = pool(starts + 0.6, starts + 1.0, [f"D0.{i}" for i in range(count)], "decode", 1)
     sent_s = encode.end_s[:, 0]
-    return result(encode, decode, handovers=HandoverRecords(
-        step=np.arange(count), start_s=sent_s, end_s=sent_s + 0.1))
+    return result(encode, decode, handovers=(HandoverRecords(
+        source="encode", target="decode", step=np.arange(count), start_s=sent_s,
+        end_s=sent_s + 0.1),))
 
 
 def test_handovers_are_arrows_between_the_pools():

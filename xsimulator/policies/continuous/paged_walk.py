@@ -5,18 +5,13 @@ how often depends on how both scatter, which no mean tells. The walk keeps, for 
 the number of queries that run, the free tokens, and the latest admitted (who are evicted first);
 who ends, and how much it frees, is drawn once for all configurations. Ages are not followed: a
 query ends with chance 1 / E[D] per step, and frees more where those present hold more.
-
-What a walk finds changes smoothly with slots, room and budget, so `WalkTable` walks on a grid of
-them, each point once, and interpolates: a search then costs few walks, and less of their noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
@@ -30,7 +25,16 @@ _SEED = 3
 _REPEATS = 64  # of the sizes that are drawn, before they come again
 _NO_LIMIT = 1e12  # tokens of a step
 
-BoolArray = NDArray[np.bool_]
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WalkedQueries:
+    """The queries that are walked with."""
+
+    iterations: float  # E[D]
+    held: float  # tokens of a query present, in the mean
+    input_sizes: FloatArray  # equally likely
+    last_sizes: FloatArray  # what a query holds when it ends, equally likely
+    is_chunked: bool  # inputs are encoded in parts, beside decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,9 +107,11 @@ class _Stack:
 class _Walker:
     """The state of all configurations, and what a step does to it."""
 
-    def __init__(self, *, slots: FloatArray, room: FloatArray, budget: FloatArray,
-                 is_chunked: bool, iterations: float, held: float, input_sizes: FloatArray,
-                 last_sizes: FloatArray) -> None:
+    def __init__(self, queries: WalkedQueries, slots: FloatArray, room: FloatArray,
+                 budget: FloatArray) -> None:
+        """Arguments as of `walk`."""
+        input_sizes, last_sizes, held = queries.input_sizes, queries.last_sizes, queries.held
+        is_chunked, iterations = queries.is_chunked, queries.iterations
         rng = np.random.default_rng(_SEED)
         inputs = np.concatenate([rng.permutation(input_sizes) for _ in range(_REPEATS)])
         lasts = np.concatenate([rng.permutation(last_sizes) for _ in range(_REPEATS)])
@@ -244,16 +250,11 @@ class _Walker:
         self.ended = after
 
 
-def walk(*, slots: FloatArray, room: FloatArray, budget: FloatArray, is_chunked: bool,
-         iterations: float, held: float, input_sizes: FloatArray, last_sizes: FloatArray,
+def walk(queries: WalkedQueries, slots: FloatArray, room: FloatArray, budget: FloatArray,
          sizes: int) -> Walk:
-    """slots, room (tokens), budget (tokens a step, where `is_chunked`): [configs] of one group.
-
-    iterations: E[D]; held: tokens of a query present, in the mean; input_sizes, last_sizes:
-    equally likely input tokens of a query, and what it holds when it ends; `sizes` of steps that
-    encode stand for their distribution."""
-    walker = _Walker(slots=slots, room=room, budget=budget, is_chunked=is_chunked, held=held,
-                     iterations=iterations, input_sizes=input_sizes, last_sizes=last_sizes)
+    """slots, room (tokens), budget (tokens a step, where inputs are encoded in parts): [configs]
+    of one group; `sizes` of steps that encode stand for their distribution."""
+    walker = _Walker(queries, slots, room, budget)
     tokens, joined = (np.empty((STEPS - _WARM_UP, len(slots))) for _ in range(2))
     running, waits = np.zeros(len(slots)), np.zeros(len(slots))
     for step in range(STEPS):
@@ -290,81 +291,3 @@ def equally_likely(tokens: FloatArray, joined: FloatArray,
         between = at + (edges - low) * (after - at)
         found.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
     return number / steps, found[0], found[1]
-
-
-_SCALARS = ("running", "again", "evicted", "evictions", "chunks", "share")
-_VECTORS = ("tokens", "joined")
-_PER_OCTAVE = 4  # points of room and budget
-_WHOLE_SLOTS = 12  # up to as many each is a point; beyond, _SLOT_RATIO apart
-_SLOT_RATIO = 1.15
-_AMPLE = 1.5  # times the queries that room holds in the mean: more slots change nothing
-_SPARE = 4.0  # times the room that as many queries need in the mean: more changes nothing
-_MOST_OCTAVES = 64
-_TOGETHER = 1024  # points walked at a time
-
-
-class WalkTable:
-    """Walks of one workload as a function of (slots, room, budget)."""
-
-    def __init__(self, walked: Callable[[FloatArray, FloatArray, FloatArray], Walk], *,
-                 held: float, is_chunked: bool, sizes: int) -> None:
-        """`walked`: walk of (slots, room, budget); `held`, `sizes`: see walk."""
-        self._walked, self._held, self._is_chunked = walked, held, is_chunked
-        self._sizes = sizes
-        nodes = np.arange(1.0, _WHOLE_SLOTS + 1)
-        beyond = _WHOLE_SLOTS * _SLOT_RATIO ** np.arange(1, 240)
-        self._slots = np.concatenate([nodes, np.rint(beyond)])
-        self._row_of: dict[int, int] = {}
-        self._rows = np.empty((0, len(_SCALARS) + len(_VECTORS) * sizes))
-
-    def __call__(self, slots: FloatArray, room: FloatArray, budget: FloatArray) -> Walk:
-        """[configs] each."""
-        slots = np.clip(slots, 1.0, self._slots[-2])
-        low = np.searchsorted(self._slots, slots, side="right") - 1
-        shares = [(slots - self._slots[low]) / (self._slots[low + 1] - self._slots[low])]
-        lows = [low]
-        for values in (room, budget)[:1 + self._is_chunked]:
-            place = np.log2(values) * _PER_OCTAVE
-            lows.append(np.floor(place + 1e-9).astype(np.int64))
-            shares.append(np.maximum(place - lows[-1], 0.0))
-        points, weights = [], []
-        for corner in np.ndindex(*(2,) * len(lows)):
-            points.append([low + up for low, up in zip(lows, corner, strict=True)])
-            weights.append(np.prod([s if up else 1 - s for s, up in zip(
-                shares, corner, strict=True)], axis=0))
-        weight = np.stack(weights)  # [corners, configs]
-        rows = self._find(np.array(points), weight > 1e-9)
-        found = np.einsum("kc,kcv->cv", weight, self._rows[rows])
-        scalars = {name: found[:, i] for i, name in enumerate(_SCALARS)}
-        vectors = np.split(found[:, len(_SCALARS):], len(_VECTORS), axis=1)
-        return Walk(**scalars, **dict(zip(_VECTORS, vectors, strict=True)))
-
-    def _find(self, points: IntArray, is_needed: BoolArray) -> IntArray:
-        """[corners, configs] rows of `points` [corners, variables, configs]; any where a corner is
-        not needed."""
-        slot, room = points[:, 0], points[:, 1]
-        budget = points[:, 2] if self._is_chunked else np.zeros_like(slot)
-        holds = 2.0 ** (room / _PER_OCTAVE) / self._held
-        slot = np.minimum(slot, np.searchsorted(self._slots, _AMPLE * holds + 4))
-        spare = np.ceil(np.log2(_SPARE * self._held * (self._slots[slot] + 1)) * _PER_OCTAVE)
-        room = np.minimum(room, spare.astype(np.int64))
-        base = _PER_OCTAVE * _MOST_OCTAVES
-        keys = (slot * base + room) * base + budget
-        unique, inverse = np.unique(keys[is_needed], return_inverse=True)
-        missing = np.array([key for key in unique.tolist() if key not in self._row_of], np.int64)
-        for part in np.array_split(missing, -(-len(missing) // _TOGETHER) or 1):
-            if part.size:
-                self._fill(part, base)
-        rows = np.zeros(keys.shape, np.int64)
-        rows[is_needed] = np.array([self._row_of[key] for key in unique.tolist()])[inverse]
-        return rows
-
-    def _fill(self, keys: IntArray, base: int) -> None:
-        slots, room, budget = keys // base**2, keys // base % base, keys % base
-        found = self._walked(self._slots[slots], 2.0 ** (room / _PER_OCTAVE),
-                             2.0 ** (budget / _PER_OCTAVE))
-        columns = [getattr(found, name)[:, None] for name in _SCALARS]
-        new = np.concatenate([*columns, *(getattr(found, name) for name in _VECTORS)], axis=1)
-        first = len(self._rows)
-        self._row_of.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
-        self._rows = np.concatenate([self._rows, new])

@@ -5,7 +5,7 @@ corners bound it:
 
     throughput at the largest B_E and the smallest N_D, latency at the smallest B_E and largest N_D
 
-once step times are replaced by their envelope (policies.envelope), which is what makes a corner
+once step times are replaced by their envelope (xsimulator.envelope), which is what makes a corner
 right for the whole box although measured times are only nearly monotone. Why it holds:
 
 - A period is no shorter than any stage's work, nor than what a group's own steps take one after

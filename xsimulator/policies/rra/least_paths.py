@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.pipeline import Work
+from xsimulator.pipeline import StageWork
 from xsimulator.policies.rra.least_steps import StageSteps
 from xsimulator.policies.rra.phase_batches import PhaseBatches
 
 
-def stage_work(kinds: Sequence[StageSteps], kind_of: Sequence[int]) -> list[Work]:
+def stage_work(kinds: Sequence[StageSteps], kind_of: Sequence[int]) -> list[StageWork]:
     """The steps by stage, as xsimulator.pipeline takes them."""
-    work = [Work(encode_s=k.encode_one, encode_rest_s=k.encode_all - k.encode_one,
+    work = [StageWork(encode_s=k.encode_one, encode_rest_s=k.encode_all - k.encode_one,
                  decode_s=k.decode_one, decode_rest_s=k.decode_all - k.decode_one) for k in kinds]
     return [work[kind] for kind in kind_of]
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.envelope import PairEnvelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan
-from xsimulator.policies.envelope import PairEnvelope
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.rra.phase_batches import (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xsimulator.pipeline import Timeline, Work, sorted_timeline
+from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import Plan
 from xsimulator.policies.figures import BoolArray
 from xsimulator.policies.rra.phase_batches import (
@@ -50,7 +50,7 @@ def phase_times(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
                 tokens: EncodeTokens) -> PhaseTimes:
     encode, encode_timed = _encode_s(plan, batches, tokens)
     decode, alone_s, decode_timed = _decode_s(plan, batches, loads)
-    kinds = [Work(encode_s=e, encode_rest_s=er, decode_s=d, decode_rest_s=dr)
+    kinds = [StageWork(encode_s=e, encode_rest_s=er, decode_s=d, decode_rest_s=dr)
              for (e, er), (d, dr) in zip(encode, decode, strict=True)]
     timeline = sorted_timeline([kinds[kind] for kind in plan.steps.kind_of],
                                batches.queries.blocks, batches.queries.widths)

@@ -10,7 +10,7 @@ the division follows from B and G),
 with B_D = B E[S] or what Little's law leaves of it, and T_iter = max(G x slowest stage, all stages)
 at the smallest G and at the largest, in that order. The encode pool's times are tables over every
 B, so their least and largest over a range are exact. The decode pool's are taken from a lower
-envelope (policies.envelope), so that T_iter rises with the batch and falls in relation to it.
+envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.policies.envelope import rising_minorant
+from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.closed_form import ROWS_RATIO, Waa, root
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xgpt.core import catalog
 from xprofiler.interpolation import Grid
-from xprofiler.plan import (
+from xprofiler.points import (
     DECODE_ROWS_UP_TO,
     OWN_TABLE,
     STEP_CONTEXT,

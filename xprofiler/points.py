@@ -183,18 +183,18 @@ def _tiled_lengths(top: int) -> list[int]:
     """Input lengths at and after every multiple of a tile, where they lie close; then thinner."""
     tiles = [*range(_SMALL_TILE, _CHANGES[0], _SMALL_TILE),
              *range(_CHANGES[0], _TILED_UP_TO + 1, _LARGE_TILE)]
-    found = {5, 9, 14, 20, *tiles, *(t + 1 for t in tiles), *(c - 1 for c in _CHANGES), top}
+    lengths = {5, 9, 14, 20, *tiles, *(t + 1 for t in tiles), *(c - 1 for c in _CHANGES), top}
     longest = _TILED_UP_TO
     while (longest := longest * 3 // 2) < top:
-        found.add(longest + 1)
-    return sorted(length for length in found if length <= top)
+        lengths.add(longest + 1)
+    return sorted(length for length in lengths if length <= top)
 
 
 def _ladder(steps: tuple[int, ...], top: int) -> list[int]:
     """`steps` up to `top`, then on by threes to it; `top` itself is the last."""
-    found = [s for s in steps if s < top]
-    while found and top > 4 * found[-1]:
-        found.append(found[-1] * 3)
-    if len(found) > 1 and top < 1.2 * found[-1]:
-        found.pop()
-    return [*found, top]
+    ladder = [s for s in steps if s < top]
+    while ladder and top > 4 * ladder[-1]:
+        ladder.append(ladder[-1] * 3)
+    if len(ladder) > 1 and top < 1.2 * ladder[-1]:
+        ladder.pop()
+    return [*ladder, top]

@@ -31,9 +31,9 @@ def rising_minorant(sizes: FloatArray, seconds: FloatArray) -> FloatArray:
 
 
 class PairEnvelope:
-    """Of seconds over (count, length), such as attention over queries and tokens of context:
-    factors, at most 1, by which a value is to be lowered so that it bounds others. Looked at on a
-    grid of sizes from 1 up; between them the lowest factor around counts."""
+    """Factors, at most 1, that lower a function of (count, length), such as attention over queries
+    and tokens of context, until its value bounds others. The function is looked at on a grid of
+    sizes from 1 up; between them the lowest factor around counts."""
 
     def __init__(self, function: Callable[[FloatArray, FloatArray], FloatArray]) -> None:
         self._function = function
@@ -43,12 +43,12 @@ class PairEnvelope:
         self._rates = np.empty((0, 0))
 
     def of_fewer(self, count: FloatArray, length: FloatArray) -> FloatArray | float:
-        """Times this factor, seconds / count bounds that of every smaller count and no smaller
+        """The factor with which seconds / count bounds that of every smaller count and no smaller
         length."""
         return self._factor("fewer", count, length)
 
     def of_more(self, count: FloatArray, length: FloatArray) -> FloatArray | float:
-        """Times this factor, seconds bound those of every larger count and length."""
+        """The factor with which seconds bound those of every larger count and length."""
         return self._factor("more", count, length)
 
     def least_rate(self, count: FloatArray, length: FloatArray) -> FloatArray:
@@ -88,7 +88,7 @@ class PairEnvelope:
 
 
 def _nodes(top: float, an_octave: int) -> FloatArray:
-    """From 1 to `top` at least."""
+    """Sizes from 1 to `top` at least."""
     return np.asarray(2.0 ** (np.arange(np.ceil(np.log2(top) * an_octave) + 1) / an_octave))
 
 

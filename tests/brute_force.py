@@ -12,8 +12,8 @@ import numpy as np
 from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xscheduler.spaces.tensor_plans import tensor_plans, timed_plans
-from xscheduler.spaces.waa import group_range
+from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.spaces.waa_points import group_range
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
@@ -51,8 +51,7 @@ def evaluate_grid(policy: str, problem: Problem, timing: TimingSource, *,
                   ) -> BruteForce:
     """Of "rra" (others: decode_iterations), "waa-c" or "waa-m" (decode_micro_batches; None: all
     that are searched), over every tensor plan the problem allows."""
-    plans = timed_plans(tensor_plans(problem.model, problem.cluster, problem.fixed),
-                        problem.cluster, timing)
+    plans = tensor_plans(problem, timing)
     made: Any = policy_class(policy)(problem, timing)
     configs: list[Any] = []
     for plan in plans:
@@ -75,6 +74,7 @@ def evaluate_grid(policy: str, problem: Problem, timing: TimingSource, *,
         return BruteForce(configs=(), throughput_qps=np.empty(0), latency_s=np.empty(0),
                           is_roomy=np.empty(0, bool))
     found = made.evaluate(configs)
+    # its own statement of xscheduler.admissible, which it checks
     is_roomy = (found.fits & (found.present <= (problem.num_queries or math.inf) + 1e-9)
                 & (found.stretch <= REFUSED_BEYOND))
     return BruteForce(configs=tuple(configs), throughput_qps=found.throughput_qps,

@@ -38,13 +38,13 @@ class Source(NamedTuple):
     libraries: str
 
 
-class Point(NamedTuple):
+class TablePoint(NamedTuple):
     x: float
     y: float
     samples_s: tuple[float, ...]
 
 
-class Parts:
+class ProfileDraft:
     """A profile in the making: imported tables, and the roofline for what nobody measured."""
 
     def __init__(self, model: ModelSpec, device: Device, dtype: str) -> None:
@@ -74,19 +74,20 @@ class Parts:
             self.refused[degree] = reason
         return reason is not None
 
-    def add(self, operator: Operator, degree: int, table: Iterable[Point]) -> None:
+    def add(self, operator: Operator, degree: int, table: Iterable[TablePoint]) -> None:
         """A table of measured points; nothing where there are none."""
-        if found := points(table):
-            self.tables[TableKey(operator.value, degree)] = found
+        if samples := points(table):
+            self.tables[TableKey(operator.value, degree)] = samples
 
-    def calm(self, operator: Operator, table: Sequence[Point]) -> list[Point]:
+    def calm(self, operator: Operator, table: Sequence[TablePoint]) -> list[TablePoint]:
         """An attention table without its disturbed points, which are counted."""
         kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)
         self._disturbed += len(table) - len(kept)
         return kept
 
     def fill_from_roofline(self) -> None:
-        """What each degree lacks. A paged cache moves no rows: compaction is free."""
+        """The roofline gives what a degree lacks. A paged cache moves no rows, so compaction is
+        free."""
         for degree in self.degrees:
             for operator in OPERATORS:
                 key = TableKey(operator.value, degree)
@@ -99,7 +100,8 @@ class Parts:
                     self._analytic.setdefault(operator.value, []).append(degree)
         overhead = TableKey(STEP_OVERHEAD)
         if overhead not in self.tables:
-            self.tables[overhead] = points([Point(0, 0, (self.roofline.facts.step_overhead_s,))])
+            overhead_s = self.roofline.facts.step_overhead_s
+            self.tables[overhead] = points([TablePoint(0, 0, (overhead_s,))])
             self._analytic[STEP_OVERHEAD] = [1]
 
     def profile(self, source: Source, what: str) -> Profile:
@@ -120,7 +122,7 @@ class Parts:
             refused={d: self.refused[d] for d in sorted(self.refused)}, model=self._model,
             peaks=self.peaks)
 
-    def _analytic_points(self, operator: Operator, degree: int) -> list[Point]:
+    def _analytic_points(self, operator: Operator, degree: int) -> list[TablePoint]:
         most = self._model.max_positions or MAX_TOKENS
         xs, ys = _ladder(MAX_TOKENS), np.zeros(1)
         if operator is Operator.ENCODE_ATTENTION:
@@ -129,7 +131,7 @@ class Parts:
             xs, ys = _ladder(MAX_QUERIES), _ladder(most)
         elif operator is Operator.HEAD:
             xs = _ladder(MAX_QUERIES)
-        return [Point(float(x), float(y), (float(s),)) for y in ys for x, s in zip(
+        return [TablePoint(float(x), float(y), (float(s),)) for y in ys for x, s in zip(
             xs, self.roofline.operator_s(operator, xs, y, tp_degree=degree), strict=True)]
 
     def _analytic_note(self) -> list[str]:
@@ -156,31 +158,31 @@ def check_supported(path: Path, source: Source, model: ModelSpec, dtype: str) ->
                                   allowed=allowed) for key, value, allowed in faults])
 
 
-def points(table: Iterable[Point]) -> tuple[Sample, ...]:
-    """In the order of a profile's file."""
+def points(table: Iterable[TablePoint]) -> tuple[Sample, ...]:
+    """The samples stand in the order of a profile's file."""
     return tuple(Sample(x=p.x, y=p.y, samples_s=p.samples_s)
                  for p in sorted(table, key=lambda p: (p.y, p.x)))
 
 
 def free(most: float) -> tuple[Sample, ...]:
     """A table of no cost up to x = `most`."""
-    return points([Point(1, 0, (0.0,)), Point(most, 0, (0.0,))])
+    return points([TablePoint(1, 0, (0.0,)), TablePoint(most, 0, (0.0,))])
 
 
-def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[Point]:
+def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[TablePoint]:
     """One point for each place (x, y); rows of the same place are its samples."""
     xs = np.asarray(x, float)
     ys = np.zeros_like(xs) if y is None else np.asarray(y, float)
-    found: dict[tuple[float, float], list[float]] = {}
+    places: dict[tuple[float, float], list[float]] = {}
     for at_x, at_y, s in zip(xs.tolist(), ys.tolist(), np.asarray(seconds, float).tolist(),
                              strict=True):
-        found.setdefault((at_x, at_y), []).append(s)
-    return [Point(at_x, at_y, tuple(s)) for (at_x, at_y), s in found.items()]
+        places.setdefault((at_x, at_y), []).append(s)
+    return [TablePoint(at_x, at_y, tuple(s)) for (at_x, at_y), s in places.items()]
 
 
-def undisturbed(table: Sequence[Point], *, grows_with_y: bool) -> list[Point]:
-    """Without the points that took `_DISTURBED` times as long as one of more work did: something
-    else ran. Each would raise all larger ones, since times are taken to grow with size."""
+def undisturbed(table: Sequence[TablePoint], *, grows_with_y: bool) -> list[TablePoint]:
+    """Points that took `_DISTURBED` times as long as one of more work are left out: something else
+    ran. Each would raise all larger ones, since times are taken to grow with size."""
     xs, column = np.unique([p.x for p in table], return_inverse=True)
     ys, row = np.unique([p.y for p in table], return_inverse=True)
     medians = np.full((len(ys), len(xs)), np.nan)
@@ -192,7 +194,7 @@ def undisturbed(table: Sequence[Point], *, grows_with_y: bool) -> list[Point]:
     return [p for p, good in zip(table, is_good[row, column], strict=True) if good]
 
 
-def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[Point]:
+def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[TablePoint]:
     """Many sizes with few repeats as few sizes with many: neighbours, at least `_GROUP` and up to
     `_RATIO` apart, are samples at their median size. One slow message among thousands would
     otherwise raise all larger ones, since times are taken to grow with size."""
@@ -207,7 +209,7 @@ def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[Point]:
             end = len(xs)
         groups.append(slice(start, end))
         start = end
-    return [Point(float(np.median(xs[g])), 0, tuple(values[g].tolist())) for g in groups]
+    return [TablePoint(float(np.median(xs[g])), 0, tuple(values[g].tolist())) for g in groups]
 
 
 def _ladder(most: float) -> FloatArray:

@@ -14,13 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from xgpt.core.cluster import Cluster
 from xgpt.core.lengths import FloatArray
-from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.allocation import refuse_plan
+from xscheduler.admissible import Limits, admissible
+from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies.figures import EstimateArrays
 
 MOST_QUERIES = 1 << 16  # considered at a time where the job does not say how many there are
@@ -33,11 +32,10 @@ MAX_ROUNDS = 40
 AT_FIRST = 64  # configurations of the grid that are scored before any is ruled out
 GAIN = 0.1  # most that the best of the grid gains by its neighbours, as a share
 _PLAN_FIELDS = ("tp_degree", "tp_gpus")
-_DEGREES = (1, 2, 4, 8, 16)
 
 
-class Policy(Protocol):
-    """A closed form and its space."""
+class GridPolicy(Protocol):
+    """A closed form and its grid of configurations."""
 
     @property
     def problem(self) -> Problem: ...
@@ -55,22 +53,22 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class Limited(Protocol):
-    """A policy that says quickly what configurations cannot reach."""
+class QuicklyBounded(Protocol):
+    """A closed form that says quickly what configurations cannot reach."""
 
     def limits(self, configs: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
         """(throughput_qps, latency_s) that `evaluate` does not better."""
         ...
 
 
-def best(policy: Policy, latency_bound_s: float, *,
+def best(policy: GridPolicy, latency_bound_s: float, *,
          plans: Sequence[tuple[int, int]] | None = None) -> Estimate | None:
     """The configuration of highest throughput among those that fit memory and meet the bound (of
     the problem's kind and quantile); None where no point of the grid does. `plans`: (tp_degree,
     tp_gpus) to consider, by default all that the model and the cluster allow."""
     problem = policy.problem
     if plans is None:
-        plans = tensor_plans(problem.model, problem.cluster, policy.timing)
+        plans = all_tensor_plans(problem, policy.timing)
     most = problem.num_queries or MOST_QUERIES
     grid = list(policy.grid(most, plans))
     if not grid:
@@ -82,26 +80,12 @@ def best(policy: Policy, latency_bound_s: float, *,
     return None if found is None else policy.estimate(found)
 
 
-def tensor_plans(model: ModelSpec, cluster: Cluster,
-                 timing: TimingSource) -> list[tuple[int, int]]:
-    """Every (tp_degree, tp_gpus) that the model and the cluster can hold and `timing` answers
-    for."""
-    found = []
-    for degree in _DEGREES:
-        counts = [0] if degree == 1 else range(degree, cluster.num_devices + 1, degree)
-        for gpus in counts:
-            degrees = {degree} | ({1} if gpus < cluster.num_devices else set())
-            if (refuse_plan(model, cluster, degree, gpus) is None
-                    and all(map(timing.facts.can_time, degrees))):
-                found.append((degree, gpus))
-    return found
-
-
 class _Climb:
     """From configurations to the best of their neighbours, and on; keeps every score."""
 
-    def __init__(self, policy: Policy, bound_s: float, most_queries: int) -> None:
-        self._policy, self._bound_s, self._most = policy, bound_s, most_queries
+    def __init__(self, policy: GridPolicy, bound_s: float, most_queries: int) -> None:
+        self._policy = policy
+        self._limits = Limits(queries=most_queries, latency_s=bound_s)
         self._known: dict[Any, float] = {}
         self._limit: dict[Any, float] = {}
 
@@ -152,12 +136,12 @@ class _Climb:
 
     def limits(self, configs: Sequence[Any]) -> FloatArray:
         """What scores do not exceed; infinite where the policy does not say."""
-        if not isinstance(self._policy, Limited):
+        if not isinstance(self._policy, QuicklyBounded):
             return np.full(len(configs), np.inf)
         new = [config for config in dict.fromkeys(configs) if config not in self._limit]
         if new:
             most, least_s = self._policy.limits(new)
-            found = np.where(least_s <= self._bound_s, most, 0.0)
+            found = np.where(least_s <= self._limits.latency_s, most, 0.0)
             self._limit.update(zip(new, found.tolist(), strict=True))
         return np.array([self._limit[config] for config in configs])
 
@@ -180,9 +164,7 @@ class _Climb:
         if not new:
             return
         figures = self._policy.evaluate(new)
-        is_admissible = (figures.fits & (figures.latency_s <= self._bound_s)
-                         & (figures.present <= self._most + 1e-9))
-        found = np.where(is_admissible, figures.throughput_qps, 0.0)
+        found = np.where(admissible(figures, self._limits), figures.throughput_qps, 0.0)
         self._known.update(zip(new, found.tolist(), strict=True))
 
 

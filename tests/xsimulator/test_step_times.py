@@ -1,0 +1,72 @@
+"""Three readings of one pool's step times agree: asked, in the closed forms' table, and by the
+replay's clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xsimulator.layer_times import LayerTimes
+from xsimulator.plans import Plans
+from xsimulator.replay.step_clock import StepClock, StepSizes
+from xsimulator.stage_times import StageTimes
+
+POOLS = [("opt-13b", "a40-4", 1, 0), ("gpt3-39b", "a40-16", 2, 6), ("t5-11b", "a40-8", 4, 4)]
+ONE = StepSizes(spans=[], tokens=0, encoded=0, decoded=0, context=0.0, longest=0.0, moved=0.0,
+                handed=0)
+
+
+@pytest.fixture(params=POOLS, ids=lambda of: of[0])
+def plan(request):
+    model, cluster, degree, gpus = request.param
+    problem = problem_of(model, cluster, "S")
+    return Plans(problem, roofline_of(problem)).both(degree, gpus)
+
+
+def by_stage(plan, of_kind):
+    return np.stack([of_kind[kind] for kind in plan.steps.kind_of], axis=-1)
+
+
+@pytest.mark.parametrize(("queries", "context"), [(1, 17), (7, 300), (96, 129)])
+def test_decode_steps(plan, queries, context):
+    asked = plan.times.decode_s(queries, context)
+    clock = StepClock(plan.times, max_context=600).seconds(ONE._replace(
+        decoded=queries, context=float(context), longest=float(context)))
+    table = by_stage(plan, plan.steps.decode_s(np.array([float(queries)]), np.array([context])))
+    assert clock == pytest.approx(asked, rel=1e-3)  # attention between contexts 2 % apart
+    assert table[0] == pytest.approx(asked, rel=1e-3)
+
+
+@pytest.mark.parametrize("lengths", [[40], [5, 130, 64], [20] * 12])
+def test_encode_steps(plan, lengths):
+    each = plan.times.encode_attention_s(np.array(lengths), len(lengths))
+    attention = {degree: seconds.sum() for degree, seconds in each.items()}
+    asked = plan.times.encode_s(sum(lengths), len(lengths), attention)
+    clock = StepClock(plan.times, max_context=600).seconds(ONE._replace(
+        spans=[(0, n) for n in lengths], tokens=sum(lengths), encoded=len(lengths)))
+    table = by_stage(plan, plan.steps.encode_s(
+        np.array([float(sum(lengths))]), np.array([float(len(lengths))]),
+        {degree: np.array([seconds]) for degree, seconds in attention.items()}))
+    assert clock == pytest.approx(asked, rel=1e-12)
+    assert table[0] == pytest.approx(asked, rel=1e-3)
+
+
+def test_the_least_table_is_never_above_the_other(plan):
+    sizes, context = np.geomspace(1, 300, 40), np.full(40, 150.0)
+    for least, usual in zip(plan.least_steps.decode_s(sizes, context),
+                            plan.steps.decode_s(sizes, context), strict=True):
+        assert (least <= usual * (1 + 1e-12)).all()
+
+
+def test_a_pools_layers_are_the_problems():
+    problem = problem_of()
+    plans = Plans(problem, roofline_of(problem))
+    plan = plans.both(1, 0)
+    again = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster, plan.stages)
+    assert plan.times.layers is plans.layers
+    assert again.decode_s(8, 100) == pytest.approx(plan.times.decode_s(8, 100), rel=0)
+    single = plans.of_stages((replace(plan.stages[0], num_layers=40),), "both")
+    assert single.times.decode_s(8, 100) > plan.times.decode_s(8, 100).max()

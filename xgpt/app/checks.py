@@ -1,0 +1,80 @@
+"""What keeps a job from being run: found before anything is planned or measured for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xgpt.app.session import Session
+from xgpt.app.telling import Teller
+from xgpt.core.cluster import Cluster
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import Job
+from xgpt.core.job_file import LOCAL_CLUSTER
+from xgpt.core.local import detect, usable_cores, why_no_torch
+from xrunner.checkpoint.check import check_weights
+from xrunner.checkpoint.random_model import shape_to_make
+from xrunner.engines.engine import engine_of, mistake
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+
+_RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
+
+
+def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
+    """Raises InputError for a job that this version plans, but does not execute, by its file and
+    this machine alone."""
+    machine = detect() if job.cluster == LOCAL_CLUSTER else None
+    gpus = machine if machine is not None and machine.device.kind == "gpu" else None
+    engine = engine_of(job)
+    mistakes = [*_refusals(job, gpus), *engine.refusals(job)]
+    if mistakes:
+        raise InputError(mistakes)
+    if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
+        tell.say(f"note: {job.run.ranks} ranks share {gpus.num_devices} x {gpus.device.name}: each "
+                 "has a part of a GPU's memory and waits for the others' turns, which is no faster "
+                 "than fewer ranks")
+    engine.check_installed(job)
+
+
+def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
+    """gpus: this machine's, where the job is to run on them."""
+    if job.slurm is not None:
+        yield mistake(job, "slurm", job.slurm, "nothing yet: this version starts ranks on "
+                      "this machine only; inside an allocation, use --set slurm=null")
+    if job.cluster != LOCAL_CLUSTER:
+        yield mistake(job, "cluster", job.cluster, "`local`: this version executes on this "
+                      "machine's GPUs or, where it has none, cores; `xgpt schedule`, `simulate` "
+                      "and `sweep` plan for any cluster")
+    if gpus is not None and (why := why_no_torch("gpu")) is not None:
+        yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
+                      "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
+    most = _RANKS_PER_CORE * usable_cores() * (len(job.run.hosts) or 1)
+    if (job.run.ranks or 1) > most:
+        where = "the hosts" if job.run.hosts else "this machine"
+        yield mistake(job, "run.ranks", job.run.ranks,
+                      f"at most {most} on {where}: {most // _RANKS_PER_CORE} cores")
+    if job.workload.requests is None and job.workload.count is None:
+        yield mistake(job, "workload.requests", None,
+                      "a run needs a file of requests, or {count: N}")
+
+
+def check_model(session: Session) -> None:
+    """Raises InputError where the model's files are broken, before anything is measured for it."""
+    files = session.files
+    assert files is not None, "a run needs the model's files"
+    if session.job.run.weights == "random" or shape_to_make(files.directory) is not None:
+        return
+    check_weights(files.directory, files.spec)
+    TextTokenizer(files.directory)
+    eos_ids(files.directory)
+    if files.spec.is_encoder_decoder:
+        start_token(files.directory)
+
+
+def make_folder(job: Job) -> None:
+    """The job's output folder. Raises InputError where it cannot be written to."""
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+        (job.output / ".lock").touch()
+    except OSError as cause:
+        raise InputError([mistake(job, "output", str(job.output), "a folder that can be written "
+                                  f"to: {cause.strerror}")]) from None

@@ -1,0 +1,101 @@
+"""One group of queries on one stage: who sits in which slot, and the caches of their entries."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from xrunner.engine.kv import KvCache, KvShape, kv_shape
+from xrunner.models.encoder_decoder import EncoderDecoderStage
+from xrunner.models.stage_model import StageModel
+from xrunner.query import Sampling
+from xrunner.rules.slots import GroupSlots
+from xrunner.transport.messages import Joined, StartMessage, StepMessage
+
+Model = StageModel | EncoderDecoderStage
+
+
+class Pending(NamedTuple):
+    """Inputs whose encoder output has not come yet, in slots from `first` on."""
+
+    first: int
+    lengths: list[int]
+    message: StepMessage
+
+
+class StageGroup:
+    """`cache` holds the tokens so far; `encoded`, of an encoder-decoder model, the inputs."""
+
+    def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
+        self.slots = GroupSlots[Joined]()
+        self.cache, self._encoded = cache, encoded
+        self.pending: deque[Pending] = deque()
+
+    @property
+    def encoded(self) -> KvCache:
+        assert self._encoded is not None, "a decoder-only model has no encoder"
+        return self._encoded
+
+    @property
+    def choices(self) -> list[Sampling]:
+        """How each query is sampled, by slot."""
+        return [seat.sampling for seat in self.slots.seats]
+
+    def adopt(self, joined: Sequence[Joined]) -> None:
+        """These queries, and no others, sit in the slots from now on, whole inputs cached."""
+        self.slots.seats = list(joined)
+        self.cache.lengths = [j.input_tokens for j in joined]
+
+    def join(self, joined: Sequence[Joined]) -> tuple[int, list[int]]:
+        """Lets them sit down behind all, to be given their inputs' entries: the first slot, and
+        how many tokens each has."""
+        lengths = [j.input_tokens for j in joined]
+        self.slots.place(joined)
+        if self._encoded is None:
+            return self.cache.allocate(lengths), lengths
+        self.cache.allocate([0] * len(lengths))
+        return self._encoded.allocate(lengths), lengths
+
+    def place(self, joined: Sequence[Joined], replaced: Sequence[int]) -> None:
+        """Lets them sit down without tokens as yet, the first in the slots `replaced`."""
+        self.slots.place(joined, replaced)
+        self.cache.place(len(joined), replaced)
+
+    def remove(self, removed: Sequence[int]) -> int:
+        """Takes these slots away and makes the others contiguous. Returns the rows copied."""
+        assert not self.pending, f"{removed = }: slots move that are still to be filled"
+        self.slots.compact(removed)
+        if self._encoded is not None:
+            self._encoded.free(removed)
+        return self.cache.free(removed)
+
+    def check_integrity(self) -> None:
+        """Slots and caches agree."""
+        seats = self.slots.seats
+        assert len({seat.query for seat in seats}) == len(seats) == len(self.cache.lengths), (
+            f"{seats = } {self.cache.lengths = }")
+        if self._encoded is None:
+            self.cache.check_integrity()
+            return
+        self.cache.check_integrity(least=0)  # an input leaves nothing there
+        self._encoded.check_integrity()
+        assert len(self._encoded.lengths) == len(seats), f"{seats = } {self._encoded.lengths = }"
+
+
+def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
+    """The groups of a stage, with caches of the sizes in `message`."""
+
+    def shape(capacity: int) -> KvShape:
+        return kv_shape(model.spec, model.dtype, slots=message.slots, capacity=capacity,
+                        num_layers=len(model.layers), kv_heads=model.kv_heads)
+
+    num_bytes = message.num_groups * shape(message.capacity + message.encoded_capacity).num_bytes
+
+    def cache(capacity: int) -> KvCache:
+        return KvCache(shape(capacity), model.device, is_resident=num_bytes <= message.spare_bytes)
+
+    is_encoder_decoder = model.spec.is_encoder_decoder
+    return [StageGroup(cache(message.capacity),
+                       cache(message.encoded_capacity) if is_encoder_decoder else None)
+            for _ in range(message.num_groups)]

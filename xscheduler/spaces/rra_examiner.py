@@ -1,0 +1,319 @@
+"""Boxes of RRA's space examined for branch and bound (paper section 5).
+
+A root is a tensor plan with a range of decode_iterations N_D and of encode_batch B_E. Memory, the
+number of queries present and latency grow with B_E and fall with N_D, throughput the other way
+round: xsimulator.policies.rra.bounds bounds a box from its corners, and says why that holds for
+measured times too. A box over several N_D is bounded by sums of step times, one of a single N_D by
+its timeline; on the way every box is cut to what memory, and a lower bound of the latency, leave of
+it. A few points are simply evaluated. So nothing rests on monotonicity but what the bounds state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xscheduler.admissible import Limit
+from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.spaces.rra_points import RraPoints
+from xscheduler.spaces.tensor_plans import batch_range, even_parts, iteration_range
+from xsimulator.policies.rra.bounds import SIDES
+
+ROOT_RANGES = 12  # of decode_iterations, in even ratios: wide boxes are bounded loosely
+RANGE_PARTS = 4  # into which a range of N_D is split
+FEW_POINTS = 6  # batches of one N_D that are evaluated one by one
+CUTS = 8  # batches at which a latency is looked at together
+AT_ONCE = 48  # boxes in which points are looked at before the next most promising ones
+ROOM_SLACK = 0.02  # room may shrink, as N_D grows, by this share
+ROUNDING = 1e-12  # a point's figures differ, by as many others as it is evaluated with
+
+
+class _Boxes(NamedTuple):
+    """[boxes] of one kind: all lines (one N_D), or all ranges."""
+
+    plan: IntArray
+    least: IntArray  # encode_batch
+    most: IntArray
+    first: IntArray  # decode_iterations
+    last: IntArray
+
+    def take(self, rows: IntArray) -> _Boxes:
+        return _Boxes(*(column[rows] for column in self))
+
+
+class RraExaminer:
+    """Examines boxes under one latency bound."""
+
+    def __init__(self, points: RraPoints, latency_bound_s: float, *, gap: float,
+                 floor_qps: float = 0.0) -> None:
+        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
+        """
+        self._points, self._bound_s, self._gap = points, latency_bound_s, gap
+        problem = points.problem
+        self._batches = batch_range(problem.fixed, problem.num_queries)
+        self._best_qps = floor_qps
+        # (plan, N_D, least, most batch) -> where the line is split, for it is the last admissible
+        self._frontier: dict[tuple[int, int, int, int], int] = {}
+        self._plan_of_root: list[int] = []
+        self.roots: list[Box] = []
+        for plan in range(len(points.plans)):
+            for lower, upper in _root_corners(problem, self._batches,
+                                              points.rra.flow.max_iterations):
+                self.roots.append(Box(root=len(self.roots), lower=lower, upper=upper))
+                self._plan_of_root.append(plan)
+
+    def plan_of(self, root: int) -> int:
+        """Index of the tensor plan that a root is of."""
+        return self._plan_of_root[root]
+
+    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
+        corners = np.array([(self._plan_of_root[box.root], *box.lower, *box.upper)
+                            for box in boxes], np.int64).reshape(-1, 5)
+        given = _Boxes(corners[:, 0], corners[:, 1], corners[:, 3], corners[:, 2], corners[:, 4])
+        results: list[NodeResult | None] = [None] * len(boxes)
+        is_line = given.first == given.last
+        for kind in (False, True):
+            rows = np.flatnonzero(is_line == kind)
+            if len(rows):
+                own = self._examine([boxes[row] for row in rows.tolist()], given.take(rows), kind)
+                for row, result in zip(rows.tolist(), own, strict=True):
+                    results[row] = result
+        return [result for result in results if result is not None]
+
+    def split(self, box: Box) -> list[Box]:
+        """A range of N_D into parts of even ratio; a line at the middle of its batches."""
+        (least, first), (most, last) = box.lower, box.upper
+        if first == last:
+            middle = self._frontier.get((self._plan_of_root[box.root], first, least, most),
+                                        math.isqrt(least * most))
+            middle = min(max(middle, least), most - 1)
+            return [Box(root=box.root, lower=(low, first), upper=(up, last))
+                    for low, up in ((least, middle), (middle + 1, most))]
+        return [Box(root=box.root, lower=(least, low), upper=(most, up))
+                for low, up in even_parts(first, last, RANGE_PARTS)]
+
+    # --- what is known of a box ---------------------------------------------------------------
+
+    def _examine(self, boxes: Sequence[Box], given: _Boxes, is_line: bool) -> list[NodeResult]:
+        reasons = np.full(len(boxes), "", object)
+        top = self._cut_to_room(given, is_line, reasons)
+        limit = np.full(len(boxes), -np.inf)
+        is_open = reasons == ""
+        if not is_line and self._best_qps > 0:
+            # what is no better than the incumbent at any latency need not be cut
+            self._bound(limit, given, top, is_open, is_line)
+            is_open &= limit > self._best_qps * (1 + self._gap)
+        top = self._cut_to_latency(given, top, is_line, reasons, is_open)
+        self._bound(limit, given, top, is_open & (reasons == ""), is_line)
+        seen = self._look(given, top, limit, is_line)
+        if is_line:
+            self._cut_to_frontier(given, top, limit, seen)
+        results = []
+        for row, box in enumerate(boxes):
+            if reasons[row]:
+                results.append(NodeResult(upper_bound=-math.inf, best=None, box=box,
+                                          is_settled=True, reason=str(reasons[row])))
+                continue
+            cut = Box(root=box.root, lower=box.lower, upper=(int(top[row]), box.upper[1]))
+            results.append(self._result(cut, float(limit[row]), seen[row]))
+        return results
+
+    def _result(self, cut: Box, limit: float, seen: _Seen) -> NodeResult:
+        best = None
+        if seen.throughput_qps > 0:
+            best = Candidate(objective=seen.throughput_qps, root=cut.root, point=seen.point)
+        if seen.is_all:
+            upper = seen.throughput_qps * (1 + ROUNDING) or -math.inf
+            return NodeResult(upper_bound=upper, best=best, box=cut, is_settled=True,
+                              reason="each point evaluated")
+        is_close = limit <= seen.throughput_qps * (1 + self._gap)
+        return NodeResult(upper_bound=limit, best=best, box=cut, is_settled=is_close,
+                          reason="decided at its corner")
+
+    def _cut_to_room(self, given: _Boxes, is_line: bool, reasons: np.ndarray) -> IntArray:
+        """[boxes] the largest batch there can be room for at any of its N_D."""
+        points = self._points
+        room = points.room(given.plan, given.last, self._batches[1])
+        if not is_line:
+            room = np.where(room > 0, np.ceil(room * (1 + ROOM_SLACK)).astype(np.int64) + 1, 0)
+        top = np.minimum(given.most, room)
+        rows = np.flatnonzero(top < given.least)
+        if len(rows):
+            crowding = points.crowding(given.plan[rows], given.least[rows], given.last[rows])
+            reasons[rows] = [Limit(code).words or Limit.MEMORY.words for code in crowding]
+        return top
+
+    def _bound(self, limit: FloatArray, given: _Boxes, top: IntArray, is_open: np.ndarray,
+               is_line: bool) -> None:
+        rows = np.flatnonzero(is_open)
+        if len(rows):
+            limit[rows] = self._limit_qps(given.take(rows), top[rows], is_line)
+
+    def _cut_to_latency(self, given: _Boxes, top: IntArray, is_line: bool,
+                        reasons: np.ndarray, is_open: np.ndarray) -> IntArray:
+        """[boxes] no larger batch keeps the latency bound, by a lower bound of the latency."""
+        if math.isinf(self._bound_s):
+            return top
+        top = top.copy()
+        for _ in range(2):
+            rows = np.flatnonzero(is_open & (reasons == ""))
+            if not len(rows):
+                return top
+            left = given.take(rows)
+            tried = _spread(left.least, top[rows], CUTS)
+            least_s = self._least_latency_s(left, tried, top[rows], is_line)
+            too_long = least_s > self._bound_s
+            reasons[rows[too_long[:, 0]]] = Limit.LATENCY.words
+            # the first that is too long, less one, is the new top
+            first = np.argmax(too_long, axis=1)
+            is_cut = too_long.any(axis=1) & (first > 0)
+            at = np.arange(len(rows))
+            top[rows] = np.where(is_cut, tried[at, first] - 1, top[rows])
+        return top
+
+    def _least_latency_s(self, left: _Boxes, tried: IntArray, top: IntArray,
+                         is_line: bool) -> FloatArray:
+        count = tried.shape[1]
+        corners = self._points.configs(np.repeat(left.plan, count), tried.ravel(),
+                                       np.repeat(left.last, count))
+        found = self._points.bounds.latency_s(corners, np.repeat(top, count),
+                                              None if is_line else np.repeat(left.first, count))
+        return np.asarray(found.reshape(tried.shape))
+
+    def _limit_qps(self, left: _Boxes, top: IntArray, is_line: bool) -> FloatArray:
+        """[boxes] throughput that no point of it exceeds; infinite where nothing can be said."""
+        points = self._points
+        corners = points.configs(left.plan, top, left.first)
+        limit = points.bounds.throughput_qps(corners, left.least, None if is_line else left.last)
+        limit = np.where(limit > 0, limit, np.inf)  # the corner's times are refused
+        if is_line:
+            rows = np.flatnonzero(limit > self._best_qps)
+            if len(rows):
+                part = left.take(rows)
+                limit[rows] = np.minimum(limit[rows], points.bounds.line_throughput_qps(
+                    points.configs(part.plan, top[rows], part.first), part.least))
+        return np.asarray(limit)
+
+    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray,
+              is_line: bool) -> list[_Seen]:
+        """[boxes] the best admissible point looked at in each: all of a short line, else some near
+        the largest batch; most promising boxes first, none where there is nothing to gain."""
+        found = [_NOTHING] * len(top)
+        order = np.argsort(-limit, kind="stable")
+        for begin in range(0, len(order), AT_ONCE):
+            rows = order[begin:begin + AT_ONCE]
+            rows = rows[limit[rows] > self._best_qps * (1 + self._gap)]
+            if not len(rows):
+                break
+            left, most = given.take(rows), top[rows]
+            is_few = (most - left.least < FEW_POINTS) & is_line
+            tried = np.where(is_few[:, None], np.minimum(
+                left.least[:, None] + np.arange(FEW_POINTS), most[:, None]),
+                _near(left.least, most))
+            seen = self._at(left, tried)
+            if is_line:
+                again = self._at(left, _between(tried, seen, left.least))
+                seen = [max(pair, key=lambda one: one.throughput_qps)
+                        for pair in zip(seen, again, strict=True)]
+            for row, one, is_all in zip(rows, seen, is_few, strict=True):
+                found[row] = one._replace(is_all=bool(is_all))
+                self._best_qps = max(self._best_qps, one.throughput_qps)
+        return found
+
+    def _at(self, left: _Boxes, tried: IntArray) -> list[_Seen]:
+        """[boxes] the best of [boxes, points] batches at each box's last N_D."""
+        count = tried.shape[1]
+        figures = self._points.evaluate(np.repeat(left.plan, count), tried.ravel(),
+                                        np.repeat(left.last, count))
+        is_admissible = (figures.crowding == 0) & (figures.latency_s <= self._bound_s)
+        score = np.where(is_admissible, figures.throughput_qps, 0.0).reshape(tried.shape)
+        is_bounded = (figures.crowding == 0) & math.isfinite(self._bound_s)
+        latency = np.where(is_bounded, figures.latency_s, np.inf).reshape(tried.shape)
+        at = np.argmax(score, axis=1)
+        return [_Seen(float(score[row, place]), (int(tried[row, place]), int(left.last[row])),
+                      tuple((latency[row] / min(self._bound_s, 1e300)).tolist()))
+                for row, place in enumerate(at)]
+
+    def _cut_to_frontier(self, given: _Boxes, top: IntArray, limit: FloatArray,
+                         seen: Sequence[_Seen]) -> None:
+        """Where the best point seen is below a line's top, and the next batch is shown to be too
+        slow with all larger ones, the line ends there."""
+        rows = np.array([row for row, one in enumerate(seen) if one.throughput_qps > 0
+                         and not one.is_all and one.point[0] < top[row]], np.int64)
+        if not len(rows):
+            return
+        ends = np.array([seen[row].point[0] for row in rows], np.int64)
+        left, points = given.take(rows), self._points
+        if not math.isinf(self._bound_s):
+            least_s = points.bounds.line_latency_s(
+                points.configs(left.plan, ends + 1, left.last), top[rows])
+            is_end = least_s > self._bound_s
+            top[rows[is_end]] = ends[is_end]
+            if is_end.any():
+                part = left.take(np.flatnonzero(is_end))
+                limit[rows[is_end]] = points.bounds.line_throughput_qps(
+                    points.configs(part.plan, ends[is_end], part.first), part.least)
+            ends, left, rows = ends[~is_end], left.take(np.flatnonzero(~is_end)), rows[~is_end]
+        for plan, first, least, most, end in zip(left.plan, left.first, left.least, top[rows], ends,
+                                                 strict=True):
+            self._frontier[int(plan), int(first), int(least), int(most)] = int(end)
+
+
+class _Seen(NamedTuple):
+    """The best admissible point that was looked at in a box (0: none), the latencies seen in
+    relation to the bound, and whether these were all points."""
+
+    throughput_qps: float
+    point: tuple[int, int]
+    latency: tuple[float, ...] = ()
+    is_all: bool = False
+
+
+_NOTHING = _Seen(0.0, (0, 0))
+
+
+def _root_corners(problem: Problem, batches: tuple[int, int],
+                  max_iterations: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(lower, upper) corners (encode_batch, decode_iterations) that cover the space."""
+    first, last = iteration_range(problem.fixed, max_iterations)
+    sides = [(low, up) for low, up in ((batches[0], min(batches[1], SIDES - 1)),
+                                       (max(batches[0], SIDES), batches[1])) if low <= up]
+    return [((low, n1), (up, n2)) for n1, n2 in even_parts(first, last, ROOT_RANGES)
+            for low, up in sides]
+
+
+def _spread(least: IntArray, most: IntArray, count: int) -> IntArray:
+    """[boxes, count] from `least` to `most`, both included, in even ratios."""
+    ratio = (most / least)[:, None] ** (np.arange(count) / (count - 1))
+    found = np.rint(least[:, None] * ratio).astype(np.int64)
+    return np.asarray(np.clip(found, least[:, None], most[:, None]))
+
+
+def _near(least: IntArray, most: IntArray) -> IntArray:
+    """[boxes, FEW_POINTS] the largest batch, and some below it, in falling order."""
+    shares = np.array([1.0, 0.97, 0.93, 0.87, 0.78, 0.65])
+    assert len(shares) == FEW_POINTS
+    found = np.floor(most[:, None] * shares).astype(np.int64)
+    return np.asarray(np.maximum(found, least[:, None]))
+
+
+def _between(tried: IntArray, seen: Sequence[_Seen], least: IntArray) -> IntArray:
+    """[boxes, 3] around where latency, linear between the batches tried, meets the bound."""
+    found = []
+    for batches, one, low in zip(tried, seen, least, strict=True):
+        order = np.argsort(batches, kind="stable")
+        latency = np.array(one.latency)[order]
+        at = int(np.searchsorted(latency, 1.0))
+        guess = int(batches[order[min(at, len(order) - 1)]])
+        if 0 < at < len(order) and np.isfinite(latency[at]):
+            left, right = int(batches[order[at - 1]]), int(batches[order[at]])
+            share = (1.0 - latency[at - 1]) / max(latency[at] - latency[at - 1], 1e-300)
+            guess = math.floor(left + share * (right - left))
+        top = int(batches.max())
+        found.append([min(max(guess + step, int(low)), top) for step in (-1, 0, 1)])
+    return np.array(found, np.int64)

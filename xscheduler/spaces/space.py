@@ -1,0 +1,131 @@
+"""What a policy's space of configurations is to the search over policies (xscheduler.search).
+
+A space keeps what it has evaluated, so that several latency bounds share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xscheduler.admissible import Limit
+from xscheduler.branch_and_bound import Box, Candidate, NodeResult, Outcome, maximise
+from xscheduler.spaces.tensor_plans import TensorPlan
+
+SMALL_BATCHES = (1, 2, 4)  # among which the tightest latencies are
+
+
+class Examiner(Protocol):
+    """One policy's boxes under one latency bound."""
+
+    roots: list[Box]
+
+    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]: ...
+
+    def split(self, box: Box) -> list[Box]: ...
+
+    def plan_of(self, root: int) -> int: ...
+
+
+class Tight(NamedTuple):
+    """An easy configuration: its latency, and what forbids it apart from that."""
+
+    latency_s: float
+    limit: Limit
+    throughput_qps: float
+    plan: int
+    point: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Configurations of a policy that are looked at together, and who evaluates them."""
+
+    policy: str
+    closed_form: Any
+    configs: Sequence[Any]
+
+
+class Space(Protocol):
+    """One policy's space of one problem, under any latency bound. A point is two numbers, of the
+    control variables `variables`, under one of `plans`."""
+
+    name: str
+    variables: tuple[str, str]
+    problem: Problem
+    plans: tuple[TensorPlan, ...]
+
+    @property
+    def num_evaluated(self) -> int: ...
+
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> Examiner: ...
+
+    def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate: ...
+
+    def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
+        """(throughput_qps, latency_s)."""
+        ...
+
+    def easiest(self) -> list[Tight]:
+        """Configurations among which the tightest latencies are."""
+        ...
+
+    def present(self, tight: Tight) -> float:
+        """Queries present at a time in a configuration."""
+        ...
+
+    def beyond(self, tight: Tight) -> str:
+        """In words, sizes of a configuration that the timing source refuses; "" where it cannot
+        say."""
+        ...
+
+    def selection(self, num_queries: int) -> Selection:
+        """Configurations all over the space, for a job of so many queries."""
+        ...
+
+
+class Searched(NamedTuple):
+    """A search's outcome and the tensor plan that each of its roots belongs to."""
+
+    outcome: Outcome
+    plan_of_root: tuple[int, ...]
+
+    def best_of(self, plans: Sequence[int]) -> tuple[Candidate | None, float]:
+        """(best candidate, upper bound) over the roots of some tensor plans."""
+        own = [self.outcome.per_root[root] for root, plan in enumerate(self.plan_of_root)
+               if plan in plans]
+        candidates = [best for best, _ in own if best is not None]
+        return (min(candidates, key=lambda one: one.rank, default=None),
+                max((bound for _, bound in own), default=-np.inf))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How far a search goes: until no admissible point is better by more than the share `gap`, or
+    one of the limits is reached."""
+
+    gap: float
+    max_nodes: int | None = None
+    max_seconds: float | None = None
+
+
+def search_space(space: Space, latency_bound_s: float, effort: Effort,
+                 floor_qps: float = 0.0) -> Searched:
+    """The best point within the bound; what is no better than `floor_qps`, had by another policy,
+    is not looked into."""
+    own = space.examiner(latency_bound_s, effort.gap, floor_qps)
+    outcome = maximise(own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes,
+                       max_seconds=effort.max_seconds, split=own.split, floor=floor_qps)
+    return Searched(outcome, tuple(own.plan_of(root) for root in range(len(own.roots))))
+
+
+def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:
+    """A point as it is shown."""
+    names = ", ".join(f"{name} {value}" for name, value in zip(space.variables, point, strict=True))
+    own = space.plans[plan]
+    return f"{names}, tp_degree {own.tp_degree}, tp_gpus {own.tp_gpus}"

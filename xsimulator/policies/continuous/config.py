@@ -1,0 +1,16 @@
+"""One configuration of a continuously batching engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousConfig:
+    """`max_active`: most queries at a time, over all groups. `token_budget`: most tokens of one
+    step (vLLM, Sarathi); 0: the default."""
+
+    max_active: int
+    tp_degree: int = 1
+    tp_gpus: int = 0
+    token_budget: int = 0

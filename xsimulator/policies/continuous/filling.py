@@ -1,0 +1,229 @@
+"""How ORCA, vLLM and Sarathi fill their steps: what a group holds, and what of it a step works.
+
+ORCA and Sarathi encode beside decoding, so a query takes D + 1 steps; vLLM's steps do either, and
+its decoding queries wait while others are encoded. Where KV in blocks or a token budget binds, how
+many run is walked out (continuous.paged_walk).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xrunner.rules.paged import WATERMARK
+from xsimulator.policies.continuous import load as loads
+from xsimulator.policies.continuous.in_flight import Intervals
+from xsimulator.policies.continuous.load import Load
+from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries
+from xsimulator.policies.continuous.query_sizes import SIZES, QuerySizes
+from xsimulator.policies.continuous.walk_table import WalkTable
+
+DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
+LEAST_DECODING = 1e-3  # share of the queries that decode at all, in vLLM's closed form
+MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides who is present
+
+
+class Filling(Protocol):
+    """How one engine fills the steps of a group."""
+
+    name: str
+    alternates: bool  # a step that encodes is followed by one that decodes, in each group
+    budgets: tuple[int, ...]  # token budgets worth a look; 0: it has none
+
+    def budget_of(self, token_budget: int) -> int:
+        """The token budget where that one is asked for (0: the default)."""
+        ...
+
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+        """What a group holds with so many slots, KV tokens and tokens a step, [configs] each."""
+        ...
+
+    def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
+        """[configs] most tokens of one step, for the activations."""
+        ...
+
+    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
+        """[configs] seconds that a query's `d` decode iterations take."""
+        ...
+
+
+class OrcaFilling:
+    """One encoding a step at most, KV reserved at admission."""
+
+    name, alternates = "orca", False
+    budgets: tuple[int, ...] = (0,)
+
+    def __init__(self, queries: QuerySizes) -> None:
+        self._queries = queries
+
+    def budget_of(self, token_budget: int) -> int:
+        return 0
+
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+        present = self._queries.present
+        iterations = present.iterations
+        places = loads.most_that_fit(slots, kv_tokens, present.reserve, present.reserve_std)
+        share = loads.one_at_a_time(places, iterations)
+        decoding = share * iterations
+        alone = np.where(share < 1, np.maximum(places, decoding), decoding)
+        beside = loads.beside(decoding, alone, share)
+        ones = np.ones((len(slots), SIZES))
+        return Load(
+            per_step=share, share=share, tokens=self._queries.input_sizes * ones, encoded=ones,
+            beside=beside, alone=alone, ended=share, decoding=decoding, present=decoding + share,
+            encode_steps=np.ones(len(slots)), between=np.zeros(len(slots)),
+            waits=np.zeros(len(slots)))
+
+    def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
+        return self._queries.lengths.inputs.max + slots
+
+    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
+        return _every_step(d, load, between)
+
+
+class VllmFilling:
+    """KV in blocks, none reserved for the output; encodes whatever has room before it decodes
+    on."""
+
+    name, alternates = "vllm", True
+
+    def __init__(self, queries: QuerySizes) -> None:
+        self._queries, self._paged = queries, _Paged(queries, is_chunked=False)
+        self._longest = queries.lengths.inputs.max
+        self.budgets = tuple(sorted({max(budget, self._longest) for budget in (
+            512, 1024, 2048, 4096, 8192, 16384)}))
+
+    def budget_of(self, token_budget: int) -> int:
+        return token_budget or max(DEFAULT_TOKEN_BUDGET, self._longest)
+
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+        queries, paged, inputs = self._queries, self._paged, self._queries.lengths.inputs
+        # only queries of more than one token decode; for each that leaves, more are encoded
+        decoding = max(queries.decoding_share, LEAST_DECODING)
+        iterations = max(paged.iterations, decoding)
+        present = paged.most_present(slots, kv_tokens)
+        chance, counts = loads.ends_per_step(
+            present, np.full(len(slots), decoding / iterations))
+        counts = counts / decoding
+        tokens, waits = queries.batch_tokens(counts), np.zeros(len(slots))
+        rate = present / iterations
+        rows = np.flatnonzero((present < MEMORY_BINDS * slots) | (iterations < 4))
+        if rows.size:
+            walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows])
+            present[rows], rate[rows] = walk.running, paged.rate(walk)
+            chance[rows], tokens[rows], counts[rows] = loads.scaled(walk, rate[rows], inputs.mean)
+            waits[rows] = walk.evicted / rate[rows] - walk.evictions
+        # the input that a step has no room left for is length-biased, and finds half of it free
+        filled = np.maximum(budget - (inputs.mean + inputs.std**2 / inputs.mean) / 2, inputs.mean)
+        pieces = np.where(tokens > budget[:, None], np.ceil(tokens / filled[:, None]), 1.0)
+        scale = pieces.mean(axis=1)
+        tokens, counts = loads.in_pieces(tokens, counts, pieces, filled)
+        encodes = chance * scale  # per decode step
+        share = encodes / (1 + encodes)
+        return Load(
+            per_step=rate * (1 - share), share=share, tokens=tokens,
+            encoded=counts, beside=np.zeros(len(slots)), alone=present, waits=waits,
+            ended=rate, decoding=present, present=present,
+            encode_steps=np.ones(len(slots)), between=encodes)
+
+    def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
+        rows: FloatArray = np.maximum(np.maximum(budget, slots), self._queries.longest)
+        return rows
+
+    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
+        others = np.maximum(1 - 1 / load.present, 0.0)  # none of them is its own encoding
+        encodes = others * load.between * between.encode_s
+        return ((d + load.waits) * between.plain_s
+                + np.maximum(d - 1 + load.waits, 0) * encodes)
+
+
+class SarathiFilling:
+    """KV in blocks, none reserved for the output; fills every step to its token budget with chunks
+    of waiting inputs."""
+
+    name, alternates = "sarathi", False
+    budgets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+    def __init__(self, queries: QuerySizes) -> None:
+        self._queries, self._paged = queries, _Paged(queries, is_chunked=True)
+
+    def budget_of(self, token_budget: int) -> int:
+        return token_budget or DEFAULT_TOKEN_BUDGET
+
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+        paged, mean = self._paged, self._queries.lengths.inputs.mean
+        iterations, slots = paged.iterations, np.minimum(slots, budget)
+        present = paged.most_present(slots, kv_tokens)
+        rate = present / (iterations + 1)
+        chance, counts = loads.ends_per_step(present, rate / present)
+        tokens = self._queries.batch_tokens(counts)
+        waits, steps = np.zeros(len(slots)), np.ones(len(slots))
+        decoding = rate * iterations
+        alone, beside = present.copy(), loads.beside(decoding, present, chance)
+        is_full = tokens.max(axis=1) > budget - rate * iterations
+        rows = np.flatnonzero((present < MEMORY_BINDS * slots) | is_full)
+        if rows.size:
+            walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows])
+            rate[rows] = paged.rate(walk)
+            chance[rows], tokens[rows], counts[rows] = loads.scaled(walk, rate[rows], mean)
+            tokens[rows] = np.minimum(tokens[rows], (budget[rows] - walk.running)[:, None])
+            waits[rows] = walk.evicted / rate[rows] - walk.evictions
+            steps[rows] = walk.chunks
+            decoding[rows] = alone[rows] = beside[rows] = walk.running
+        return Load(
+            per_step=rate, share=chance, tokens=tokens, encoded=counts, beside=beside,
+            alone=alone, ended=rate, decoding=decoding, present=decoding + rate,
+            encode_steps=steps, between=np.zeros(len(slots)), waits=waits)
+
+    def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
+        return budget
+
+    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
+        return _every_step(d, load, between)
+
+
+class _Paged:
+    """What engines share whose KV lies in blocks, none reserved for the output."""
+
+    def __init__(self, queries: QuerySizes, *, is_chunked: bool) -> None:
+        self._queries, self._is_chunked = queries, is_chunked
+
+    @cached_property
+    def walks(self) -> WalkTable:
+        """Walks by (slots, KV tokens, budget)."""
+        return WalkTable(WalkedQueries(
+            iterations=self.iterations, held=self._tokens_held, is_chunked=self._is_chunked,
+            input_sizes=self._queries.input_sizes, last_sizes=self._queries.last_sizes), SIZES)
+
+    @property
+    def iterations(self) -> float:
+        return max(self._queries.present.iterations, 1e-9)
+
+    def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
+        """[configs] queries that slots and blocks hold, if blocks did not scatter."""
+        inputs, held = self._queries.lengths.inputs, self._tokens_held
+        waiting = (inputs.std**2 + inputs.mean**2) / inputs.mean  # the one that finds no room
+        room = kv_tokens * (1 - WATERMARK) - waiting / 2
+        return loads.most_that_fit(slots, np.maximum(room, held), held,
+                                   self._queries.present.context_std)
+
+    def rate(self, walk: Walk) -> FloatArray:
+        """[configs] queries that end per step; encoding one again yields a token too."""
+        return walk.running / np.maximum(self.iterations - walk.evictions, self.iterations / 2)
+
+    @cached_property
+    def _tokens_held(self) -> float:
+        """Tokens in blocks of a query present, before a step adds one."""
+        return float(loads.blocks_tokens(self._queries.present.context - 1))
+
+
+def _every_step(d: int, load: Load, between: Intervals) -> FloatArray:
+    """Every step of a group gives a token to all its queries: steps in which more of them decode
+    are seen by more."""
+    beside, alone = load.share * load.beside, (1 - load.share) * load.alone
+    seen = beside * between.encode_s + alone * between.plain_s
+    return (d + load.waits) * np.where(
+        beside + alone > 0, seen / np.maximum(beside + alone, 1e-12), between.any_s)

@@ -1,0 +1,128 @@
+"""How many queries a group of a continuously batching engine holds, and what its steps encode.
+
+The queue never runs empty. Symbols: D = decode iterations of a query, L = its input tokens, n =
+queries present in a group, a = queries encoded per decode step. Little's law: every query is
+present for D decode steps, so n = a E[D]; those present are length-biased. What ends at a step is
+binomial, each of the n being at its last iteration with chance 1 / E[D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from scipy import special
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xrunner.rules.paged import BLOCK_TOKENS
+from xsimulator.policies.continuous.paged_walk import Walk
+from xsimulator.policies.continuous.query_sizes import SIZES, normal_scores
+
+_WINDOW = 32  # counts looked at on each side of the mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """What the steps of one group hold, [configs] unless said. `per_step`: queries that finish per
+    step of any kind."""
+
+    per_step: FloatArray
+    share: FloatArray  # of steps that encode
+    tokens: FloatArray  # [configs, SIZES] encoded in such a step, equally likely
+    encoded: FloatArray  # [configs, SIZES] queries, likewise
+    beside: FloatArray  # queries that decode in a step that encodes
+    alone: FloatArray  # and in one that does not
+    ended: FloatArray  # queries that end with a step that decodes
+    decoding: FloatArray  # queries in a step that decodes, in the mean
+    present: FloatArray
+    encode_steps: FloatArray  # steps until a query is encoded
+    waits: FloatArray  # steps that evictions cost a query
+    between: FloatArray  # steps of others that encode, between two of its tokens
+
+    def take(self, rows: IntArray) -> Load:
+        """Of these configurations."""
+        return Load(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+def most_that_fit(slots: FloatArray, room: FloatArray, mean: float, std: float) -> FloatArray:
+    """[configs] expected queries present: as many of mean size `mean` as `room` holds, at most
+    `slots`: the sum over j of the chance that j fit."""
+    middle = np.floor(room / mean)
+    low = np.maximum(middle - _WINDOW, 0.0)
+    j = low[:, None] + np.arange(1, 2 * _WINDOW + 2)
+    spread = np.maximum(std * np.sqrt(j), 1e-9 * mean)
+    fit = special.ndtr((room[:, None] - j * mean) / spread + 1e-6)
+    inside = np.clip(slots[:, None] - j + 1, 0.0, 1.0)  # of a fractional number of slots too
+    return np.asarray(np.minimum(low, slots) + (fit * inside).sum(axis=1))
+
+
+def one_at_a_time(present: FloatArray, iterations: float) -> FloatArray:
+    """[configs] share of steps that encode, where one step encodes one query and `present` places
+    are taken or wait for one: a place is busy for 1 + E[D] steps, then waits in a queue that one
+    step serves (M/D/1 in slotted time, less what a finite number of places cannot bring)."""
+    busy, places = iterations + 1.0, np.maximum(present, 1.0)
+    square, linear = 2 * busy - (1 - 1 / places), places + busy
+    root = np.sqrt(np.maximum(linear**2 - 2 * places * square, 0.0))
+    return np.asarray(np.clip((linear - root) / square, 0.0, 1.0))
+
+
+def ends_per_step(present: FloatArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Chance that any query ends at a step [configs], and how many do then [configs, SIZES]."""
+    chance = np.clip(chance, 0.0, 1.0 - 1e-9)
+    mean = present * chance
+    none = np.exp(present * np.log1p(-chance))
+    places = (np.arange(SIZES) + 0.5) / SIZES
+    wanted = none[:, None] + places * (1 - none)[:, None]
+    counts = np.ones((len(present), SIZES))
+    mass, below = none.copy(), none.copy()
+    odds = chance / (1 - chance)
+    for k in range(1, int(min(mean.max(initial=0.0), 30.0) * 2 + 12)):
+        mass = mass * np.maximum(present - k + 1, 0.0) / k * odds
+        below = below + mass
+        counts += wanted > below[:, None]
+    many = mean[:, None] + np.sqrt(mean * (1 - chance))[:, None] * normal_scores()
+    counts = np.where(mean[:, None] > 30.0, np.maximum(many, 1.0), counts)
+    # so few sizes cannot have the exact mean; it is what throughput hangs on
+    exact = mean / np.maximum(1 - none, 1e-300)
+    return 1 - none, counts * (exact / counts.mean(axis=1))[:, None]
+
+
+def blocks_tokens(tokens: FloatArray | float) -> FloatArray:
+    """Tokens in whole blocks that hold so many, in the mean."""
+    return np.asarray(tokens, float) + (BLOCK_TOKENS - 1) / 2
+
+
+def beside(decoding: FloatArray, alone: FloatArray, share: FloatArray) -> FloatArray:
+    """Queries decoding in the steps that encode, where `alone` do in the others and `decoding` in
+    the mean."""
+    rest: FloatArray = np.maximum(decoding - (1 - share) * alone, 0.0) / np.maximum(share, 1e-12)
+    return rest
+
+
+def in_pieces(tokens: FloatArray, counts: FloatArray, pieces: FloatArray,
+               filled: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Equally likely tokens and queries of encode steps, where a batch takes `pieces` steps: all
+    but one of `filled` tokens each, and what is left. All but `filled` [configs, SIZES]."""
+    is_split = (pieces > 1).any(axis=1, keepdims=True)
+    left = np.sort(np.maximum(tokens - (pieces - 1) * filled[:, None], 1.0), axis=1)
+    full = 1 - 1 / pieces.mean(axis=1)[:, None]  # share of the steps
+    places = (np.arange(SIZES) + 0.5) / SIZES
+    index = np.maximum((places - full) / (1 - full), 0.0) * SIZES
+    remaining = np.take_along_axis(left, index.astype(np.int64), axis=1)
+    parts = np.where(places < full, filled[:, None], remaining)
+    wanted = tokens.mean(axis=1) / pieces.mean(axis=1)
+    parts *= (wanted / parts.mean(axis=1))[:, None]
+    each = parts * (counts.mean(axis=1) / tokens.mean(axis=1))[:, None]
+    return (np.where(is_split, parts, tokens),
+            np.where(is_split, each, counts))
+
+
+def scaled(found: Walk, rate: FloatArray,
+            mean_input: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """(share of steps that encode, tokens, queries) of a walk, in the mean exactly what `rate`
+    queries a step need: a walk's own draws are too few for that."""
+    wanted = rate * mean_input * (1 + found.again)
+    ratio = wanted / np.maximum(found.share * found.tokens.mean(axis=1), 1e-12)
+    more_often = np.clip(ratio, found.share, 1 / np.maximum(found.share, 1e-12))
+    share = np.minimum(found.share * more_often, 1.0)
+    return share, found.tokens * (ratio / more_often)[:, None], found.joined

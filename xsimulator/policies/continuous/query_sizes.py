@@ -1,0 +1,131 @@
+"""What the lengths of queries say about those present in a continuously batching engine, and about
+those that it encodes together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy import special
+
+from xgpt.core.lengths import FloatArray, JointLengths, Lengths
+
+SIZES = 24  # equally likely sizes that stand for a distribution of steps
+_COLUMNS = 12  # batches of more queries take their tokens from a normal distribution
+_SEED = 11  # of the order in which sizes are combined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Present:
+    """Moments over the queries present, which are length-biased."""
+
+    iterations: float  # E[D]
+    reserve: float  # tokens reserved, of those present from admission to their last token
+    reserve_std: float
+    context: float  # tokens in the cache of a query that decodes
+    context_std: float
+
+
+class QuerySizes:
+    """Moments and equally likely sizes of the queries of one workload."""
+
+    def __init__(self, lengths: JointLengths, *, is_encoder_decoder: bool,
+                 reserved_outputs: int) -> None:
+        self.lengths = lengths
+        self._fewer = 0 if is_encoder_decoder else 1
+        self._reserved_outputs = reserved_outputs
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a query that is as long as can be."""
+        return self.lengths.inputs.max + self._reserved_outputs
+
+    @cached_property
+    def present(self) -> Present:
+        outputs = self.lengths.outputs
+        count = (outputs.support - self._fewer).astype(float)
+        first, second = (_given_output(self.lengths, power) for power in (1, 2))
+
+        def mean(values: FloatArray) -> float:
+            return float(outputs.pmf @ values)
+
+        stay, decoding = mean(count + 1), max(mean(count), 1e-12)
+        steps = count * (count + 1) / 2  # sum of k = 1..D
+        squares = steps * (2 * count + 1) / 3
+        context = mean(count * first + steps) / decoding
+        square = mean(count * second + 2 * first * steps + squares) / decoding
+        inputs = mean((count + 1) * first) / stay
+        input_square = mean((count + 1) * second) / stay
+        return Present(
+            iterations=mean(count), reserve=inputs + self._reserved_outputs, context=context,
+            reserve_std=float(np.sqrt(max(input_square - inputs**2, 0.0))),
+            context_std=float(np.sqrt(max(square - context**2, 0.0))))
+
+    @cached_property
+    def decoding_share(self) -> float:
+        """Of the queries: those that are not done with their first token."""
+        return float(self.lengths.outputs.pmf[self._fewer:].sum())
+
+    @cached_property
+    def input_sizes(self) -> FloatArray:
+        """[SIZES] input tokens, equally likely: means over slices of the distribution."""
+        return slices(self.lengths.inputs)
+
+    @cached_property
+    def last_sizes(self) -> FloatArray:
+        """[SIZES] tokens a query holds at its last iteration, equally likely."""
+        outputs = self.lengths.outputs
+        if self.lengths.pairs is None:
+            rng = np.random.default_rng(_SEED)
+            whole: FloatArray = self.input_sizes + rng.permutation(slices(outputs))
+            return whole - self._fewer
+        sums = np.sort(self.lengths.pairs.sum(axis=1)) - self._fewer
+        places = (np.arange(SIZES) + 0.5) / SIZES  # of any number of pairs
+        return np.asarray(np.interp(places, (np.arange(len(sums)) + 0.5) / len(sums), sums))
+
+    @cached_property
+    def _sums(self) -> FloatArray:
+        """[SIZES, _COLUMNS] tokens of 1, 2, .. inputs together, each with the exact mean."""
+        rng = np.random.default_rng(_SEED)
+        columns = [self.input_sizes] + [rng.permutation(self.input_sizes)
+                                        for _ in range(_COLUMNS - 1)]
+        return np.cumsum(np.stack(columns, axis=1), axis=1)
+
+    def batch_tokens(self, counts: FloatArray) -> FloatArray:
+        """[..., SIZES] tokens of batches of `counts` [..., SIZES] queries; the mean is exact."""
+        inputs = self.lengths.inputs
+        whole = np.clip(np.rint(counts).astype(np.int64), 1, _COLUMNS)
+        few = self._sums[np.arange(SIZES), whole - 1]
+        scores = np.random.default_rng(_SEED).permutation(normal_scores())
+        many = counts * inputs.mean + np.sqrt(counts) * inputs.std * scores
+        tokens = np.where(counts > _COLUMNS, np.maximum(many, counts), few)
+        wanted = counts.mean(axis=-1) * inputs.mean
+        scaled: FloatArray = tokens * (wanted / tokens.mean(axis=-1))[..., None]
+        return scaled
+
+
+def normal_scores() -> FloatArray:
+    """[SIZES] equally likely values of a standard normal."""
+    return np.asarray(special.ndtri((np.arange(SIZES) + 0.5) / SIZES))
+
+
+def slices(lengths: Lengths) -> FloatArray:
+    """[SIZES] means over slices of equal probability."""
+    share = np.concatenate([[0.0], np.cumsum(lengths.pmf)])
+    tokens = np.concatenate([[0.0], np.cumsum(lengths.pmf * lengths.support)])
+    edges = np.interp(np.linspace(0.0, share[-1], SIZES + 1), share, tokens)
+    found: FloatArray = np.diff(edges) * SIZES / share[-1]
+    return found
+
+
+def _given_output(lengths: JointLengths, power: int) -> FloatArray:
+    """[max output] E[input ** power | output]; the overall mean where an output never occurs."""
+    overall = float(lengths.inputs.pmf @ lengths.inputs.support.astype(float) ** power)
+    if lengths.pairs is None:
+        return np.full(lengths.outputs.max, overall)
+    size = lengths.outputs.max + 1
+    outputs = lengths.pairs[:, 1]
+    counts = np.bincount(outputs, minlength=size)[1:]
+    sums = np.bincount(outputs, lengths.pairs[:, 0].astype(float) ** power, minlength=size)[1:]
+    return np.where(counts > 0, sums / np.maximum(counts, 1), overall)

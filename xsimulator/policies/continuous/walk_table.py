@@ -1,0 +1,89 @@
+"""Walks (continuous.paged_walk) on a grid of slots, room and budget.
+
+What a walk finds changes smoothly with them, so each point of the grid is walked once, and what is
+between is interpolated: a search then costs few walks, and less of their noise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries, walk
+from xsimulator.policies.figures import BoolArray
+
+_SCALARS = ("running", "again", "evicted", "evictions", "chunks", "share")
+_VECTORS = ("tokens", "joined")
+_PER_OCTAVE = 4  # points of room and budget
+_WHOLE_SLOTS = 12  # up to as many each is a point; beyond, _SLOT_RATIO apart
+_SLOT_RATIO = 1.15
+_AMPLE = 1.5  # times the queries that room holds in the mean: more slots change nothing
+_SPARE = 4.0  # times the room that as many queries need in the mean: more changes nothing
+_MOST_OCTAVES = 64
+_TOGETHER = 1024  # points walked at a time
+
+
+class WalkTable:
+    """Walks of one workload as a function of (slots, room, budget)."""
+
+    def __init__(self, queries: WalkedQueries, sizes: int) -> None:
+        """`sizes`: see walk."""
+        self._queries, self._sizes = queries, sizes
+        nodes = np.arange(1.0, _WHOLE_SLOTS + 1)
+        beyond = _WHOLE_SLOTS * _SLOT_RATIO ** np.arange(1, 240)
+        self._slots = np.concatenate([nodes, np.rint(beyond)])
+        self._row_of: dict[int, int] = {}
+        self._rows = np.empty((0, len(_SCALARS) + len(_VECTORS) * sizes))
+
+    def __call__(self, slots: FloatArray, room: FloatArray, budget: FloatArray) -> Walk:
+        """[configs] each."""
+        slots = np.clip(slots, 1.0, self._slots[-2])
+        low = np.searchsorted(self._slots, slots, side="right") - 1
+        shares = [(slots - self._slots[low]) / (self._slots[low + 1] - self._slots[low])]
+        lows = [low]
+        for values in (room, budget)[:1 + self._queries.is_chunked]:
+            place = np.log2(values) * _PER_OCTAVE
+            lows.append(np.floor(place + 1e-9).astype(np.int64))
+            shares.append(np.maximum(place - lows[-1], 0.0))
+        points, weights = [], []
+        for corner in np.ndindex(*(2,) * len(lows)):
+            points.append([low + up for low, up in zip(lows, corner, strict=True)])
+            weights.append(np.prod([s if up else 1 - s for s, up in zip(
+                shares, corner, strict=True)], axis=0))
+        weight = np.stack(weights)  # [corners, configs]
+        rows = self._find(np.array(points), weight > 1e-9)
+        found = np.einsum("kc,kcv->cv", weight, self._rows[rows])
+        scalars = {name: found[:, i] for i, name in enumerate(_SCALARS)}
+        vectors = np.split(found[:, len(_SCALARS):], len(_VECTORS), axis=1)
+        return Walk(**scalars, **dict(zip(_VECTORS, vectors, strict=True)))
+
+    def _find(self, points: IntArray, is_needed: BoolArray) -> IntArray:
+        """[corners, configs] rows of `points` [corners, variables, configs]; any where a corner is
+        not needed."""
+        slot, room = points[:, 0], points[:, 1]
+        budget = points[:, 2] if self._queries.is_chunked else np.zeros_like(slot)
+        holds = 2.0 ** (room / _PER_OCTAVE) / self._queries.held
+        slot = np.minimum(slot, np.searchsorted(self._slots, _AMPLE * holds + 4))
+        needed = self._queries.held * (self._slots[slot] + 1)
+        spare = np.ceil(np.log2(_SPARE * needed) * _PER_OCTAVE)
+        room = np.minimum(room, spare.astype(np.int64))
+        base = _PER_OCTAVE * _MOST_OCTAVES
+        keys = (slot * base + room) * base + budget
+        unique, inverse = np.unique(keys[is_needed], return_inverse=True)
+        missing = np.array([key for key in unique.tolist() if key not in self._row_of], np.int64)
+        for part in np.array_split(missing, -(-len(missing) // _TOGETHER) or 1):
+            if part.size:
+                self._fill(part, base)
+        rows = np.zeros(keys.shape, np.int64)
+        rows[is_needed] = np.array([self._row_of[key] for key in unique.tolist()])[inverse]
+        return rows
+
+    def _fill(self, keys: IntArray, base: int) -> None:
+        slots, room, budget = keys // base**2, keys // base % base, keys % base
+        walked = walk(self._queries, self._slots[slots], 2.0 ** (room / _PER_OCTAVE),
+                      2.0 ** (budget / _PER_OCTAVE), self._sizes)
+        columns = [getattr(walked, name)[:, None] for name in _SCALARS]
+        new = np.concatenate([*columns, *(getattr(walked, name) for name in _VECTORS)], axis=1)
+        first = len(self._rows)
+        self._row_of.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
+        self._rows = np.concatenate([self._rows, new])

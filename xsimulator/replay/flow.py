@@ -1,0 +1,119 @@
+"""How queries come to the pools of a replay: `Arrivals` from outside, `Handover` between two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import FloatArray
+from xsimulator.replay.kernel import ARRIVAL, Kernel
+from xsimulator.replay.pool import Pool
+from xsimulator.replay.queries import Queries
+from xsimulator.replay.records import HandoverRecords
+
+
+class Arrivals:
+    """Queries come at their own seconds, and are dealt in turn to the pools that encode."""
+
+    def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[Pool]) -> None:
+        self._kernel, self._queries, self._pools = kernel, queries, pools
+        # who comes first is last in the list
+        self._coming: list[int] = np.argsort(queries.arrival_s, kind="stable")[::-1].tolist()
+        self._next = 0  # pool
+
+    def start(self) -> None:
+        """The next ones will come: there is one event at a time."""
+        if self._coming:
+            first_s = float(self._queries.arrival_s[self._coming[-1]])
+            self._kernel.at(first_s, ARRIVAL, self._come)
+
+    def _come(self, now: float) -> None:
+        coming, arrival_s = self._coming, self._queries.arrival_s
+        while coming and arrival_s[coming[-1]] <= now:
+            self._submit(coming.pop(), self._pools[self._next])
+            self._next = (self._next + 1) % len(self._pools)
+        for pool in self._pools:
+            pool.wake(now)
+        self.start()
+
+    def _submit(self, query: int, pool: Pool) -> None:
+        reserve = self._queries.reserve_tokens[query]
+        if not pool.rule.submit(query, reserve, self._queries.inputs[query]):
+            raise XgptError(f"query {query} reserves {reserve} tokens of KV cache: more than "
+                            "the schedule gives one micro-batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverPlan:
+    """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
+    tokens; `release` tells the source's rule that a query is done, and its room free."""
+
+    seconds: Callable[[int], float]
+    release: Callable[[int], None]
+    source: str = "encode"
+    target: str = "decode"
+
+
+class Handover:
+    """The link that takes KV entries from an encode pool to a decode pool, a batch at a time."""
+
+    def __init__(self, plan: HandoverPlan, kernel: Kernel, queries: Queries,
+                 pools: dict[str, Pool]) -> None:
+        self.plan, self._kernel, self._queries = plan, kernel, queries
+        self._source, self._target = pools[plan.source], pools[plan.target]
+        self._source.outlet = self
+        self._free_s = -math.inf
+        self._sent: list[tuple[int, float, float]] = []
+
+    def send(self, joined: tuple[int, ...], step: int, encoded_s: float) -> float:
+        """Queries that are done with their first token stay behind. When the others arrive."""
+        queries, leaving = self._queries, []
+        if queries.gives_token:
+            queries.give_first_tokens(joined, encoded_s)
+        for query in joined:
+            queries.when_done[query] = self._tell
+            if queries.left[query] > 0:
+                leaving.append(query)
+            else:
+                self._kernel.at(encoded_s, ARRIVAL, partial(self._end_early, query))
+        if not leaving:
+            return encoded_s
+        begin_s = max(encoded_s, self._free_s)
+        tokens = sum([queries.inputs[query] for query in leaving])
+        self._free_s = end_s = begin_s + self.plan.seconds(tokens)
+        self._sent.append((step, begin_s, end_s))
+        self._kernel.at(end_s, ARRIVAL, partial(self._arrive, leaving))
+        return end_s
+
+    def records(self) -> HandoverRecords:
+        sent: FloatArray = np.array(self._sent, float).reshape(-1, 3)
+        return HandoverRecords(source=self.plan.source, target=self.plan.target,
+                               step=sent[:, 0].astype(np.int64), start_s=sent[:, 1],
+                               end_s=sent[:, 2])
+
+    def _arrive(self, arrived: list[int], now: float) -> None:
+        queries, source, target = self._queries, self._source, self._target
+        for query in arrived:
+            source.rule.finish(query)  # it has left the encode pool
+            is_taken = target.rule.submit(query, queries.reserve_tokens[query],
+                                          queries.inputs[query])
+            assert is_taken, f"{query = } has no room in the decode pool"
+        for pool in (source, target):
+            pool.note_memory(now)
+        for pool in (target, source):
+            pool.wake(now)
+
+    def _end_early(self, query: int, now: float) -> None:
+        self._source.rule.finish(query)
+        self._source.note_memory(now)
+        self._queries.end(query, now)
+
+    def _tell(self, query: int, now: float) -> None:
+        """A query that has come this way is done."""
+        self.plan.release(query)
+        self._source.wake(now)

@@ -1,0 +1,66 @@
+"""The queries of one replay: their lengths, how far each has come, and when it got there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xgpt.core.lengths import FloatArray, IntArray
+
+
+class Queries:
+    """The one account of queries that all pools of a replay share, by the query's number."""
+
+    def __init__(self, *, inputs: IntArray, outputs: IntArray, reserve_tokens: IntArray,
+                 encode_gives_token: bool, arrival_s: ArrayLike = 0.0) -> None:
+        """[queries] each: input tokens, output tokens, KV tokens reserved, when the query comes.
+        `encode_gives_token`: encoding yields the first output token (decoder-only models)."""
+        self.inputs: list[int] = np.asarray(inputs).tolist()
+        self.reserve_tokens: list[int] = np.asarray(reserve_tokens).tolist()
+        self.output_tokens = np.asarray(outputs, np.int64)
+        count = len(self.inputs)
+        self.arrival_s: FloatArray = np.broadcast_to(np.asarray(arrival_s, float), (count,))
+        self.gives_token = int(encode_gives_token)
+        self.left: list[int] = (self.output_tokens - self.gives_token).tolist()  # iterations to go
+        assert min(self.left, default=0) >= 0, "an output has at least one token"
+        self.made = [0] * count  # tokens generated before the latest eviction
+        self.start_s: list[float | None] = [None] * count
+        self.first_token_s: list[float | None] = [None] * count
+        self.last_token_s: list[float | None] = [None] * count
+        self.num_done = self.preemptions = 0
+        # what is to be told when a query is done: of those alone that are handed over
+        self.when_done: dict[int, Callable[[int, float], None]] = {}
+
+    def begin(self, queries: Iterable[int], now: float) -> None:
+        """Their encoding starts; an evicted query has begun before."""
+        for query in queries:
+            if self.start_s[query] is None:
+                self.start_s[query] = now
+
+    def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
+        """Their first tokens are there; an evicted query had its own before."""
+        for query in queries:
+            if self.first_token_s[query] is None:
+                self.first_token_s[query] = now
+
+    def end(self, query: int, now: float) -> None:
+        """The query is done."""
+        self.last_token_s[query] = now
+        self.num_done += 1
+        if query in self.when_done:
+            self.when_done.pop(query)(query, now)
+
+    def evict(self, query: int, left: int) -> None:
+        """The query loses its KV entries with `left` iterations to go."""
+        self.made[query] += self.gives_token + self.left[query] - left
+        self.left[query] = left
+        self.preemptions += 1
+
+    def enter(self, query: int) -> tuple[int, int]:
+        """(context, iterations to go) of a query whose entries are all there."""
+        made = self.made[query]
+        if made:  # encoded again: that gave the token after those it had
+            self.left[query] -= self.gives_token
+        return self.inputs[query] + made, self.left[query]
