@@ -51,7 +51,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
-    assert schedule.status == Status.BEGINNING and schedule.latency_bound_s == BOUND_S
+    assert schedule.proof.status == Status.BEGINNING and schedule.bound.limit_s == BOUND_S
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
@@ -110,7 +110,7 @@ def test_what_the_job_fixes_stays(tmp_path: Path, schedule: str, fixed: dict[str
     session = observing(tmp_path, schedule=schedule)
     found = find(session, timing_of(session))
     assert said_of(found) is not None
-    assert {key: getattr(found.estimate, key) for key in fixed} == fixed
+    assert {key: found.estimate.variables[key] for key in fixed} == fixed
 
 
 def refused(folder: Path) -> str:
@@ -131,7 +131,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
         begun: tuple[Session, Schedule]) -> None:
     session, schedule = begun
     small = observing_slots(session, schedule, encode_batch=1)
-    assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
+    assert small > 8 * most_active(schedule.estimate.changed(encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
     per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
     weights = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
@@ -141,7 +141,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
 
 
 def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int:
-    tiny = replace(schedule, estimate=replace(schedule.estimate, decode_batch=1.0, **changes))
+    tiny = replace(schedule, estimate=schedule.estimate.changed(decode_batch=1.0, **changes))
     made = rescheduler_of(session, timing_of(session), tiny)
     assert made is not None
     return made.slots
@@ -263,8 +263,8 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_adjustment(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.encode_batch,
-                                                           start.decode_iterations)
+    assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
+                                                           start.figures.decode_iterations)
     assert own._is_observing, "it looks again"
 
 
