@@ -51,7 +51,7 @@ def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any
         "queries": measured["queries_before"] + measured["queries"],
         "queries_held": measured["queries_held"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
-        "steady_state_qps": schedule.estimate.throughput_qps,
+        "steady_state_qps": schedule.estimate.figures.throughput_qps,
         "load_bytes_per_s": None if measured["load_s"] is None else (
             measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
         **{key: measured[key] for key in (

@@ -10,8 +10,9 @@ from typing import Any
 
 from xgpt.app.metrics import explain, kept, metrics_of, write_metrics
 from xgpt.app.opened import OpenedJob
-from xgpt.core.job_file import CONTROLS
-from xgpt.core.schedule import Estimate, Schedule, load_schedule
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import num_queries
 from xgpt.report.table import WIDTH
 from xprofiler.timing import TimingSource
@@ -78,7 +79,7 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> di
     output = opened.job.output
     opened.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = _account(output), load_schedule(output / "schedule.json")
-    is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
+    is_same = (_executed(executed) == _executed(schedule)
                and engine_of(opened.job).is_predicted)
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = (predict(opened.problem, timing, executed.estimate)
@@ -90,7 +91,7 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> di
     return {**metrics, **kept(opened.job)}
 
 
-def _controls(estimate: Estimate) -> tuple[object, ...]:
+def _executed(schedule: Schedule) -> tuple[object, ...]:
     """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
-    names = {name for own in CONTROLS.values() for name in own}
-    return estimate.policy, estimate.stages, *(getattr(estimate, name) for name in sorted(names))
+    controls, names = schedule.controls, policy(schedule.controls.policy).variable_names
+    return schedule.deployment.stages, *(getattr(controls, name) for name in ("policy", *names))

@@ -21,7 +21,8 @@ from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
-from xgpt.core.schedule import Schedule, save_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import save_schedule
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
@@ -130,14 +131,14 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
     output, tell = opened.job.output, opened.tell
 
     def watch() -> None:
-        tell_run(tell, output / "progress.json", schedule.latency_bound_s)
+        tell_run(tell, output / "progress.json", schedule.bound.limit_s)
         if rescheduler is not None and rescheduler.update():
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
     program = RankProgram(
         module=engine_of(opened.job).worker, argument=run_file, inherited=(lock,),
-        count=sum(stage.tp_degree for stage in schedule.estimate.stages))
+        count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages))
     try:
         launcher_of(opened.job, opened.problem).run(
             program, watch=watch, ask_to_stop=lambda: (output / STOP_FILE).touch())

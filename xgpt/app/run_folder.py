@@ -4,15 +4,17 @@ runs."""
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xgpt.app.intake import made
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
+from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
@@ -34,8 +36,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
         write_random_model(files.directory, files.spec)
-    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
-    most_input = schedule.estimate.encode_kv_tokens
+    query_tokens = schedule.estimate.deployment.group_kv_tokens
+    most_input = schedule.estimate.deployment.encoding.kv_tokens
     # what no request needs decides nothing: a run may go on by another schedule
     if (longest := _longest(opened)) is not None:
         query_tokens = min(query_tokens, longest.reserve_tokens)
@@ -48,7 +50,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         top_k=job.run.top_k, top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(job, opened.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
-        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
         device_kind=opened.problem.cluster.device.kind)
 
 
@@ -114,7 +116,15 @@ def write_job(opened: OpenedJob) -> None:
     """Leaves what the job asks in job.json."""
     job = opened.job
     parts = {"name": job.name, "model": job.model, "cluster": job.cluster,
-            "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "workload": job.workload, "constraint": _constraint(job), "schedule": job.schedule,
             "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}
     write_atomically(job.output / "job.json", json.dumps(plain(parts), indent=1) + "\n")
+
+
+def _constraint(job: Job) -> dict[str, Any]:
+    """The constraint by the keys of a job file."""
+    bound = job.constraint.latency
+    own = {field.name: getattr(job.constraint, field.name) for field in fields(job.constraint)
+           if field.name != "bounds"}
+    return {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile, **own}

@@ -17,6 +17,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_keys
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -55,8 +56,9 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """One flat object: the estimate's keys, then the replay and the others."""
         others = {} if self.others is None else {"baselines": {
-            name: None if other is None else asdict(other) for name, other in self.others.items()}}
-        return {**asdict(self.estimate), "replay": asdict(self.figures), **others}
+            name: None if other is None else estimate_keys(other)
+            for name, other in self.others.items()}}
+        return {**estimate_keys(self.estimate), "replay": asdict(self.figures), **others}
 
     def draw(self, picture: Path, trace: Path) -> None:
         """Draws the steady state as SVG, and writes the whole replay as a trace for Perfetto."""
@@ -82,7 +84,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     if given is None and fixed == FixedSchedule():
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
     name = given.policy if given is not None else fixed.policy or "rra"
-    source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
+    source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
@@ -95,7 +97,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             "simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
     estimate: Estimate = policy.estimate(config)
-    if math.isinf(estimate.latency_s):
+    if math.isinf(estimate.figures.latency_s):
         words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
             "a size of this schedule lies beyond that"]
         raise InputError([mistake(

@@ -49,4 +49,5 @@ def _default_bounds(planner: Planner) -> list[float]:
     best = _at(planner, math.inf)
     if isinstance(best, str):
         raise InfeasibleError(best)
-    return [float(f"{share * best.estimate.latency_s:.3g}") for share in _SHARES] + [math.inf]
+    latency_s = best.figures.latency_s
+    return [*(float(f"{share * latency_s:.3g}") for share in _SHARES), math.inf]

@@ -4,7 +4,7 @@ schedule when output lengths change, and how to go on from one that is deployed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from xgpt.app.opened import OpenedJob
@@ -12,6 +12,7 @@ from xgpt.app.plan import Plan, executable, planner_of
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat
 from xgpt.report.what_if_tables import drift_table, offers_table, reschedule_table
 from xscheduler.beginning import hint
 from xscheduler.drift import DriftRow, drift_rows
@@ -56,7 +57,7 @@ class Answers:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat object: the schedule's keys, then those asked for."""
-        keys: dict[str, Any] = {} if self.plan is None else self.plan.schedule.to_dict()
+        keys: dict[str, Any] = {} if self.plan is None else flat(self.plan.schedule)
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)
@@ -71,8 +72,8 @@ class Answers:
                 self.ways.choice == "redeploy"):
             return None if self.plan is None else self.plan.schedule
         schedule, chosen = self.plan.schedule, self.ways.chosen
-        return with_room(replace(
-            schedule, estimate=chosen, gap=schedule.bound_qps / chosen.throughput_qps - 1,
+        return with_room(schedule.changed(
+            estimate=chosen, gap=schedule.proof.bound_qps / chosen.figures.throughput_qps - 1,
             explanation=(), rejected=()), self.opened.problem)
 
 
@@ -108,7 +109,7 @@ def _ways(planner: Planner, deployed: Schedule) -> Reschedule:
     except InfeasibleError as why:
         steady = why
     limit_s = None if isinstance(steady, InfeasibleError) else (
-        planner.problem.constraint.latency_s / steady.margin)
+        planner.problem.constraint.latency_s / steady.margin.factor)
     return reschedule(deployed, planner.problem, planner.timing, best=steady,
                       latency_limit_s=limit_s)
 

@@ -11,7 +11,7 @@ from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.job_file import load_job
-from xgpt.core.schedule import load_schedule
+from xgpt.core.schedule_file import load_schedule
 from xgpt.report.table import schedule_table
 
 

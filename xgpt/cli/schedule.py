@@ -14,7 +14,7 @@ from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import plain
-from xgpt.core.schedule import load_schedule, save_schedule
+from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.units import parse_share
 from xscheduler.planner import Horizon, PlanOptions
 from xscheduler.search import GAP

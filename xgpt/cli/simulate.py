@@ -11,7 +11,7 @@ from xgpt.app.simulate import simulate_job
 from xgpt.app.timing import timing_of
 from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
-from xgpt.core.schedule import load_schedule
+from xgpt.core.schedule_file import load_schedule
 
 
 @click.command()

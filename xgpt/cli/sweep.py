@@ -12,6 +12,7 @@ from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat
 from xgpt.core.units import parse_seconds
 
 
@@ -27,7 +28,7 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
         click.echo(str(trade_off))
         return
     print_json({"bounds": [
-        {"bound_s": bound_s, **(answer.to_dict() if isinstance(answer, Schedule)
+        {"bound_s": bound_s, **(flat(answer) if isinstance(answer, Schedule)
                                 else {"infeasible": answer})}
         for bound_s, answer in trade_off.rows]})
 

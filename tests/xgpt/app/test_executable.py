@@ -13,7 +13,6 @@ from xgpt.app.plan import executable, plan_job
 from xgpt.app.timing import timing_of
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schedule import with_estimate
 from xscheduler.planner import Planner, plan
 
 
@@ -74,7 +73,7 @@ def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
 def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
     planned = session_of(tmp_path, "", cluster="a40-4")
     schedule = plan_job(executable(planned), timing_of(planned)).schedule
-    given = with_estimate(schedule, policy="waa-m")
+    given = schedule.changed(policy="waa-m")
     assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
 
 
@@ -91,29 +90,29 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
         tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
     found = plan_job(session, timing_of(session)).schedule
-    assert {name: getattr(found.estimate, name) for name in chosen} == chosen
-    assert found.estimate.policy == session.problem.fixed.policy and found.estimate.fits
+    assert {name: found.estimate.variables[name] for name in chosen} == chosen
+    assert found.estimate.policy == session.problem.fixed.policy and found.estimate.figures.fits
     assert found.fingerprint == session.problem.fingerprint
     free = session_of(tmp_path, f"policy: {found.estimate.policy}", cluster="a40-4")
     steady = Planner(session.problem, timing_of(session)).steady()
     best = Planner(executable(free).problem, timing_of(session)).steady()
-    assert best.estimate.throughput_qps >= steady.estimate.throughput_qps
+    assert best.estimate.figures.throughput_qps >= steady.estimate.figures.throughput_qps
 
 
 def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> None:
     session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
     timing = timing_of(session)
     free = plan_job(session, timing).schedule
-    bound_s = 0.9 * free.estimate.latency_s
+    bound_s = 0.9 * free.estimate.figures.latency_s
 
     def bounded(latency_s: float) -> OpenedJob:
-        constraint = replace(session.problem.constraint, latency_s=latency_s)
+        constraint = session.problem.constraint.with_latency(limit_s=latency_s)
         return replace(session, problem=replace(session.problem, constraint=constraint))
 
     found = plan_job(bounded(bound_s), timing).schedule
-    assert found.estimate.latency_s * found.margin <= bound_s
-    assert found.estimate.throughput_qps < free.estimate.throughput_qps
-    assert found.estimate.encode_batch < free.estimate.encode_batch
+    assert found.estimate.figures.latency_s * found.margin.factor <= bound_s
+    assert found.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
+    assert found.estimate.figures.encode_batch < free.estimate.figures.encode_batch
     with pytest.raises(InfeasibleError, match="no configuration of ft keeps .* quickest seen"):
         plan_job(bounded(1e-6), timing)
     with pytest.raises(InfeasibleError, match="encode_batch 4000 fits"):

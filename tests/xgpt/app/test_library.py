@@ -13,7 +13,7 @@ import pytest
 import xgpt
 from xgpt.app.opened import OpenedJob
 from xgpt.core.errors import InputError
-from xgpt.core.schedule import load_schedule
+from xgpt.core.schedule_file import load_schedule
 from xprofiler.roofline import Roofline
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
-from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
-from xgpt.core.schedule import Estimate, Schedule, with_estimate
+from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
 from xrunner.rules.rra import most_active
@@ -120,9 +120,9 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
     before, after = schedule.estimate, found.schedule.estimate
     assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
-    assert f"encode_batch {before.encode_batch} -> {after.encode_batch}" in found.sentence
-    assert (after.stages, after.decode_micro_batches) == (before.stages,
-                                                          before.decode_micro_batches)
+    assert f"encode_batch {before.figures.encode_batch} -> {after.encode_batch}" in found.sentence
+    assert (after.deployment.stages, after.deployment.num_groups) == (before.stages,
+                                                          before.deployment.num_groups)
     limit_s = session.problem.constraint.latency_s
     assert latency_s(session, found.schedule, lengths) <= 1.02 * limit_s
     if mean > PLANNED_MEAN:
@@ -132,8 +132,8 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
             found.record["throughput_qps"]["before"])
     told = load_adjustment(session.job.output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (after.encode_batch,
-                                                           after.decode_iterations)
+    assert (told.encode_batch, told.decode_iterations) == (after.figures.encode_batch,
+                                                           after.figures.decode_iterations)
     assert told.group_max_active <= own.slots
     assert told.group_kv_tokens >= own._longest
     assert own.update() is False, "once"
@@ -154,8 +154,8 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     (found,) = own.decisions
     assert found.schedule is not None and found.record["cause"] == "observe"
     settled, start = found.schedule.estimate, schedule.estimate
-    assert settled.throughput_qps > 2 * found.record["throughput_qps"]["before"]
-    assert settled.decode_batch > start.decode_batch
+    assert settled.figures.throughput_qps > 2 * found.record["throughput_qps"]["before"]
+    assert settled.figures.decode_batch > start.decode_batch
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False
@@ -263,16 +263,16 @@ def test_slots_leave_room_for_changes_within_memory_and_job(
     def slots(estimate: Estimate, longest: int = 300, headroom: float = 2.0) -> int:
         return slots_for(estimate, problem, longest, headroom)
 
-    roomy = with_estimate(schedule, memory_capacity_bytes=10**15).estimate
+    roomy = schedule.changed(memory_capacity_bytes=10**15).estimate
     assert slots(roomy) == math.ceil(2 * most_active(estimate))
-    assert slots(roomy, headroom=1e6) == math.ceil(3000 / estimate.decode_micro_batches)
-    tight = with_estimate(schedule, memory_capacity_bytes=max(estimate.memory_bytes)).estimate
+    assert slots(roomy, headroom=1e6) == math.ceil(3000 / estimate.deployment.num_groups)
+    tight = schedule.changed(memory_capacity_bytes=max(estimate.figures.memory_bytes)).estimate
     assert slots(tight, longest=10**6) == most_active(estimate), "never fewer than planned"
-    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.stages)
-    middle = with_estimate(schedule, memory_capacity_bytes=10**12).estimate
+    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
+    middle = schedule.changed(memory_capacity_bytes=10**12).estimate
     found = slots(middle, headroom=1e6, longest=2000)
-    held = found * estimate.decode_micro_batches * 2000 * per_token
-    others = max(estimate.memory_bytes) - estimate.kv_tokens * per_token
+    held = found * estimate.deployment.num_groups * 2000 * per_token
+    others = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
     assert found > most_active(estimate) and held <= 10**12 - 0.99 * others
 
 
@@ -282,11 +282,10 @@ def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[OpenedJob, S
     spec = session.problem.model
     session = replace(session, files=ModelFiles(
         directory=Path("/model"), spec=spec, served_by="test"))
-    kv_tokens = schedule.estimate.kv_tokens
-    prints = {plan_for_ranks(session, with_estimate(schedule, kv_tokens=tokens),
-                             "of them").fingerprint
+    kv_tokens = schedule.estimate.deployment.kv_tokens
+    prints = {plan_for_ranks(session, schedule.changed(kv_tokens=tokens), "of them").fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
     assert len(prints) == 1
-    groups = schedule.estimate.decode_micro_batches
-    small = with_estimate(schedule, kv_tokens=100 * groups)
+    groups = schedule.estimate.deployment.num_groups
+    small = schedule.changed(kv_tokens=100 * groups)
     assert plan_for_ranks(session, small, "of them").fingerprint not in prints
