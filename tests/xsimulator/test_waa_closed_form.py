@@ -114,8 +114,8 @@ def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_sl
     assert (steps[0] == steps.max()) == is_first_slowest
     assert found.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
     plan = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices)
-    handover = HandoverCost(waa.problem, waa.timing, plan.stages).seconds(
-        batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
+    cost = HandoverCost(waa.problem, waa.timing, plan.encode.stages, plan.decode.stages)
+    handover = cost.seconds(batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
     assert found.encode_s == pytest.approx(
         steps.sum() if is_first_slowest else (devices + 2) * steps.max() - handover)
 

@@ -37,7 +37,7 @@ class Replayer:
         layers = LayerTimes.of(problem, timing)
         self._times = [StageTimes(layers, problem.cluster, stages) for _, stages in self._pools]
         self._handover = None if len(self._pools) == 1 else HandoverCost(
-            problem, timing, estimate.stages)
+            problem, timing, *(stages for _, stages in self._pools))
         self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []
         self._max_context = 0
