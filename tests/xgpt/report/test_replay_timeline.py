@@ -12,7 +12,7 @@ from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord
-from xgpt.report.timeline import draw, memory_plot, stage_names, steady_window
+from xgpt.report.timeline import draw, stage_names, steady_window
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
@@ -200,21 +200,6 @@ def test_a_short_job_is_its_own_window():
     assert steady_window(replay) == (0.0, replay.makespan_s)
     once = result(pool([[0.0], [1.0]], [[1.0], [2.0]], ["E0.0", "D0.0"]))
     assert steady_window(once) == (0.0, 2.0)
-
-
-def test_memory_never_rises_above_its_budget_line_and_shows_the_peak():
-    replay = rra(phases=500)  # held: 0..89 of 100, over and over, thousands of times
-    drawing = memory_plot(replay)
-    (curve,) = [path.get("d") for path in root(drawing).iter(f"{SVG}path")
-                if path.get("stroke-width") == "1.3"]
-    heights = [float(y) for y in re.findall(r"V([\d.]+)", curve)]
-    (budget,) = [float(path.get("d").split("L")[1].split()[1])
-                 for path in root(drawing).iter(f"{SVG}path") if path.get("stroke-dasharray")]
-    floor = 176.0
-    assert (floor - min(heights)) / (floor - budget) == pytest.approx(0.89, abs=0.01)
-    assert "budget: 100 tokens" in texts(drawing)
-    assert len(heights) < 4 * 1060
-    assert len(list(root(memory_plot(two_pools())).iter(f"{SVG}text"))) > 4
 
 
 def test_stage_names_say_devices_and_role():
