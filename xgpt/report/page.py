@@ -244,8 +244,8 @@ def _profile_facts(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
         name, _, rest = key.partition(" ")  # "layer_rest tp=2", in version 1 "layer_rest"
         if isinstance(points, list):
             by_name.setdefault(name, []).append((rest, len(points)))
-    return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(found))
-                    for name, found in by_name.items()][:_MAX_FACTS]
+    return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(counts))
+                    for name, counts in by_name.items()][:_MAX_FACTS]
 
 
 def _points_text(tables: Sequence[tuple[str, int]]) -> str:
@@ -258,16 +258,16 @@ def _points_text(tables: Sequence[tuple[str, int]]) -> str:
 
 def _facts(source: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """The plain values of `source`, one level of nesting deep; tables are only counted."""
-    found: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
     for key, value in source.items():
         label = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping) and not prefix:
-            found += _facts(value, f"{key}: ")
+            facts += _facts(value, f"{key}: ")
         elif isinstance(value, (list, tuple, Mapping)):
-            found.append((label, f"{len(value)} entries"))
+            facts.append((label, f"{len(value)} entries"))
         elif (text := _as_text(value)) is not None:
-            found.append((label, text))
-    return found[:_MAX_FACTS]
+            facts.append((label, text))
+    return facts[:_MAX_FACTS]
 
 
 def _as_text(value: object) -> str | None:
