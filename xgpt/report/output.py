@@ -62,7 +62,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything found in one output folder; None or empty for what is not there."""
+    """Everything that lies in one output folder; None or empty for what is not there."""
 
     directory: Path
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -195,7 +195,7 @@ def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
 
 def _read_results(path: Path, max_answers: int, remarks: list[str],
                   ) -> tuple[list[QueryFigures], dict[int, Answer]]:
-    """(figures of all; the first answers, by their query)"""
+    """Reads (the figures of all; the first answers, by their query)."""
     queries: list[QueryFigures] = []
     answers: dict[int, Answer] = {}
     foreign = 0
@@ -264,7 +264,7 @@ def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:
 
 
 def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:
-    """Of the first `most` queries, in their order."""
+    """Reads the prompts of the first `most` queries, in their order."""
     if not most:
         return []
     try:

@@ -19,9 +19,9 @@ COUNT = 25
 
 
 class Counting:
-    """A vocabulary of ten characters that remembers what it was asked for."""
+    """A tokeniser of ten characters, which remembers what it was asked for."""
 
-    size = 10
+    vocab_size = 10
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -35,7 +35,7 @@ class Counting:
 class Unknown:
     """No model is at hand."""
 
-    size = None
+    vocab_size = None
 
     def tokenise(self, requests: Sequence[Request]) -> None:
         return None
@@ -56,10 +56,10 @@ def test_every_request_is_tokenised_once_however_the_file_is_cut(
     digests = set()
     for at_a_time in (1, 7, 4096):
         monkeypatch.setattr(intake, "_LINES_AT_A_TIME", at_a_time)
-        vocabulary, spool = Counting(), SpoolWriter()
-        requests = take_in(path, vocabulary, spool)
+        tokeniser, spool = Counting(), SpoolWriter()
+        requests = take_in(path, tokeniser, spool)
         digests.add(requests.digest)
-        assert vocabulary.asked == [f"r{i}" for i in range(COUNT)]
+        assert tokeniser.asked == [f"r{i}" for i in range(COUNT)]
         assert [error.line for error in requests.bad_lines] == [1]
         assert requests.unusable == {3: "no template",
                                      4: "token 23 is outside the vocabulary (0..9)"}
