@@ -18,6 +18,7 @@ from xgpt.core.errors import InputError, Mistake
 from xgpt.core.schedule import Schedule, load_schedule
 from xgpt.core.spool import Spool
 
+ALONE = "both"  # the pool that works both phases: there is no other
 EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do
 
 
@@ -50,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One micro-batch on one stage, from `start_s` to `end_s`."""
+    """One micro-batch on one stage, from `start_s` to `end_s`. `pool`: by its name."""
 
     stage: int
     kind: str
@@ -58,6 +59,7 @@ class StepRecord:
     tokens: int
     start_s: float
     end_s: float
+    pool: str = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +262,8 @@ def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:
             continue
         yield StepRecord(stage=int(stage), kind=str(row.get("kind")),
                          queries=int(number(row, "queries") or 0),
-                         tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s)
+                         tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s,
+                         pool=text_at(row, "pool") or text_at(row, "role") or ALONE)
 
 
 def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:

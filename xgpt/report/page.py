@@ -35,7 +35,7 @@ from xgpt.report.figures import (
     plain,
     quantity,
 )
-from xgpt.report.output import Answer, Output, number, read_output, text_at
+from xgpt.report.output import ALONE, Answer, Output, number, read_output, text_at
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -198,9 +198,10 @@ def _timeline(output: Output) -> dict[str, Any] | None:
     start_s, end_s = window
     origin_s = min(step.start_s for step in output.steps)
     busy = busy_shares(output.steps, start_s, end_s)
+    pools = {step.stage: f" ({step.pool})" for step in output.steps if step.pool != ALONE}
     return {"svg": plots.timeline(output.steps, start_s, end_s, origin_s),
             "length": format_seconds(end_s - start_s),
-            "busy": [f"stage {stage} works {percent(share)} of the time"
+            "busy": [f"stage {stage}{pools.get(stage, '')} works {percent(share)} of the time"
                      for stage, share in busy.items()]}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import StageAssignment
 from xgpt.report.canvas import Drawing
-from xgpt.report.lanes import DECODE, Lane, draw_lanes
+from xgpt.report.lanes import DECODE, Lane, draw_lanes, stage_label
 
 
 class StepLike(Protocol):
@@ -130,8 +130,7 @@ def _replay_lane(pool: PoolLike, column: int, names: Sequence[str] | None, start
     inside = np.flatnonzero((ends > start_s) & (starts < end_s))
     steps = [pool.steps[index] for index in inside.tolist()]
     stage = pool.stages[column]
-    role = "" if pool.name == "both" else f" · {pool.name}"
-    return Lane(label=names[stage] if names else f"stage {stage}{role}", pool=pool.name,
+    return Lane(label=names[stage] if names else stage_label(stage, pool.name), pool=pool.name,
                 kinds=[str(step.kind.value) for step in steps],
                 groups=[step.group for step in steps], start_s=starts[inside], end_s=ends[inside])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -216,3 +217,7 @@ def test_a_measured_run_is_drawn_the_same_way():
     assert inline is not None
     assert inline.count("<g ") == 2 and "seconds since the first step" in inline
     assert plots.timeline(steps, 100.0, 101.0, origin_s=10.0) is None
+    assert "stage 1<" in inline and "· encode<" not in inline
+    pools = [replace(step, pool=("encode", "decode")[step.stage]) for step in steps]
+    named = plots.timeline(pools, 10.0, 14.0, origin_s=10.0)
+    assert named is not None and "stage 0 · encode<" in named and "stage 1 · decode<" in named
