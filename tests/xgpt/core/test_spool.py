@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from xgpt.core import spool as spooling
 from xgpt.core.spool import (
     NUM_PROMPTS,
     SPOOL_VERSION,
@@ -49,7 +50,10 @@ def test_what_is_put_in_comes_out_by_query(
         assert spool.most_output_tokens(query) == 7 + row
 
 
-def test_a_writer_saves_again_and_in_the_place_of_what_was_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [2**26, 5])  # else it lies in a temporary file
+def test_a_writer_saves_again_and_in_the_place_of_what_was_there(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int) -> None:
+    monkeypatch.setattr(spooling, "_BYTES_IN_MEMORY", in_memory)
     for count in (1, 3):
         writer = SpoolWriter()
         for i in range(count):
