@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.schedule import Schedule, load_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
 
 ALONE = "both"  # the pool that works both phases: there is no other
