@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
+from xgpt.core.query_lengths import QueryLengths
 
 
 class Queries:
     """The one account of queries that all pools of a replay share, by the query's number."""
 
-    def __init__(self, *, inputs: IntArray, outputs: IntArray, reserve_tokens: IntArray,
-                 encode_gives_token: bool, arrival_s: ArrayLike = 0.0) -> None:
-        """[queries] each: input tokens, output tokens, KV tokens reserved, when the query comes.
-        `encode_gives_token`: encoding yields the first output token (decoder-only models)."""
-        self.inputs: list[int] = np.asarray(inputs).tolist()
-        self.reserve_tokens: list[int] = np.asarray(reserve_tokens).tolist()
-        self.output_tokens = np.asarray(outputs, np.int64)
+    def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
+                 arrival_s: ArrayLike = 0.0) -> None:
+        """`arrival_s`: [queries] when each comes. `encode_gives_token`: encoding yields the first
+        output token (decoder-only models)."""
+        assert lengths.outputs is not None, "a replay needs to know the outputs"
+        self.inputs: list[int] = lengths.inputs.tolist()
+        self.reserve_tokens: list[int] = lengths.reserves.tolist()
+        self.output_tokens = lengths.outputs
         count = len(self.inputs)
         self.arrival_s: FloatArray = np.broadcast_to(np.asarray(arrival_s, float), (count,))
         self.gives_token = int(encode_gives_token)
