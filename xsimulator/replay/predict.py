@@ -94,8 +94,8 @@ def _figures(result: ReplayResult) -> dict[str, float]:
     figures = {"throughput_qps": len(times.arrival_s) / wall_s, "wall_s": wall_s,
                "output_tokens_per_s": result.output_tokens.sum() / wall_s}
     for name, values in (
-            ("latency", times.latency_s), ("ttft", times.time_to_first_token_s),
-            ("tpot", times.time_per_output_token_s(result.output_tokens))):
+            ("latency", times.latency_s), ("ttft", times.ttft_s),
+            ("tpot", times.tpot_s(result.output_tokens))):
         p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
         figures |= {f"{name}_p50_s": p50, f"{name}_p99_s": p99}
     return figures

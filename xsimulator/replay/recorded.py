@@ -54,41 +54,41 @@ class RecordedClock:
     def __init__(self, steps: Sequence[_Recorded]) -> None:
         self._left = {kind: list(reversed([s for s in steps if s.kind == kind]))
                       for kind in {s.kind for s in steps}}
-        self._all = {kind: list(found) for kind, found in self._left.items()}
+        self._all = {kind: list(of_kind) for kind, of_kind in self._left.items()}
         self.num_matched = 0  # steps of exactly the recorded size
         self.num_steps = 0
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """Per stage of the pool. Raises XgptError for a kind of step that the run never took."""
+        """[stages] seconds of one step. Raises XgptError for a kind that the run never took."""
         kind = "decode" if not sizes.spans else "mixed" if sizes.decoded else "encode"
         queries = sizes.encoded if kind == "encode" else sizes.decoded + sizes.encoded
         if kind not in self._all:
             raise XgptError(f"the replay takes a step of kind {kind!r}, the run took none")
         self.num_steps += 1
         left = self._left[kind]
-        found = left.pop() if left else None
-        if found is None or found.queries != queries:
-            found = min(self._all[kind], key=lambda step: abs(step.queries - queries))
+        step = left.pop() if left else None
+        if step is None or step.queries != queries:
+            step = min(self._all[kind], key=lambda other: abs(other.queries - queries))
         else:
             self.num_matched += 1
-        return list(found.seconds)
+        return list(step.seconds)
 
 
 def load_recording(folder: Path, stages: Sequence[StageAssignment]) -> Recording:
-    """The run whose results lie in `folder`, executed on `stages`. Raises XgptError if it was
+    """Reads the run whose results lie in `folder`, executed on `stages`. Raises XgptError if it was
     stopped or resumed, or its record is not whole."""
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
         raise XgptError(f"{folder} does not hold the record of one whole run")
     results = [json.loads(line) for line in _lines(folder / "results.jsonl")]
-    found = [_figures(line) for line in results]
-    if not found:
+    lengths = [_lengths(line) for line in results]
+    if not lengths:
         raise XgptError(f"{folder} holds no results")
     records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]
     roles = [(role, [stage.index for stage in pool])
              for role, pool in groupby(stages, key=lambda stage: stage.role)]
     pools = tuple(_pool(records, indices) for _, indices in roles)
-    inputs, outputs = (np.array(column, np.int64) for column in zip(*found, strict=True))
+    inputs, outputs = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
     return Recording(inputs=inputs, outputs=outputs, pools=pools, wall_s=float(measured["wall_s"]))
 
 
@@ -107,7 +107,7 @@ def _pool(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[
     return tuple(steps)
 
 
-def _figures(line: Mapping[str, Any]) -> tuple[int, int]:
+def _lengths(line: Mapping[str, Any]) -> tuple[int, int]:
     """(input tokens, output tokens) of a result, an OpenAI batch response or our own line."""
     if "response" in line:
         usage = line["response"]["body"]["usage"]
