@@ -150,8 +150,8 @@ class _Replays:
         result = replay_job(problem, self._timing, estimate, queries)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
-        of_all = steady_figures(result, replace(constraint, kind="queries"), planned)
-        of_one = steady_figures(result, replace(constraint, kind="sequence"), planned)
+        of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)
+        of_one = steady_figures(result, constraint.with_latency(kind="sequence"), planned)
         if of_all is None or of_one is None:
             return None
         return DriftFigures(throughput_qps=of_all.throughput_qps, queries_s=of_all.latency_s,

@@ -39,7 +39,7 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
 def names_of(session: Session, estimate: Estimate) -> list[str]:
     """Of the stages, for a picture."""
     kind = "GPU" if session.problem.cluster.device.kind == "gpu" else "worker"
-    return timeline.stage_names(estimate.stages, kind)
+    return timeline.stage_names(estimate.deployment.stages, kind)
 
 
 def steady_timeline(session: Session, estimate: Estimate, result: ReplayResult) -> Drawing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import cycle
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -33,12 +33,15 @@ class Replayer:
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate) -> None:
         self._problem, self._estimate = problem, estimate
-        self._pools = [(role, tuple(stages)) for role, stages in groupby(
-            estimate.stages, key=lambda stage: stage.role)]
+        self._pools = estimate.deployment.pools
         layers = LayerTimes.of(problem, timing)
-        self._times = [StageTimes(layers, problem.cluster, stages) for _, stages in self._pools]
-        self._handover = None if len(self._pools) == 1 else HandoverCost(
-            problem, timing, estimate.stages)
+        self._times = [StageTimes(layers, problem.cluster, pool.stages) for pool in self._pools]
+        # (source, target, cost): each pool that encodes alone hands over to one that decodes
+        encoding, decoding = ([pool for pool in self._pools if pool.role == role]
+                              for role in ("encode", "decode"))
+        self._links = [(source, target, HandoverCost(
+            problem, timing, [*source.stages, *target.stages]))
+            for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []
         self._max_context = 0
@@ -59,29 +62,31 @@ class Replayer:
     def _sharing_cores(self, queries: QueryLengths, arrival_s: ArrayLike) -> ReplayResult:
         """See xsimulator.replay.sharing."""
         clocks = self._ready(queries)
-        cores = sum(stage.tp_degree for stage in self._estimate.stages) / self._sharing
-        factors = [[1.0] * len(stages) for _, stages in self._pools]
+        cores = sum(stage.tp_degree for stage in self._estimate.deployment.stages) / self._sharing
+        factors = [[1.0] * len(pool.stages) for pool in self._pools]
         for left in reversed(range(ROUNDS)):
             result = self._once(queries, arrival_s, rules_for(self._estimate), [
                 SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
             if left:
                 factors = [[slow / self._sharing for slow in own] for own in slow_downs(
-                    result, self._estimate.stages, cores)]
+                    result, self._estimate.deployment.stages, cores)]
         return result
 
     def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
               clocks: Sequence[Clock]) -> ReplayResult:
-        pools = [PoolPlan(name=role, role=role, rule=rule, clock=clock, kv_tokens=kv_tokens,
-                          stages=tuple(stage.index for stage in stages))
-                 for (role, stages), rule, clock, kv_tokens in zip(
-                     self._pools, own, clocks, self._kv_tokens(), strict=True)]
+        plans = {pool.name: PoolPlan(
+            name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
+            stages=tuple(stage.index for stage in pool.stages))
+            for pool, rule, clock in zip(self._pools, own, clocks, strict=True)}
         handovers = []
-        if self._handover is not None:
-            assert isinstance(own[0], WaaEncodeRule)
-            handovers = [HandoverPlan(seconds=self._handover.seconds, release=own[0].release)]
+        for source, target, cost in self._links:
+            rule = plans[source.name].rule
+            assert isinstance(rule, WaaEncodeRule), f"{rule = }"
+            handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
+                                          source=source.name, target=target.name))
         gives_token = not self._problem.model.is_encoder_decoder
-        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s), pools,
-                   handovers)
+        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s),
+                   tuple(plans.values()), handovers)
 
     def _ready(self, queries: QueryLengths) -> list[StepClock]:
         """The pools' clocks, with tables up to these lengths. A dead row of a static batch grows
@@ -94,11 +99,6 @@ class Replayer:
             self._clocks = [StepClock(times, max_context=longest) for times in self._times]
         return self._clocks
 
-    def _kv_tokens(self) -> tuple[int, ...]:
-        estimate = self._estimate
-        return (estimate.kv_tokens,) if len(self._pools) == 1 else (
-            estimate.encode_kv_tokens, estimate.kv_tokens)
-
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                *, rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
@@ -106,8 +106,7 @@ def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queri
     return Replayer(problem, timing, estimate).run(queries, rules=rules)
 
 
-def planned_queries(problem: Problem, inputs: IntArray,
-                    outputs: IntArray) -> QueryLengths:
+def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:
     """Queries of these lengths, [queries], that reserve what the problem plans with."""
     inputs = np.asarray(inputs, np.int64)
     return QueryLengths(inputs=inputs, outputs=np.asarray(outputs, np.int64),

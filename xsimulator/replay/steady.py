@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.core.job import Constraint
+from xgpt.core.constraint import Constraint
 from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
@@ -19,8 +19,7 @@ _NEAR_TOKENS = 2
 
 def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) -> int:
     """Queries of a replay that shows the steady state: `rounds` times what is in the system."""
-    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
-    return min(max(least, math.ceil(rounds * present)), most)
+    return min(max(least, math.ceil(rounds * estimate.most_in_system)), most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
