@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool
 from xsimulator.replay.step_clock import StepSizes
 
 _UNTIMED = frozenset({"cross_kv"})  # taken up as it comes: part of no step
@@ -74,8 +73,8 @@ class RecordedClock:
         return list(step.seconds)
 
 
-def load_recording(folder: Path, stages: Sequence[StageAssignment]) -> Recording:
-    """Reads the run whose results lie in `folder`, executed on `stages`. Raises XgptError if it was
+def load_recording(folder: Path, pools: Sequence[Pool]) -> Recording:
+    """Reads the run whose results lie in `folder`, executed on `pools`. Raises XgptError if it was
     stopped or resumed, or its record is not whole."""
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
@@ -85,14 +84,12 @@ def load_recording(folder: Path, stages: Sequence[StageAssignment]) -> Recording
     if not lengths:
         raise XgptError(f"{folder} holds no results")
     records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]
-    roles = [(role, [stage.index for stage in pool])
-             for role, pool in groupby(stages, key=lambda stage: stage.role)]
-    pools = tuple(_pool(records, indices) for _, indices in roles)
+    steps = tuple(_steps(records, [stage.index for stage in pool.stages]) for pool in pools)
     inputs, outputs = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
-    return Recording(inputs=inputs, outputs=outputs, pools=pools, wall_s=float(measured["wall_s"]))
+    return Recording(inputs=inputs, outputs=outputs, pools=steps, wall_s=float(measured["wall_s"]))
 
 
-def _pool(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
+def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
     columns = [[r for r in records if r["stage"] == stage and r["kind"] not in _UNTIMED]
                for stage in stages]
     if len({len(column) for column in columns}) != 1 or columns[0] and columns[0][0]["phase"] != 0:
