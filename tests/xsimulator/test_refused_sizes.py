@@ -149,7 +149,8 @@ def oracle(problem, timing):
 
 def stretch_of(problem, timing, estimate):
     figures, deployment = estimate.figures, estimate.deployment
-    config = RraConfig(encode_batch=figures.encode_batch, decode_iterations=figures.decode_iterations,
+    config = RraConfig(encode_batch=figures.encode_batch,
+                       decode_iterations=figures.decode_iterations,
                        tp_degree=deployment.tp_degree, tp_gpus=deployment.tp_gpus)
     return Rra(problem, timing).room([config]).stretch[0]
 
