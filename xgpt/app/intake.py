@@ -17,7 +17,7 @@ from xgpt.core.spool import SpoolWriter
 from xgpt.core.workload import Request
 from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model, model_at_hand
-from xrunner.io.intake import KnownVocabulary, Tokenised, make, take_in
+from xrunner.io.intake import ModelTokeniser, Tokenised, make, take_in
 from xrunner.io.tokenizer import TextTokenizer
 
 # What a command needs of the model: its shape; the lengths of the requests too, as far as what is
@@ -65,7 +65,7 @@ class _Model:
         self._is_random = job.run.weights == "random"
         self._is_needed = need == "run" or self._is_random or _is_unknown_shape(job)
         self._files: ModelFiles | None = None
-        self._known: KnownVocabulary | None = None
+        self._known: ModelTokeniser | None = None
         self._is_sought = need == "lengths"
 
     def files(self) -> ModelFiles | None:
@@ -89,7 +89,7 @@ class _Model:
         if files is None:
             return None if texts or self._need == "shape" else [
                 list(request.tokens or ()) for request in requests]
-        self._known = self._known or KnownVocabulary(
+        self._known = self._known or ModelTokeniser(
             TextTokenizer(files.directory), self._job.workload.chat, files.spec.vocab_size)
         return self._known.tokenise(requests)
 
@@ -101,8 +101,8 @@ class _Model:
                       "requests are: `xgpt submit`, which fetches it, may choose another schedule")
 
     @property
-    def size(self) -> int | None:
-        return None if self._known is None else self._known.size
+    def vocab_size(self) -> int | None:
+        return None if self._known is None else self._known.vocab_size
 
 
 def _at_hand(model: str) -> ModelFiles | None:

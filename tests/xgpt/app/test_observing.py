@@ -21,11 +21,12 @@ from xgpt.app.timing import timing_of
 from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
-from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, rra_change, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
@@ -97,9 +98,8 @@ def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[st
 
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
     session = observing(tmp_path)
-    session = replace(session, problem=replace(session.problem, cluster=replace(
-        session.problem.cluster, device=replace(session.problem.cluster.device,
-                                                memory_bytes=2**32))))
+    session = replace(session, problem=replace(session.problem, cluster=session.problem.cluster.with_nodes(
+        device=replace(session.problem.cluster.device, memory_bytes=2**32))))
     with pytest.raises(InfeasibleError, match="memory binds"):
         plan_job(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""
@@ -170,7 +170,8 @@ class Followed:
         known = self.session.problem.queries
         assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
-                          inputs=known.inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
+                          QueryLengths(inputs=known.inputs, outputs=self.lengths,
+                                       most_outputs=np.full(len(self.lengths), 200)), rules=[rule])
 
     def run(self) -> None:
         phase = 1
@@ -213,7 +214,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[OpenedJob, Schedul
     assert job.result.makespan_s < 0.35 * job.without.makespan_s
     assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
     assert not job.own._is_observing, "settled, and watching for drift"
-    told = load_adjustment(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
     assert all(change.group_max_active <= job.own.slots for change in job.changes)
 
@@ -263,7 +264,7 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
     assert "back to the beginning, encode_batch" in back.sentence
-    told = load_adjustment(own._output)
+    told = load_change_order(own._output)
     assert told is not None and told.revision == 1
     assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
                                                            start.figures.decode_iterations)
@@ -282,7 +283,7 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
     assert at(own, begun, long[:150]) is False, "until as many again are done"
     assert at(own, begun, long[:200]) is False, "which is nothing new"
     assert own._needed == 400 and len(own.decisions) == 1
-    assert load_adjustment(own._output) is None
+    assert load_change_order(own._output) is None
 
 
 def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[OpenedJob, Schedule],

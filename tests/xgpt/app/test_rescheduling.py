@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
+from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
-from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
 
 PLANNED_MEAN = 30.0
@@ -80,8 +81,8 @@ def latency_s(session: OpenedJob, schedule: Schedule, lengths: Sequence[int]) ->
     own = np.array(lengths)
     assert session.problem.queries is not None
     inputs = np.resize(session.problem.queries.inputs, len(own))
-    result = replay_job(session.problem, timing_of(session), schedule.estimate, inputs=inputs,
-                        outputs=own, max_outputs=200)
+    result = replay_job(session.problem, timing_of(session), schedule.estimate, QueryLengths(
+        inputs=inputs, outputs=own, most_outputs=np.full(len(own), 200)))
     long = own >= np.quantile(own, 0.985)
     return float(np.median(result.latency_s[long & (np.arange(len(own)) > 500)]))
 
@@ -100,7 +101,7 @@ def test_as_planned_nothing_happens(planned: tuple[OpenedJob, Schedule]) -> None
         write_state(session, session.problem.lengths.outputs.sample(
             3000, np.random.default_rng(phases)).tolist(), phases=phases)
         assert own.update() is False
-    assert not own.decisions and load_adjustment(session.job.output) is None
+    assert not own.decisions and load_change_order(session.job.output) is None
 
 
 @pytest.mark.parametrize("mean", [45.0, 18.0])
@@ -120,8 +121,8 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
     before, after = schedule.estimate, found.schedule.estimate
     assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
-    assert f"encode_batch {before.figures.encode_batch} -> {after.encode_batch}" in found.sentence
-    assert (after.deployment.stages, after.deployment.num_groups) == (before.stages,
+    assert f"encode_batch {before.figures.encode_batch} -> {after.figures.encode_batch}" in found.sentence
+    assert (after.deployment.stages, after.deployment.num_groups) == (before.deployment.stages,
                                                           before.deployment.num_groups)
     limit_s = session.problem.constraint.latency_s
     assert latency_s(session, found.schedule, lengths) <= 1.02 * limit_s
@@ -130,7 +131,7 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     else:
         assert found.record["throughput_qps"]["after"] > 1.02 * (
             found.record["throughput_qps"]["before"])
-    told = load_adjustment(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == 1
     assert (told.encode_batch, told.decode_iterations) == (after.figures.encode_batch,
                                                            after.figures.decode_iterations)
@@ -155,14 +156,14 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     assert found.schedule is not None and found.record["cause"] == "observe"
     settled, start = found.schedule.estimate, schedule.estimate
     assert settled.figures.throughput_qps > 2 * found.record["throughput_qps"]["before"]
-    assert settled.figures.decode_batch > start.decode_batch
+    assert settled.figures.decode_batch > start.figures.decode_batch
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False
     write_state(session, outputs_of(48, seed=4), first=960)
     assert own.update() is True and own.decisions[1].record["cause"] == "drift"
     assert own.decisions[1].record["mean_output_tokens"]["planned"] == pytest.approx(30, rel=0.06)
-    told = load_adjustment(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == 2
     rows = decisions_with_phases(own.decisions, [{"revision": 2, "phase": 31, "elapsed_s": 9.5}])
     assert [row["phase"] for row in rows] == [None, 31]
@@ -216,7 +217,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
         {"first": 0, "finished": finished, "active": []}))
     assert own.update() is True
     (found,) = own.decisions
-    assert found.schedule is None and load_adjustment(session.job.output) is None
+    assert found.schedule is None and load_change_order(session.job.output) is None
     assert found.record["choice"] == "redeploy" and found.record["to"]
     assert "Ctrl-C" in found.sentence and "drifted" in found.sentence
     assert found.record["throughput_qps"]["after"] > 0
