@@ -69,8 +69,8 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
 def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: Path) -> None:
     sure = planned(job, constraint__latency_s=3)
     found = planned(job, constraint__latency_s=3, constraint__drift="15%")
-    assert found.margin > 1 and found.margin.cost > 0.01, "else this test shows nothing"
-    assert found.estimate.figures.latency_s * found.margin <= found.bound.limit_s
+    assert found.margin.factor > 1 and found.margin.cost > 0.01, "else this test shows nothing"
+    assert found.estimate.figures.latency_s * found.margin.factor <= found.bound.limit_s
     assert found.margin.cost == pytest.approx(
         1 - found.estimate.figures.throughput_qps / sure.estimate.figures.throughput_qps)
     assert found.proof.bound_qps >= sure.estimate.figures.throughput_qps and found.proof.status == "within gap"
