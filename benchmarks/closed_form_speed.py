@@ -42,7 +42,7 @@ from xsimulator.policies import POLICIES, make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks
 
 QUERIES = tuple(2**k for k in range(10))

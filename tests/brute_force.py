@@ -16,7 +16,7 @@ from xscheduler.spaces.tensor_plans import tensor_plans
 from xscheduler.spaces.waa_points import group_range
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
 

@@ -23,7 +23,7 @@ from xprofiler.timing import Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.envelope import SINGLES
 from xsimulator.policies import policy_class
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
 PAPER = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",

@@ -27,8 +27,8 @@ from xsimulator.policies import policy_class
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.waa.bounds import WaaBounds, WaaBoxes
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
 
 BOXES, POINTS = 24, 30  # of a problem; of a box
 

@@ -15,7 +15,8 @@ from xsimulator.plans import Plans
 from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.divisions import WaaC, WaaConfig
+from xsimulator.policies.waa.closed_form import waa_c
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
@@ -121,7 +122,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     """The paper's section 7.4: not even with one query encoded at a time; RRA can."""
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
-    waa, rra = WaaC(problem, timing), Rra(problem, timing)
+    waa, rra = waa_c(problem, timing), Rra(problem, timing)
     assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
     tried = 0
     for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):

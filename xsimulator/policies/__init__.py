@@ -19,8 +19,8 @@ from xprofiler.timing import TimingSource
 # name -> (module, class, class of its configurations, which the module has or imports)
 POLICIES = {
     "rra": ("rra.closed_form", "Rra", "RraConfig"),
-    "waa-c": ("waa.divisions", "WaaC", "WaaConfig"),
-    "waa-m": ("waa.divisions", "WaaM", "WaaConfig"),
+    "waa-c": ("waa.closed_form", "waa_c", "WaaConfig"),
+    "waa-m": ("waa.closed_form", "waa_m", "WaaConfig"),
     "ft": ("static.closed_form", "ft", "StaticConfig"),
     "dsi": ("static.closed_form", "dsi", "StaticConfig"),
     "orca": ("continuous.closed_form", "orca", "ContinuousConfig"),

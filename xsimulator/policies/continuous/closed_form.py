@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.occupancy import Occupancy, QueryFlow
+from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.continuous.filling import (
@@ -216,12 +215,11 @@ class Continuous:
     def _steps(self, key: tuple[int, int], load: Load) -> Steps:
         if key not in self._times:
             self._times[key] = LoadTimes(self.plans.both(*key), self.problem.lengths.inputs,
-                                         self._occupancy, self._range)
+                                         self._context, self._range)
         return self._times[key](load)
 
-    @cached_property
-    def _occupancy(self) -> Occupancy:
-        return self.flow.occupancy(1, padded=self.timing.facts.is_padded)
+    def _context(self, queries: FloatArray) -> FloatArray:
+        return self.flow.charged_context(queries, padded=self.timing.facts.is_padded)
 
 
 def _rows_of_plans(configs: Sequence[ContinuousConfig]) -> dict[tuple[int, int], IntArray]:

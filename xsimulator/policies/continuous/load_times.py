@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
-from xsimulator.longest_context import expected_maximum
-from xsimulator.occupancy import Occupancy
 from xsimulator.plans import Plan
 from xsimulator.policies.continuous.load import Load
 from xsimulator.policies.figures import BoolArray
@@ -31,11 +30,11 @@ class Steps:
 class LoadTimes:
     """How long the steps of loads take on one plan."""
 
-    def __init__(self, plan: Plan, inputs: Lengths, occupancy: Occupancy,
+    def __init__(self, plan: Plan, inputs: Lengths, context: Callable[[FloatArray], FloatArray],
                  measured: MeasuredRange) -> None:
-        """`occupancy`: of the queries present, of which their context is taken."""
+        """`context`: tokens that each of so many decoding queries is charged."""
         self._times, self._tables, self._inputs = plan.times, plan.steps, inputs
-        self._occupancy, self._measured = occupancy, measured
+        self._context, self._measured = context, measured
 
     def __call__(self, load: Load) -> Steps:
         beside, alone = (self._context(n) for n in (load.beside, load.alone))
@@ -63,15 +62,6 @@ class LoadTimes:
         is_single, mean = load.encoded < 1.5, self._inputs.mean
         return {degree: np.where(is_single, single[degree], load.tokens / mean * several[degree])
                 for degree in single}
-
-    def _context(self, queries: FloatArray) -> FloatArray:
-        """Tokens of context that each of so many decoding queries is charged."""
-        occupancy = self._occupancy
-        mean = np.full_like(queries, occupancy.context[0] / max(occupancy.active[0], 1e-12))
-        if occupancy.maximum_context is None:
-            return mean
-        return np.maximum(mean, expected_maximum(
-            occupancy.maximum_context, queries[:, None])[:, 0])
 
     def _presented(self, load: Load, context: FloatArray) -> Presented:
         beside = np.zeros_like(load.beside) if self._times.is_encoder_decoder else load.beside

@@ -16,37 +16,22 @@ envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
-from xsimulator.policies.waa.closed_form import ROWS_RATIO, Waa, root
+from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
+from xsimulator.policies.waa.pool_times import ROWS_RATIO
+from xsimulator.policies.waa.rates import root
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
 MOST_IN_SYSTEM = 1e9  # where memory does not say
 FIRST_BATCHES = 64  # tabulated to begin with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaaBoxes:
-    """[boxes] ranges, both ends included."""
-
-    least: IntArray  # encode_batch
-    most: IntArray
-    fewest: IntArray  # decode_micro_batches
-    highest: IntArray
-
-    def __len__(self) -> int:
-        return len(self.least)
-
-    def take(self, rows: IntArray) -> WaaBoxes:
-        return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
-                        highest=self.highest[rows])
 
 
 class _Single(NamedTuple):
@@ -78,7 +63,7 @@ class WaaBounds:
 
     def __init__(self, waa: Waa) -> None:
         self.waa = waa
-        self._known: dict[int, _PlanTables] = {}
+        self._known: dict[int, _PlanBounds] = {}
         self._of_degree: dict[int, _Single] = {}
         self._in_system: dict[int, float] = {}
 
@@ -107,7 +92,7 @@ class WaaBounds:
         latency[rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
         held[rows] = latency[rows]
         may_be = np.zeros(wanted.shape, bool)
-        may_be[:, rows] = self.waa.divisions(split, boxes.take(rows), wanted[:, rows])
+        may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(may_be[place])
             if not len(rows):
@@ -134,7 +119,7 @@ class WaaBounds:
                                   for _ in range(2))
         for own, stages in zip(dict.fromkeys((degree, 1)), split.stage_counts, strict=False):
             single = self._single(own, int(boxes.most.max()), float(rows.max()))
-            decode_each = (waa.mean_iterations * single.decode_step(rows)
+            decode_each = (waa.times.mean_iterations * single.decode_step(rows)
                            / np.maximum(rows, 1.0))
             encode_qps += stages[0][:, None] / single.encode_each[boxes.most]
             decode_qps += stages[1][:, None] / decode_each
@@ -158,7 +143,7 @@ class WaaBounds:
             np.minimum(step, single.decode_step(least_rows), out=step)
             np.minimum(through, single.encode_step[boxes.least] + waa.iterations_waited
                        * single.decode_steps[0], out=through)
-        devices, iterations = waa.problem.cluster.num_devices, waa.mean_iterations
+        devices, iterations = waa.problem.cluster.num_devices, waa.times.mean_iterations
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
@@ -186,14 +171,15 @@ class WaaBounds:
         known = self._of_degree.get(degree)
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, _leap(most) + 1, dtype=float)
-            each = self.waa.encode_query_s(batch, degree)
+            each = self.waa.times.encode_query_s(batch, degree)
             times = self.waa.plans.pool([tuple(range(degree))], "both").times
             if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
                 tokens = batch * self.waa.problem.lengths.inputs.mean
                 each = each - times.cross_kv_s(tokens)[..., 0] / batch
             count = int(np.log(max(2 * rows, 2.0)) / np.log(ROWS_RATIO)) + 3
             sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
-            per_query = self.waa.decode_query_s(sizes, degree) / self.waa.mean_iterations
+            per_query = (self.waa.times.decode_query_s(sizes, degree)
+                         / self.waa.times.mean_iterations)
             known = self._of_degree[degree] = _Single(
                 encode_each=_by_batch(np.minimum.accumulate(each)),
                 encode_step=_by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
@@ -206,13 +192,13 @@ class WaaBounds:
         even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
         return np.asarray(even.min(axis=0))
 
-    def _tables(self, plan: WaaPlan) -> _PlanTables:
+    def _tables(self, plan: WaaPlan) -> _PlanBounds:
         if id(plan) not in self._known:
-            self._known[id(plan)] = _PlanTables(self.waa, plan)
+            self._known[id(plan)] = _PlanBounds(self.waa, plan)
         return self._known[id(plan)]
 
 
-class _PlanTables:
+class _PlanBounds:
     """One division's times: of the encode pool by batch, of the decode pool by rows."""
 
     def __init__(self, waa: Waa, plan: WaaPlan) -> None:
@@ -227,10 +213,10 @@ class _PlanTables:
         self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
         largest: FloatArray = boxes.most.astype(float) * outputs
-        absorbed = largest / (waa.mean_iterations * self._iteration_s(largest, boxes))
+        absorbed = largest / (waa.times.mean_iterations * self._iteration_s(largest, boxes))
         limit = np.minimum(self._most_rate[boxes.most], absorbed)
         wanted: FloatArray = boxes.least.astype(float) * outputs
-        rate = self._least_rate[boxes.least] * waa.mean_iterations
+        rate = self._least_rate[boxes.least] * waa.times.mean_iterations
 
         def excess(decoding: FloatArray) -> FloatArray:
             return rate * self._iteration_s(decoding, boxes) - decoding
@@ -250,7 +236,7 @@ class _PlanTables:
         """
         batch = boxes.least.astype(float)
         in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
-        return self._waa.memory.fullest(self._plan, batch, boxes.highest.astype(float), in_system)
+        return self._waa.memory.fullest(self._plan, boxes.easiest, in_system)
 
     def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
         """No T_iter of as many queries or more, in any number of groups of the box, is less."""
@@ -271,7 +257,7 @@ class _PlanTables:
         waa, plan = self._waa, self._plan
         self._top = _leap(most)
         batch = np.arange(1, self._top + 1, dtype=float)
-        between, through, handover = waa.encode_times(plan, batch)
+        between, through, handover = waa.times.encode(plan, batch)
         with np.errstate(invalid="ignore"):
             rate = np.where(np.isfinite(between), batch / between, 0.0)
         encode = through + handover
@@ -284,6 +270,6 @@ class _PlanTables:
         rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
         count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
         sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
-        slowest, through_rows = waa.decode_times(plan, sizes)
+        slowest, through_rows = waa.times.decode(plan, sizes)
         self._slowest = rising_minorant(sizes, slowest)
         self._through = rising_minorant(sizes, through_rows)

@@ -12,6 +12,7 @@ from xgpt.core.units import DTYPE_BYTES
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
 
 
@@ -32,7 +33,7 @@ class _PerUnit(NamedTuple):
 
 
 class WaaMemory:
-    """Of one problem's configurations."""
+    """What the configurations of one problem need."""
 
     def __init__(self, problem: Problem, flow: QueryFlow, plans: Plans, adjustment: float) -> None:
         self._problem, self._plans, self._adjustment = problem, plans, adjustment
@@ -42,22 +43,20 @@ class WaaMemory:
         self._mean_reserved = self._find_mean_reserved()
         self._units: dict[tuple[int, bool], tuple[Plan, _PerUnit]] = {}
 
-    def by_stage(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray,
-                 in_system: FloatArray) -> FloatArray:
+    def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """[configs, stages of both pools] bytes on each rank of a stage."""
         pools = []
-        for pool, tokens, rows, heads in self._parts(plan, batch, groups, in_system):
+        for pool, tokens, rows, heads in self._largest(plan, configs, in_system):
             rest, token, row, head = self._linear(pool, is_encode=pool is plan.encode)
             pools.append(rest + tokens[:, None] * token + rows[:, None] * row
                          + heads[:, None] * head)
         return np.concatenate(pools, axis=1)
 
-    def fullest(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray,
-                in_system: FloatArray) -> FloatArray:
+    def fullest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """[configs] the largest of by_stage."""
         return np.maximum(*(self._per_unit(pool, is_encode=pool is plan.encode).fullest(
             tokens, rows, heads)
-            for pool, tokens, rows, heads in self._parts(plan, batch, groups, in_system)))
+            for pool, tokens, rows, heads in self._largest(plan, configs, in_system)))
 
     def evenly(self, counts: IntArray, batch: FloatArray, in_system: FloatArray) -> FloatArray:
         """[counts of encode devices, configs] on the fullest device if all bytes were spread evenly
@@ -99,11 +98,12 @@ class WaaMemory:
         biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
         return biased + self._most_tokens - lengths.inputs.max
 
-    def _parts(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray, in_system: FloatArray,
-               ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
+    def _largest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray,
+                 ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
         """(pool, KV tokens, rows and queries of its largest step)."""
+        batch = configs.batch
         encoded = np.ceil(batch * (1 + self._adjustment))
-        decoded = np.ceil(in_system / groups)
+        decoded = np.ceil(in_system / configs.groups)
         return [(plan.encode, self.encode_kv_tokens(batch, len(plan.encode.stages)),
                  memory.largest_rows(self._inputs, encoded), encoded),
                 # its caches, and a batch that has been handed over and waits for its turn to join

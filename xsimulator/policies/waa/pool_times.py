@@ -1,0 +1,129 @@
+"""How long the steps of WAA's two pools take, and what one query costs in a single group."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xprofiler.timing import TimingSource
+from xsimulator.handover import HandoverCost
+from xsimulator.occupancy import QueryFlow
+from xsimulator.plans import Plans
+from xsimulator.policies.waa.plans import WaaPlan
+
+ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
+_ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
+
+
+class EncodeTimes(NamedTuple):
+    """[batches] seconds of encode steps."""
+
+    between: FloatArray  # from one step to the next: the slowest stage, or the handover
+    through: FloatArray  # of a step at the upper threshold of the workload adjustment
+    handover: FloatArray
+
+
+class PoolTimes:
+    """The times of one problem's pools; keeps tables of the decode pools'."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, plans: Plans, flow: QueryFlow,
+                 adjustment: float) -> None:
+        self._problem, self._timing, self._plans = problem, timing, plans
+        self._flow, self._adjustment = flow, adjustment
+        self._inputs = problem.lengths.inputs
+        self.mean_iterations = max(flow.mean_iterations, 1e-9)
+        self._decoding: dict[WaaPlan, DecodeTable] = {}
+
+    def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
+        """[batches, stages] seconds of an encode step with `share` of the mean tokens."""
+        times = plan.encode.times
+        attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
+        return times.encode_s(share * batch * self._inputs.mean, batch, attention)
+
+    def longest_encode_steps(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
+        """[batches, stages] the same at the upper threshold of the workload adjustment."""
+        return self.encode_steps(plan, batch, 1 + self._adjustment)
+
+    def encode(self, plan: WaaPlan, batch: FloatArray) -> EncodeTimes:
+        handover = self.handover_s(plan, batch)
+        slowest = self.encode_steps(plan, batch).max(axis=1)
+        longest = self.longest_encode_steps(plan, batch).sum(axis=1)
+        return EncodeTimes(np.maximum(slowest, handover), longest, handover)
+
+    def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
+        """[batches] of the queries that are not done with their first token."""
+        cost = HandoverCost(self._problem, self._timing, plan.stages)
+        return cost.many(batch * self._inputs.mean * self._decoding_share)
+
+    def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[rows] seconds of a decode step of that many queries: on the slowest stage, and through
+        all."""
+        times = plan.decode.times
+        done = rows / max(self._flow.mean_iterations, 1.0)  # leave, and join, each iteration
+        seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
+        if times.is_encoder_decoder:
+            seconds = seconds + times.cross_kv_s(done * self._inputs.mean)
+        return seconds.max(axis=1), seconds.sum(axis=1)
+
+    def decode_table(self, plan: WaaPlan) -> DecodeTable:
+        """The same, and what follows from it, between sizes that have been worked out."""
+        if plan not in self._decoding:
+            self._decoding[plan] = DecodeTable(self, plan)
+        return self._decoding[plan]
+
+    def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
+        """C_E: one query's encoding through all layers of a single group."""
+        times = self._plans.pool([tuple(range(degree))], "both").times
+        attention = {d: batch * own for d, own in times.mean_attention_s(batch).items()}
+        seconds: FloatArray = times.encode_s(batch * self._inputs.mean, batch, attention)[..., 0]
+        return seconds / batch
+
+    def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
+        """C_D: one query's decoding through all layers of a single group, in steps of `rows`."""
+        times = self._plans.pool([tuple(range(degree))], "both").times
+        seconds: FloatArray = times.decode_s(rows, self._context(rows))[..., 0]
+        return seconds / rows * self.mean_iterations
+
+    def _context(self, rows: FloatArray) -> FloatArray:
+        return self._flow.charged_context(rows, padded=self._timing.facts.is_padded)
+
+    @cached_property
+    def _decoding_share(self) -> float:
+        """Of the queries: those that are not done with their first token, and are handed over."""
+        fewer = 0 if self._problem.model.is_encoder_decoder else 1
+        return float(self._problem.lengths.outputs.pmf[fewer:].sum())
+
+
+class DecodeTable:
+    """One decode pool's step times over group sizes: the slowest stage's and the sum."""
+
+    def __init__(self, times: PoolTimes, plan: WaaPlan) -> None:
+        self._times, self._plan = times, plan
+        self._slowest = self._slowest_rises = np.empty(0)  # at each node, and to the next
+        self._through = self._through_rises = np.empty(0)
+
+    def iteration_s(self, decoding: FloatArray, groups: FloatArray) -> FloatArray:
+        """T_iter of `decoding` queries in that many groups; groups without a query take no step."""
+        rows = np.maximum(decoding / groups, 1.0)
+        steps = np.minimum(groups, np.maximum(decoding, 1.0))
+        position = np.log(rows) / np.log(ROWS_RATIO)
+        top = float(position.max(initial=0.0))
+        if top >= len(self._slowest_rises):
+            self._tabulate(int(top) + 2 + _ROWS_SPARE)
+        index = position.astype(np.intp)
+        position -= index
+        with np.errstate(invalid="ignore"):
+            slowest = self._slowest.take(index) + position * self._slowest_rises.take(index)
+            through = self._through.take(index) + position * self._through_rises.take(index)
+        return np.asarray(np.maximum(steps * slowest, through))
+
+    def _tabulate(self, count: int) -> None:
+        sizes = np.asarray(ROWS_RATIO ** np.arange(count), float)
+        self._slowest, self._through = self._times.decode(self._plan, sizes)
+        with np.errstate(invalid="ignore"):  # from one refused size to the next
+            self._slowest_rises = np.diff(self._slowest)
+            self._through_rises = np.diff(self._through)
