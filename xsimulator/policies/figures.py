@@ -20,8 +20,8 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EstimateArrays:
-    """The figures of an Estimate for many configurations, in their order. `memory_bytes` is that
-    of the fullest rank."""
+    """The figures of an Estimate are given for many configurations, in their order; `memory_bytes`
+    is that of the fullest rank."""
 
     throughput_qps: FloatArray
     latency_s: FloatArray
@@ -37,7 +37,7 @@ class EstimateArrays:
 
 def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],
              ) -> dict[str, FloatArray]:
-    """[count] columns by name, put together from (rows, their figures by name)."""
+    """Columns [count] by name are put together from (rows, their figures by name)."""
     columns: dict[str, FloatArray] = {}
     for rows, figures in parts:
         for name, values in figures.items():
@@ -46,7 +46,7 @@ def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],
 
 
 def by_plan(plans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], IntArray]:
-    """The rows of each (tp_degree, tp_gpus) among those of many configurations."""
+    """Each (tp_degree, tp_gpus) has these rows among those of many configurations."""
     rows: dict[tuple[int, int], list[int]] = {}
     for row, plan in enumerate(plans):
         rows.setdefault(plan, []).append(row)
@@ -54,12 +54,12 @@ def by_plan(plans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], IntArray]
 
 
 def extrapolation(stretch: float) -> list[str]:
-    """A note of an Estimate whose sizes are so many times those measured; none up to once."""
+    """An Estimate whose sizes are so many times those measured has this note; none up to once."""
     return [f"extrapolated: sizes up to {stretch:.2g} times those measured"] if stretch > 1 else []
 
 
 class TensorPlanned(Protocol):
-    """A configuration, as far as it says which devices form groups."""
+    """A configuration says which devices form groups."""
 
     @property
     def tp_degree(self) -> int: ...
@@ -68,7 +68,7 @@ class TensorPlanned(Protocol):
 
 
 class Assembler:
-    """Puts the Estimate of one configuration together, for every policy alike."""
+    """The assembler puts the Estimate of one configuration together, for every policy alike."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._problem, self._timing = problem, timing

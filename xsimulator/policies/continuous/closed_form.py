@@ -49,23 +49,23 @@ LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean
 
 
 def orca(problem: Problem, timing: TimingSource) -> Continuous:
-    """The closed form of ORCA."""
+    """ORCA's closed form: one encoding a step at most, KV reserved at admission."""
     return Continuous(OrcaFilling, problem, timing)
 
 
 def vllm(problem: Problem, timing: TimingSource) -> Continuous:
-    """The closed form of vLLM."""
+    """vLLM's closed form: it encodes whatever has room before it decodes on."""
     return Continuous(VllmFilling, problem, timing)
 
 
 def sarathi(problem: Problem, timing: TimingSource) -> Continuous:
-    """The closed form of Sarathi."""
+    """Sarathi's closed form: it fills every step to its token budget with chunks of inputs."""
     return Continuous(SarathiFilling, problem, timing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Held:
-    """[configs] what configurations hold; `load` of one of their groups."""
+    """What each of several configurations holds, [configs]; `load` is that of one group of each."""
 
     groups: IntArray
     kv_tokens: FloatArray
@@ -74,11 +74,11 @@ class _Held:
 
 
 class Continuous:
-    """Evaluates configurations of one problem; keeps what they share."""
+    """This closed form evaluates configurations of one problem, and keeps what they share."""
 
     def __init__(self, filling: Callable[[QuerySizes], Filling], problem: Problem,
                  timing: TimingSource) -> None:
-        """`filling`: how the engine fills its steps, of what queries there are."""
+        """`filling` makes of the queries that there are the way in which steps are filled."""
         self.problem, self.timing = problem, timing
         self.plans = Plans(problem, timing)
         self.flow = QueryFlow(
@@ -100,7 +100,8 @@ class Continuous:
         return self._assembler.capacity_bytes
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[ContinuousConfig]:
-        """Every plan with each number of queries, a tenth apart, up to what memory holds."""
+        """The grid has every plan with numbers of queries a tenth apart, as far as memory holds
+        them."""
         configs = [ContinuousConfig(max_active=count, tp_degree=tp_degree, tp_gpus=tp_gpus,
                                     token_budget=budget)
                    for tp_degree, tp_gpus in plans for count in geometric(max_queries)
@@ -108,7 +109,7 @@ class Continuous:
         return self._useful(configs)
 
     def evaluate(self, configs: Sequence[ContinuousConfig]) -> EstimateArrays:
-        """Figures of every configuration; vectorised over those of one plan."""
+        """The figures of every configuration are worked out together for those of one plan."""
         columns = self._figures(configs)
         fits = columns.pop("fits") > 0
         return EstimateArrays(fits=fits, **{name: columns[name] for name in (
@@ -116,8 +117,8 @@ class Continuous:
             "kv_tokens", "memory_bytes", "stretch")})
 
     def limits(self, configs: Sequence[ContinuousConfig]) -> tuple[FloatArray, FloatArray]:
-        """(throughput_qps, latency_s) that `evaluate` does not better: steps never wait for each
-        other. Much quicker where pipelines are long."""
+        """The (throughput_qps, latency_s) that `evaluate` does not better are those of steps that
+        never wait for each other. They are found much quicker where pipelines are long."""
         qps, latency_s = np.zeros(len(configs)), np.full(len(configs), np.inf)
         held = self._held(configs)
         for key, rows in _rows_of_plans(configs).items():
@@ -132,7 +133,7 @@ class Continuous:
         return qps, latency_s
 
     def estimate(self, config: ContinuousConfig) -> Estimate:
-        """One configuration as the artefact that is shown, and executed."""
+        """The Estimate says of one configuration what is shown, and what is executed."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         figures = {name: float(values[0]) for name, values in self._figures([config]).items()}
         groups = self._groups(plan, [config])
@@ -145,7 +146,7 @@ class Continuous:
             token_budget=self._filling.budget_of(config.token_budget))
 
     def _useful(self, configs: list[ContinuousConfig]) -> list[ContinuousConfig]:
-        """Those that fit; of one plan no more queries than memory ever holds."""
+        """Configurations are useful that fit, with no more queries than memory ever holds."""
         useful = []
         for key, rows in _rows_of_plans(configs).items():
             own, plan = [configs[row] for row in rows], self.plans.both(*key)
@@ -167,7 +168,7 @@ class Continuous:
         return np.array([self._filling.budget_of(c.token_budget) for c in configs], float)
 
     def _held(self, configs: Sequence[ContinuousConfig]) -> _Held:
-        """One call for all plans: a walk costs the same for many configurations as for one."""
+        """All plans are asked for at once: a walk costs the same for many configurations."""
         count, fits = np.ones(len(configs), np.int64), np.zeros(len(configs), bool)
         slots, kv_tokens = np.zeros(len(configs)), np.zeros(len(configs))
         for key, rows in _rows_of_plans(configs).items():
@@ -192,7 +193,7 @@ class Continuous:
 
     def _plan_figures(self, key: tuple[int, int], groups: IntArray,
                       load: Load) -> dict[str, FloatArray]:
-        """The figures of configurations of one plan."""
+        """The figures are those of configurations of one plan, (tp_degree, tp_gpus)."""
         steps = self._steps(key, load)
         between = intervals(steps.plain_s, steps.encode_s, load.share, groups, steps.kind_of,
                             alternates=self._filling.alternates)

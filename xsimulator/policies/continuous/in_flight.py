@@ -27,7 +27,7 @@ _SEED = 5  # of the order of the sequence: the same wherever it is computed
 
 
 class Intervals(NamedTuple):
-    """[configs] mean seconds from a step's start to the group's next turn."""
+    """Mean seconds [configs] pass from a step's start to the group's next turn."""
 
     any_s: FloatArray
     encode_s: FloatArray  # of those that encode
@@ -36,7 +36,7 @@ class Intervals(NamedTuple):
 
 def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray,
                     groups: IntArray, kind_of: Sequence[int] | None = None) -> Intervals:
-    """What no order of the steps goes below in the mean: a group's steps one after the other, and
+    """No order of the steps goes below this in the mean: a group's steps one after the other, and
     all steps through the slowest stage; of the two kinds of steps apart, about. Arguments as of
     `intervals`."""
     kinds = np.arange(plain_s.shape[1]) if kind_of is None else np.array(kind_of)
@@ -49,7 +49,7 @@ def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray
 
 
 def _least(step_s: FloatArray, groups: IntArray, kinds: IntArray) -> FloatArray:
-    """Of steps of `step_s` [configs, kinds] in the mean."""
+    """The least interval where steps take `step_s` [configs, kinds] in the mean."""
     number = np.bincount(kinds, minlength=step_s.shape[1])
     return np.asarray(np.maximum(step_s @ number, groups * step_s.max(axis=1)))
 
@@ -89,7 +89,7 @@ def _seldom(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
 
 
 def _count(stages: int) -> int:
-    """Rounds: turns of each group."""
+    """Each group has as many turns, one a round."""
     return max(-(-STEPS // stages), MIN_ROUNDS)
 
 
@@ -136,7 +136,8 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
 
 def _means(starts: FloatArray, is_encode: NDArray[np.bool_], is_real: FloatArray, rounds: int,
            groups: IntArray) -> Intervals:
-    """Over `rounds` rounds after the warm-up; starts, is_encode: [rounds, stages, configs]."""
+    """The means are taken over `rounds` rounds after the warm-up; starts, is_encode:
+    [rounds, stages, configs]."""
     between = np.diff(starts, axis=0)[-rounds:] * is_real
     encodes = is_encode[-rounds - 1:-1]
     of_encodes, number = (between * encodes).sum(axis=(0, 1)), encodes.sum(axis=(0, 1))

@@ -18,7 +18,7 @@ from xsimulator.stage_times import PerDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """Step times of one plan; 1 s where not timed."""
+    """Steps of one plan take so long; 1 s stands where they are not timed."""
 
     encode_s: FloatArray  # [configs, SIZES, kinds]
     plain_s: FloatArray  # [configs, kinds]
@@ -28,11 +28,11 @@ class Steps:
 
 
 class LoadTimes:
-    """How long the steps of loads take on one plan."""
+    """It says how long the steps of loads take on one plan."""
 
     def __init__(self, plan: Plan, inputs: Lengths, context: Callable[[FloatArray], FloatArray],
                  measured: MeasuredRange) -> None:
-        """`context`: tokens that each of so many decoding queries is charged."""
+        """`context` gives the tokens that each of so many decoding queries is charged."""
         self._times, self._tables, self._inputs = plan.times, plan.steps, inputs
         self._context, self._measured = context, measured
 
@@ -56,7 +56,7 @@ class LoadTimes:
             context[:, None]), axis=-1)
 
     def _attention_s(self, load: Load) -> PerDegree:
-        """Of what one step encodes, in one layer."""
+        """Attention takes so long for what one step encodes, in one layer."""
         single = self._times.encode_attention_s(load.tokens, 1.0)
         several = self._times.mean_attention_s(load.encoded)
         is_single, mean = load.encoded < 1.5, self._inputs.mean

@@ -24,10 +24,10 @@ _TOGETHER = 1024  # points walked at a time
 
 
 class WalkTable:
-    """Walks of one workload as a function of (slots, room, budget)."""
+    """The table has walks of one workload as a function of (slots, room, budget)."""
 
     def __init__(self, queries: WalkedQueries, sizes: int) -> None:
-        """`sizes`: see walk."""
+        """`sizes` is that of `walk`."""
         self._queries, self._sizes = queries, sizes
         nodes = np.arange(1.0, _WHOLE_SLOTS + 1)
         beyond = _WHOLE_SLOTS * _SLOT_RATIO ** np.arange(1, 240)
@@ -36,7 +36,7 @@ class WalkTable:
         self._rows = np.empty((0, len(_SCALARS) + len(_VECTORS) * sizes))
 
     def __call__(self, slots: FloatArray, room: FloatArray, budget: FloatArray) -> Walk:
-        """[configs] each."""
+        """The walk of configurations, [configs] each, is interpolated."""
         slots = np.clip(slots, 1.0, self._slots[-2])
         low = np.searchsorted(self._slots, slots, side="right") - 1
         shares = [(slots - self._slots[low]) / (self._slots[low + 1] - self._slots[low])]
@@ -58,8 +58,8 @@ class WalkTable:
         return Walk(**scalars, **dict(zip(_VECTORS, vectors, strict=True)))
 
     def _find(self, points: IntArray, is_needed: BoolArray) -> IntArray:
-        """[corners, configs] rows of `points` [corners, variables, configs]; any where a corner is
-        not needed."""
+        """The `points` [corners, variables, configs] lie in these rows [corners, configs]; any row
+        stands where a corner is not needed."""
         slot, room = points[:, 0], points[:, 1]
         budget = points[:, 2] if self._queries.is_chunked else np.zeros_like(slot)
         holds = 2.0 ** (room / _PER_OCTAVE) / self._queries.held

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticConfig:
-    """One point of the space. `encode_parts`: encode steps of each decode group; None: one, and
-    it is no variable (FT)."""
+    """One point of the space; each decode group has `encode_parts` encode steps. None stands for
+    one, and says that it is no variable (FT)."""
 
     encode_batch: int
     decode_micro_batches: int

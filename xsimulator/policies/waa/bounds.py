@@ -35,8 +35,8 @@ FIRST_BATCHES = 64  # tabulated to begin with
 
 
 class _Single(NamedTuple):
-    """Lower envelopes of a single group that holds all layers. [batches] seconds of encoding for
-    each query, and of a step; [sizes] seconds of a decode step."""
+    """A single group that holds all layers takes no less: seconds [batches] of encoding for each
+    query, and of a step; seconds [sizes] of a decode step."""
 
     encode_each: FloatArray
     encode_step: FloatArray
@@ -44,22 +44,22 @@ class _Single(NamedTuple):
     decode_steps: FloatArray
 
     def decode_step(self, rows: FloatArray) -> FloatArray:
-        """[boxes]."""
+        """A decode step of so many rows takes no less [boxes]."""
         return np.asarray(np.interp(np.maximum(rows, 1.0), self.sizes, self.decode_steps))
 
 
 def _leap(batch: int) -> int:
-    """A power of two beyond it, so that plans ask for the same sizes."""
+    """Tables end at a power of two beyond the batch, so that plans ask for the same sizes."""
     return int(max(1 << (2 * batch - 1).bit_length(), FIRST_BATCHES))
 
 
 def _by_batch(values: FloatArray) -> FloatArray:
-    """Of batches 1, 2, ... such that the index is the batch."""
+    """The values of batches 1, 2, ... are shifted such that the index is the batch."""
     return np.append(values[0], values)
 
 
 class WaaBounds:
-    """Bounds for one Waa."""
+    """The bounds are for one Waa."""
 
     def __init__(self, waa: Waa) -> None:
         self.waa = waa
@@ -69,7 +69,8 @@ class WaaBounds:
 
     def bound(self, split: WaaPlans, boxes: WaaBoxes, *,
               worth_qps: float = 0.0) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[boxes] (most throughput_qps, least latency_s, least bytes on the fullest device) over
+        """Each of the boxes has (most throughput_qps, least latency_s, least bytes on the fullest
+        device) over
         the divisions that may be. `worth_qps`: below it, a throughput need not be bounded
         tightly."""
         limit = np.zeros(len(boxes))
@@ -109,8 +110,9 @@ class WaaBounds:
         return limit * (1 + TOLERANCE), latency / (1 + TOLERANCE), held
 
     def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes) -> FloatArray:
-        """[counts of encode devices, boxes] most throughput_qps: each stage's share of the layers
-        takes it no longer than the time between two queries, and the shares are all of them."""
+        """No throughput_qps [counts of encode devices, boxes] is higher: each stage's share of the
+        layers takes it no longer than the time between two queries, and the shares are all of
+        them."""
         waa, degree = self.waa, split.tp_degree
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               self._most_in_system(split))
@@ -127,9 +129,9 @@ class WaaBounds:
 
     def quick(self, split: WaaPlans, boxes: WaaBoxes,
               degrees: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """[boxes] (most throughput_qps, least latency_s) whatever the division, from one group of
-        each degree alone: no device does more than work all the time, no token is quicker than
-        through all layers without a pipeline, and no more decode than memory holds."""
+        """Each of the boxes has (most throughput_qps, least latency_s) whatever the division, from
+        one group of each degree alone: no device does more than work all the time, no token is
+        quicker than through all layers without a pipeline, and no more decode than memory holds."""
         waa = self.waa
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               self._most_in_system(split))
@@ -167,7 +169,7 @@ class WaaBounds:
         return self._in_system[id(split)]
 
     def _single(self, degree: int, most: int, rows: float) -> _Single:
-        """One group's times, as far as these sizes."""
+        """One group's times are known as far as these sizes."""
         known = self._of_degree.get(degree)
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, _leap(most) + 1, dtype=float)
@@ -187,7 +189,8 @@ class WaaBounds:
         return known
 
     def least_bytes(self, split: WaaPlans, batch: IntArray) -> FloatArray:
-        """[batches] no configuration of that many or more needs less on its fullest device."""
+        """No configuration of such a batch [batches], or a larger one, needs less on its fullest
+        device."""
         size = batch.astype(float)
         even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
         return np.asarray(even.min(axis=0))
@@ -199,7 +202,7 @@ class WaaBounds:
 
 
 class _PlanBounds:
-    """One division's times: of the encode pool by batch, of the decode pool by rows."""
+    """One division is bounded by its encode pool's times by batch, its decode pool's by rows."""
 
     def __init__(self, waa: Waa, plan: WaaPlan) -> None:
         self._waa, self._plan = waa, plan
@@ -208,7 +211,7 @@ class _PlanBounds:
         self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
 
     def bound(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
-        """(most throughput_qps, 0 where memory does not hold it; least latency_s)."""
+        """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s)."""
         waa = self._waa
         self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
@@ -232,8 +235,8 @@ class _PlanBounds:
         return np.where(held <= waa.capacity_bytes, limit, 0.0), latency
 
     def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
-        """[boxes] on the fullest device, with half a batch in the decode pool and those decoding.
-        """
+        """The fullest device holds no less [boxes], with half a batch in the decode pool and those
+        decoding."""
         batch = boxes.least.astype(float)
         in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
         return self._waa.memory.fullest(self._plan, boxes.easiest, in_system)

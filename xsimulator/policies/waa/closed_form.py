@@ -46,25 +46,25 @@ from xsimulator.policies.waa.rates import pool_rates
 
 
 def waa_c(problem: Problem, timing: TimingSource, *, adjustment: float | None = None) -> Waa:
-    """The closed form of WAA-C."""
+    """WAA-C's closed form: devices are divided by time."""
     return Waa("waa-c", problem, timing, lambda times, memory: DivisionByTime(times),
                adjustment=adjustment)
 
 
 def waa_m(problem: Problem, timing: TimingSource, *, adjustment: float | None = None) -> Waa:
-    """The closed form of WAA-M."""
+    """WAA-M's closed form: devices are divided so that memory is even."""
     return Waa("waa-m", problem, timing, lambda times, memory: DivisionByMemory(
         memory, problem.lengths.outputs.mean), adjustment=adjustment)
 
 
 class Waa:
-    """Evaluates configurations of one problem; keeps what they share."""
+    """This closed form evaluates configurations of one problem, and keeps what they share."""
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  division: Callable[[PoolTimes, WaaMemory], Division], *,
                  adjustment: float | None = None, plans: Plans | None = None) -> None:
-        """`division`: how the devices are divided, made of the pools' times and memory.
-        `adjustment`, `plans`: as of xsimulator.policies.rra.closed_form.Rra."""
+        """`division` makes, of the pools' times and memory, the way in which the devices are
+        divided. `adjustment` and `plans` are as for xsimulator.policies.rra.closed_form.Rra."""
         self.name, self.problem, self.timing = name, problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
         self.flow = QueryFlow(
@@ -83,8 +83,9 @@ class Waa:
         return self._assembler.capacity_bytes
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[WaaConfig]:
-        """Every (tp_degree, tp_gpus) of `plans` that both pools can be laid out for, with decode
-        groups up to twice the stages and batches 10 % apart, as far as queries reach."""
+        """The grid has every (tp_degree, tp_gpus) of `plans` that both pools can be laid out for,
+        with decode groups up to twice the stages and batches 10 % apart, as far as queries reach.
+        """
         configs = []
         for tp_degree, tp_gpus in plans:
             split = WaaPlans(self.plans, tp_degree, tp_gpus)
@@ -98,13 +99,13 @@ class Waa:
         return configs
 
     def evaluate(self, configs: Sequence[WaaConfig]) -> EstimateArrays:
-        """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
+        """The figures of every configuration are worked out together for those of one plan."""
         columns = gathered(len(configs), (
             (rows, self._figures(plan, own)) for plan, own, rows in self._divided(configs)))
         return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
     def estimate(self, config: WaaConfig) -> Estimate:
-        """One configuration as the artefact that is shown, and executed."""
+        """The Estimate says of one configuration what is shown, and what is executed."""
         ((plan, configs, _),) = self._divided([config])
         arrays = self._figures(plan, configs)
         figures = {name: float(values[0]) for name, values in arrays.items()}
@@ -126,7 +127,7 @@ class Waa:
             steered_to=figures["decode_batch"] if problem.adjustment.steers else 0.0)
 
     def split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
-        """The divisions that can be. Raises InputError where there is none."""
+        """These divisions can be. Raises InputError where there is none."""
         key = (tp_degree, tp_gpus)
         if key not in self._of_degree:
             split = WaaPlans(self.plans, tp_degree, tp_gpus)
@@ -141,8 +142,8 @@ class Waa:
 
     @cached_property
     def iterations_waited(self) -> float:
-        """Iterations between a query's arrival in the decode pool and its last token, for the
-        bound: of the output length at the quantile, or that quantile over all queries."""
+        """So many iterations pass between a query's arrival in the decode pool and its last token,
+        for the bound: of the output length at the quantile, or that quantile over all queries."""
         constraint, outputs = self.problem.constraint, self.problem.lengths.outputs
         if constraint.kind == "sequence":
             longest = self.flow.iterations_of(outputs.quantile(constraint.quantile))
@@ -152,7 +153,7 @@ class Waa:
         return float(np.interp(constraint.quantile, np.cumsum(outputs.pmf), ends))
 
     def least_stretch(self, batch: FloatArray, degrees: Sequence[int]) -> FloatArray:
-        """[batches] no configuration of that encode_batch or a larger one, with stages of these
+        """No configuration of such an encode_batch [batches] or a larger one, with stages of these
         degrees, presents a smaller size in relation to what was measured."""
         encode, decode = (
             np.min([self._range.stretch((degree,), presented) for degree in degrees], axis=0)
@@ -161,7 +162,7 @@ class Waa:
 
     def _divided(self, configs: Sequence[WaaConfig],
                  ) -> Iterator[tuple[WaaPlan, WaaConfigs, IntArray]]:
-        """(plan, configurations that have it, their rows)."""
+        """Configurations come by their division: (plan, those that have it, their rows)."""
         every = WaaConfigs(batch=np.array([c.encode_batch for c in configs], float),
                            groups=np.array([c.decode_micro_batches for c in configs], float))
         for key, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items():
@@ -190,13 +191,13 @@ class Waa:
                 self._range.stretch(plan.decode.times.degrees, self._decoded(rows)))}
 
     def _encoded(self, batch: FloatArray) -> Presented:
-        """What the encode pool presents to the timing source."""
+        """The encode pool presents such sizes to the timing source."""
         inputs = self.problem.lengths.inputs
         return Presented(encode_tokens=batch * inputs.mean * (1 + self.adjustment),
                          input_tokens=inputs.max)
 
     def _decoded(self, rows: FloatArray) -> Presented:
-        """What the decode pool presents, in steps of that many queries."""
+        """The decode pool presents such sizes, in steps of that many queries."""
         lengths, is_apart = self.problem.lengths, self.problem.model.is_encoder_decoder
         return Presented(decode_queries=rows, context=lengths.outputs.max + (
             0 if is_apart else lengths.inputs.max))

@@ -11,7 +11,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaaConfig:
-    """One point of WAA's space."""
+    """One point of WAA's space is a batch, a number of groups and a tensor plan."""
 
     encode_batch: int
     decode_micro_batches: int = 1
@@ -21,19 +21,19 @@ class WaaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WaaConfigs:
-    """[configs] of one tensor plan."""
+    """Several points of one tensor plan are arrays [configs]."""
 
     batch: FloatArray
     groups: FloatArray
 
     def take(self, rows: IntArray) -> WaaConfigs:
-        """Some of them."""
+        """The configurations in these rows."""
         return WaaConfigs(batch=self.batch[rows], groups=self.groups[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WaaBoxes:
-    """[boxes] ranges, both ends included."""
+    """Boxes of one tensor plan have such ranges [boxes], both ends included."""
 
     least: IntArray  # encode_batch
     most: IntArray
@@ -45,17 +45,17 @@ class WaaBoxes:
 
     @property
     def easiest(self) -> WaaConfigs:
-        """The corners where the least is held."""
+        """The least is held at these corners."""
         return WaaConfigs(batch=np.asarray(self.least, float),
                           groups=np.asarray(self.highest, float))
 
     @property
     def hardest(self) -> WaaConfigs:
-        """The corners where the most is held."""
+        """The most is held at these corners."""
         return WaaConfigs(batch=np.asarray(self.most, float),
                           groups=np.asarray(self.fewest, float))
 
     def take(self, rows: IntArray) -> WaaBoxes:
-        """Some of them."""
+        """The boxes in these rows."""
         return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
                         highest=self.highest[rows])

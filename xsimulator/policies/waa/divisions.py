@@ -15,20 +15,20 @@ from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
 
 
 class Division(Protocol):
-    """A way to divide the devices."""
+    """A division says how many devices encode."""
 
     def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
-        """[configs] devices that encode."""
+        """So many devices [configs] encode."""
         ...
 
     def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
-        """[counts of encode devices, boxes] which of those wanted may be the division of a
-        configuration of each box."""
+        """It says [counts of encode devices, boxes] which of those wanted may be the division of
+        a configuration of each box."""
         ...
 
 
 class FixedDivision:
-    """As many encode devices whatever the configuration."""
+    """As many devices encode whatever the configuration."""
 
     def __init__(self, encode_devices: int) -> None:
         self._encode_devices = encode_devices
@@ -41,7 +41,7 @@ class FixedDivision:
 
 
 class DivisionByTime:
-    """WAA-C: devices in proportion to the time that each phase of a query takes."""
+    """WAA-C divides devices in proportion to the time that each phase of a query takes."""
 
     def __init__(self, times: PoolTimes) -> None:
         self._times = times
@@ -76,7 +76,7 @@ class DivisionByTime:
                           & (counts <= _nearest(split, largest[0], least[1])))
 
     def _encode_table(self, most: int, degree: int) -> tuple[FloatArray, FloatArray]:
-        """As far as a batch of `most` at least."""
+        """The table reaches a batch of `most` at least."""
         known = self._encode.get(degree)
         if known is None or len(known[0]) < most:
             batches = np.arange(1, 2 * most + 1, dtype=float)
@@ -85,7 +85,7 @@ class DivisionByTime:
 
 
 class DivisionByMemory:
-    """WAA-M: devices so that the fullest is as empty as can be, with as many queries as are
+    """WAA-M divides devices so that the fullest is as empty as can be, with as many queries as are
     wanted."""
 
     def __init__(self, memory: WaaMemory, mean_outputs: float) -> None:
@@ -104,7 +104,7 @@ class DivisionByMemory:
         return np.asarray(wanted & (least <= most.min(axis=0)))
 
     def _may_be(self, split: WaaPlans, low: WaaConfigs, high: WaaConfigs) -> BoolArray:
-        """[counts of encode devices, boxes] those that may be the best: even with all bytes spread
+        """Divisions [counts of encode devices, boxes] may be the best: even with all bytes spread
         evenly over a pool's devices, others are worse than the best of these is at worst."""
         counts = split.encode_devices
         even = self._memory.evenly(counts, low.batch, self._in_system(low.batch))
@@ -118,11 +118,12 @@ class DivisionByMemory:
         return is_likely
 
     def _in_system(self, batch: FloatArray) -> FloatArray:
-        """Queries in the system as it is meant to be."""
+        """So many queries are in the system as it is meant to be."""
         return np.asarray(np.ceil(batch * (self._mean_outputs + 1)))
 
     def _fullest(self, split: WaaPlans, configs: WaaConfigs, wanted: BoolArray) -> FloatArray:
-        """[counts of encode devices, configs] bytes; infinite where not wanted."""
+        """The fullest device holds such bytes [counts of encode devices, configs]; they are
+        infinite where not wanted."""
         held = np.full(wanted.shape, np.inf)
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(wanted[place])

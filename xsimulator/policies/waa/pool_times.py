@@ -20,7 +20,7 @@ _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
 
 
 class EncodeTimes(NamedTuple):
-    """[batches] seconds of encode steps."""
+    """Encode steps of batches take such seconds [batches]."""
 
     between: FloatArray  # from one step to the next: the slowest stage, or the handover
     through: FloatArray  # of a step at the upper threshold of the workload adjustment
@@ -28,7 +28,7 @@ class EncodeTimes(NamedTuple):
 
 
 class PoolTimes:
-    """The times of one problem's pools; keeps tables of the decode pools'."""
+    """The times of one problem's pools are asked for here; those of decode pools are tabulated."""
 
     def __init__(self, problem: Problem, timing: TimingSource, plans: Plans, flow: QueryFlow,
                  adjustment: float) -> None:
@@ -39,13 +39,13 @@ class PoolTimes:
         self._decoding: dict[WaaPlan, DecodeTable] = {}
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
-        """[batches, stages] seconds of an encode step with `share` of the mean tokens."""
+        """An encode step with `share` of the mean tokens takes such seconds [batches, stages]."""
         times = plan.encode.times
         attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
         return times.encode_s(share * batch * self._inputs.mean, batch, attention)
 
     def longest_encode_steps(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
-        """[batches, stages] the same at the upper threshold of the workload adjustment."""
+        """At the upper threshold of the workload adjustment it takes such seconds."""
         return self.encode_steps(plan, batch, 1 + self._adjustment)
 
     def encode(self, plan: WaaPlan, batch: FloatArray) -> EncodeTimes:
@@ -55,13 +55,14 @@ class PoolTimes:
         return EncodeTimes(np.maximum(slowest, handover), longest, handover)
 
     def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
-        """[batches] of the queries that are not done with their first token."""
+        """The queries that are not done with their first token are handed over in such seconds
+        [batches]."""
         cost = HandoverCost(self._problem, self._timing, plan.stages)
         return cost.many(batch * self._inputs.mean * self._decoding_share)
 
     def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """[rows] seconds of a decode step of that many queries: on the slowest stage, and through
-        all."""
+        """A decode step of that many queries takes such seconds [rows] on the slowest stage, and
+        through all."""
         times = plan.decode.times
         done = rows / max(self._flow.mean_iterations, 1.0)  # leave, and join, each iteration
         seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
@@ -70,20 +71,20 @@ class PoolTimes:
         return seconds.max(axis=1), seconds.sum(axis=1)
 
     def decode_table(self, plan: WaaPlan) -> DecodeTable:
-        """The same, and what follows from it, between sizes that have been worked out."""
+        """The table of a plan's decode steps is kept."""
         if plan not in self._decoding:
             self._decoding[plan] = DecodeTable(self, plan)
         return self._decoding[plan]
 
     def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
-        """C_E: one query's encoding through all layers of a single group."""
+        """C_E is one query's encoding through all layers of a single group."""
         times = self._plans.pool([tuple(range(degree))], "both").times
         attention = {d: batch * own for d, own in times.mean_attention_s(batch).items()}
         seconds: FloatArray = times.encode_s(batch * self._inputs.mean, batch, attention)[..., 0]
         return seconds / batch
 
     def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
-        """C_D: one query's decoding through all layers of a single group, in steps of `rows`."""
+        """C_D is one query's decoding through all layers of a single group, in steps of `rows`."""
         times = self._plans.pool([tuple(range(degree))], "both").times
         seconds: FloatArray = times.decode_s(rows, self._context(rows))[..., 0]
         return seconds / rows * self.mean_iterations
@@ -93,13 +94,14 @@ class PoolTimes:
 
     @cached_property
     def _decoding_share(self) -> float:
-        """Of the queries: those that are not done with their first token, and are handed over."""
+        """This share of the queries is not done with its first token, and is handed over."""
         fewer = 0 if self._problem.model.is_encoder_decoder else 1
         return float(self._problem.lengths.outputs.pmf[fewer:].sum())
 
 
 class DecodeTable:
-    """One decode pool's step times over group sizes: the slowest stage's and the sum."""
+    """One decode pool's step times, the slowest stage's and the sum, are tabulated over group
+    sizes."""
 
     def __init__(self, times: PoolTimes, plan: WaaPlan) -> None:
         self._times, self._plan = times, plan
@@ -107,7 +109,8 @@ class DecodeTable:
         self._through = self._through_rises = np.empty(0)
 
     def iteration_s(self, decoding: FloatArray, groups: FloatArray) -> FloatArray:
-        """T_iter of `decoding` queries in that many groups; groups without a query take no step."""
+        """T_iter is that of `decoding` queries in so many groups; groups without a query take no
+        step."""
         rows = np.maximum(decoding / groups, 1.0)
         steps = np.minimum(groups, np.maximum(decoding, 1.0))
         position = np.log(rows) / np.log(ROWS_RATIO)

@@ -18,7 +18,7 @@ _DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the
 
 
 class PoolRates(NamedTuple):
-    """[configs] infinite times where the timing source refuses a size."""
+    """The pools keep such rates [configs]; times are infinite where a size is refused."""
 
     throughput_qps: FloatArray
     decode_batch: FloatArray
@@ -30,7 +30,8 @@ class PoolRates(NamedTuple):
 
 def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
                mean_outputs: float) -> PoolRates:
-    """`mean_outputs`: E[S]."""
+    """The rates of configurations of one plan follow from the fixed point; `mean_outputs` is
+    E[S]."""
     batch, groups = configs.batch, configs.groups
     steps = times.encode_steps(plan, batch)  # [configs, stages]
     handover = times.handover_s(plan, batch)
@@ -67,8 +68,8 @@ def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
 
 def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
          of_high: FloatArray) -> FloatArray:
-    """Where `excess`, positive at 0, falls through 0 on the way to `high`, where it is `of_high`;
-    `high` itself where that is 0. The Illinois method: a secant within a bracket."""
+    """The root is where `excess`, positive at 0, falls through 0 on the way to `high`, where it is
+    `of_high`; `high` itself where that is 0. The Illinois method: a secant within a bracket."""
     is_open, low = of_high < 0, np.zeros_like(high)
     of_low, between = np.maximum(excess(low), np.finfo(float).tiny), high
     was_above = was_below = np.zeros(high.shape, bool)
