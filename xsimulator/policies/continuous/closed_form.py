@@ -12,7 +12,7 @@ so both kinds of bound come to the latency of the output length at the bound's q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,11 +63,12 @@ def sarathi(problem: Problem, timing: TimingSource) -> Continuous:
     return Continuous(SarathiFilling, problem, timing)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """What each of several configurations holds, [configs]; `load` is that of one group of each."""
+class _OfPlan(NamedTuple):
+    """Configurations of one plan hold this, [configs]; `load` is that of one group of each."""
 
-    groups: IntArray
+    key: tuple[int, int]  # tp_degree, tp_gpus
+    rows: IntArray  # among all configurations
+    groups: Groups
     kv_tokens: FloatArray
     fits: BoolArray
     load: Load
@@ -120,16 +121,14 @@ class Continuous:
         """The (throughput_qps, latency_s) that `evaluate` does not better are those of steps that
         never wait for each other. They are found much quicker where pipelines are long."""
         qps, latency_s = np.zeros(len(configs)), np.full(len(configs), np.inf)
-        held = self._held(configs)
-        for key, rows in _rows_of_plans(configs).items():
-            load, groups = held.load.take(rows), held.groups[rows]
-            steps = self._steps(key, load)
-            least = least_intervals(steps.plain_s, steps.encode_s, load.share, groups,
+        for held in self._held(configs):
+            load, number, steps = held.load, held.groups.number, self._steps(held.key, held.load)
+            least = least_intervals(steps.plain_s, steps.encode_s, load.share, number,
                                     steps.kind_of)
-            is_timed = steps.is_timed & held.fits[rows]
-            qps[rows] = np.where(is_timed, groups * load.per_step / least.any_s, 0.0)
-            latency_s[rows] = np.where(is_timed, LEAST_LATENCY * self._latency(load, least),
-                                       np.inf)
+            is_timed = steps.is_timed & held.fits
+            qps[held.rows] = np.where(is_timed, number * load.per_step / least.any_s, 0.0)
+            latency_s[held.rows] = np.where(is_timed, LEAST_LATENCY * self._latency(load, least),
+                                            np.inf)
         return qps, latency_s
 
     def estimate(self, config: ContinuousConfig) -> Estimate:
@@ -167,37 +166,28 @@ class Continuous:
     def _budgets(self, configs: Sequence[ContinuousConfig]) -> FloatArray:
         return np.array([self._filling.budget_of(c.token_budget) for c in configs], float)
 
-    def _held(self, configs: Sequence[ContinuousConfig]) -> _Held:
+    def _held(self, configs: Sequence[ContinuousConfig]) -> list[_OfPlan]:
         """All plans are asked for at once: a walk costs the same for many configurations."""
-        count, fits = np.ones(len(configs), np.int64), np.zeros(len(configs), bool)
-        slots, kv_tokens = np.zeros(len(configs)), np.zeros(len(configs))
+        slots, group_tokens = np.zeros(len(configs)), np.zeros(len(configs))
+        parts = []
         for key, rows in _rows_of_plans(configs).items():
             plan = self.plans.both(*key)
             groups = self._groups(plan, [configs[row] for row in rows])
-            count[rows], slots[rows] = groups.number, groups.slots
-            kv_tokens[rows], fits[rows] = self._memory.kv_tokens(plan, groups)
-        load = self._filling.load(slots, np.floor(kv_tokens / count), self._budgets(configs))
-        return _Held(groups=count, kv_tokens=kv_tokens, fits=fits, load=load)
+            kv_tokens, fits = self._memory.kv_tokens(plan, groups)
+            slots[rows], group_tokens[rows] = groups.slots, np.floor(kv_tokens / groups.number)
+            parts.append((key, rows, groups, kv_tokens, fits))
+        load = self._filling.load(slots, group_tokens, self._budgets(configs))
+        return [_OfPlan(*part, load.take(part[1])) for part in parts]
 
     def _figures(self, configs: Sequence[ContinuousConfig]) -> dict[str, FloatArray]:
-        held, parts = self._held(configs), []
-        for key, rows in _rows_of_plans(configs).items():
-            plan = self.plans.both(*key)
-            figures = self._plan_figures(key, held.groups[rows], held.load.take(rows))
-            figures["memory_bytes"] = self._memory.by_stage(
-                plan, self._groups(plan, [configs[row] for row in rows]),
-                held.kv_tokens[rows]).max(axis=1)
-            parts.append((rows, figures))
-        return gathered(len(configs), parts) | {
-            "kv_tokens": held.kv_tokens, "fits": held.fits.astype(float)}
+        return gathered(len(configs), (
+            (held.rows, self._plan_figures(held)) for held in self._held(configs)))
 
-    def _plan_figures(self, key: tuple[int, int], groups: IntArray,
-                      load: Load) -> dict[str, FloatArray]:
-        """The figures are those of configurations of one plan, (tp_degree, tp_gpus)."""
-        steps = self._steps(key, load)
-        between = intervals(steps.plain_s, steps.encode_s, load.share, groups, steps.kind_of,
+    def _plan_figures(self, held: _OfPlan) -> dict[str, FloatArray]:
+        load, number, steps = held.load, held.groups.number, self._steps(held.key, held.load)
+        between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
                             alternates=self._filling.alternates)
-        qps = groups * load.per_step / between.any_s
+        qps = number * load.per_step / between.any_s
         seconds = {
             "latency_s": self._latency(load, between), "period_s": between.any_s,
             "decode_iteration_s": between.plain_s,
@@ -205,8 +195,11 @@ class Continuous:
         return {
             **{name: np.where(steps.is_timed, own, np.inf) for name, own in seconds.items()},
             "throughput_qps": np.where(steps.is_timed, qps, 0.0), "stretch": steps.stretch,
-            "decode_batch": groups * load.decoding, "present": groups * load.present,
-            "encode_batch": load.encoded.mean(axis=1)}
+            "decode_batch": number * load.decoding, "present": number * load.present,
+            "encode_batch": load.encoded.mean(axis=1), "kv_tokens": held.kv_tokens,
+            "fits": held.fits.astype(float),
+            "memory_bytes": self._memory.by_stage(
+                self.plans.both(*held.key), held.groups, held.kv_tokens).max(axis=1)}
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)

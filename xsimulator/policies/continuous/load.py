@@ -118,12 +118,12 @@ def in_pieces(tokens: FloatArray, counts: FloatArray, pieces: FloatArray,
             np.where(is_split, each, counts))
 
 
-def scaled(found: Walk, rate: FloatArray,
+def scaled(walk: Walk, rate: FloatArray,
             mean_input: float) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(share of steps that encode, tokens, queries) of a walk, in the mean exactly what `rate`
     queries a step need: a walk's own draws are too few for that."""
-    wanted = rate * mean_input * (1 + found.again)
-    ratio = wanted / np.maximum(found.share * found.tokens.mean(axis=1), 1e-12)
-    more_often = np.clip(ratio, found.share, 1 / np.maximum(found.share, 1e-12))
-    share = np.minimum(found.share * more_often, 1.0)
-    return share, found.tokens * (ratio / more_often)[:, None], found.joined
+    wanted = rate * mean_input * (1 + walk.again)
+    ratio = wanted / np.maximum(walk.share * walk.tokens.mean(axis=1), 1e-12)
+    more_often = np.clip(ratio, walk.share, 1 / np.maximum(walk.share, 1e-12))
+    share = np.minimum(walk.share * more_often, 1.0)
+    return share, walk.tokens * (ratio / more_often)[:, None], walk.joined

@@ -283,12 +283,12 @@ def equally_likely(tokens: FloatArray, joined: FloatArray,
     steps = tokens.shape[1]
     number = (tokens > 0).sum(axis=1)
     edges = steps - number[:, None] * (1 - np.arange(sizes + 1) / sizes)  # [configs, sizes + 1]
-    found = []
+    sizes_of = []
     for values in (tokens, joined):
         sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
         low = np.minimum(edges.astype(np.int64), steps - 1)
         at = np.take_along_axis(sums, low, axis=1)
         after = np.take_along_axis(sums, low + 1, axis=1)
         between = at + (edges - low) * (after - at)
-        found.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
-    return number / steps, found[0], found[1]
+        sizes_of.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
+    return number / steps, sizes_of[0], sizes_of[1]

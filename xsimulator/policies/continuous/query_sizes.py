@@ -115,8 +115,8 @@ def slices(lengths: Lengths) -> FloatArray:
     share = np.concatenate([[0.0], np.cumsum(lengths.pmf)])
     tokens = np.concatenate([[0.0], np.cumsum(lengths.pmf * lengths.support)])
     edges = np.interp(np.linspace(0.0, share[-1], SIZES + 1), share, tokens)
-    found: FloatArray = np.diff(edges) * SIZES / share[-1]
-    return found
+    means: FloatArray = np.diff(edges) * SIZES / share[-1]
+    return means
 
 
 def _given_output(lengths: JointLengths, power: int) -> FloatArray:

@@ -52,9 +52,9 @@ class WalkTable:
                 shares, corner, strict=True)], axis=0))
         weight = np.stack(weights)  # [corners, configs]
         rows = self._find(np.array(points), weight > 1e-9)
-        found = np.einsum("kc,kcv->cv", weight, self._rows[rows])
-        scalars = {name: found[:, i] for i, name in enumerate(_SCALARS)}
-        vectors = np.split(found[:, len(_SCALARS):], len(_VECTORS), axis=1)
+        between = np.einsum("kc,kcv->cv", weight, self._rows[rows])
+        scalars = {name: between[:, i] for i, name in enumerate(_SCALARS)}
+        vectors = np.split(between[:, len(_SCALARS):], len(_VECTORS), axis=1)
         return Walk(**scalars, **dict(zip(_VECTORS, vectors, strict=True)))
 
     def _find(self, points: IntArray, is_needed: BoolArray) -> IntArray:

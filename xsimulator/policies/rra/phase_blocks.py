@@ -103,11 +103,11 @@ class BlockTable:
             grown = np.full(2 * most + 2, -1, np.int64)
             grown[: len(self._column)] = self._column
             self._column = grown
-        found = self._column[keys]
-        if (found < 0).any():
-            self._add(np.unique(keys[found < 0]).tolist())
-            found = self._column[keys]
-        return np.asarray(found)
+        columns = self._column[keys]
+        if (columns < 0).any():
+            self._add(np.unique(keys[columns < 0]).tolist())
+            columns = self._column[keys]
+        return np.asarray(columns)
 
     def ends(self, column: int) -> IntArray:
         """Each block of that column's phase ends before such an iteration [blocks]."""

@@ -40,12 +40,12 @@ class WaaPlans:
         self._plans, self.tp_degree, self.tp_gpus = plans, tp_degree, tp_gpus
         self._known: dict[int, WaaPlan] = {}
         problem = plans.problem
-        found = {}
+        ranks_of = {}
         for count in range(1, problem.cluster.num_devices):
             ranks = pool_ranks(problem.cluster, count, tp_degree, tp_gpus)
             if ranks is not None and _holds(problem.model, *ranks):
-                found[count] = ranks
-        self._ranks = found
+                ranks_of[count] = ranks
+        self._ranks = ranks_of
 
     @property
     def encode_devices(self) -> IntArray:
@@ -75,8 +75,8 @@ class WaaPlans:
         """These numbers of encode devices are nearest to such shares of all devices (WAA-C)."""
         wanted = np.asarray(share)[..., None] * self._plans.problem.cluster.num_devices
         allowed = self.encode_devices
-        found: IntArray = allowed[np.abs(wanted - allowed).argmin(axis=-1)]
-        return found
+        nearest: IntArray = allowed[np.abs(wanted - allowed).argmin(axis=-1)]
+        return nearest
 
 
 def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: int,
