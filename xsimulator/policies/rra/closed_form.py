@@ -103,7 +103,7 @@ class Rra:
             batches = self.batches_of(plan, configs, rows, like)
             memory_bytes[rows] = self._held(plan, batches).max(axis=1)
             present[rows] = batches.encode_batch * batches.queries.mean_present
-            stretch[rows] = self._stretch(plan, batches, decode_loads(batches))
+            stretch[rows] = self._stretch(plan, batches)
         return Room(memory_bytes, present, stretch)
 
     def estimate(self, config: RraConfig) -> Estimate:
@@ -186,11 +186,13 @@ class Rra:
             "memory_bytes": self._memory.by_stage(plan, batches, kv_tokens).max(axis=1),
         }
 
-    def _stretch(self, plan: Plan, batches: PhaseBatches, loads: DecodeLoads) -> FloatArray:
+    def _stretch(self, plan: Plan, batches: PhaseBatches,
+                 loads: DecodeLoads | None = None) -> FloatArray:
         degrees = plan.times.degrees
         if self._range.is_endless(degrees):
             return np.zeros(len(batches.encode_batch))
-        return self._range.stretch(degrees, self._presented(batches, loads))
+        return self._range.stretch(degrees, self._presented(
+            batches, loads or decode_loads(batches)))
 
     def _presented(self, batches: PhaseBatches, loads: DecodeLoads) -> Presented:
         lengths = self.problem.lengths
