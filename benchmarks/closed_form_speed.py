@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
+from xgpt.core.policies import policy_names
 from xgpt.core.problem import Problem
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -38,7 +40,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import ENCODER_DECODER_ONLY, MessageKind, Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
-from xsimulator.policies import POLICIES, make_policy
+from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.static.config import StaticConfig
@@ -84,7 +86,7 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--policy", choices=list(POLICIES))
+    parser.add_argument("--policy", choices=policy_names())
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = ["| policy | model, cluster, task | source | configurations | cold /s | warm /s |",
@@ -122,7 +124,7 @@ def problem_of(case: Case) -> Problem:
     return Problem(
         model=catalog.model(case.model), cluster=catalog.cluster(case.cluster),
         lengths=catalog.task(case.task), dtype="float16", num_queries=None,
-        constraint=Constraint(latency_s=float("inf")), fixed=FixedSchedule(), default_max_tokens=1)
+        constraint=latency_constraint(latency_s=float("inf")), fixed=FixedSchedule(), default_max_tokens=1)
 
 
 def configs_of(case: Case, problem: Problem) -> Any:

@@ -10,12 +10,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
-from xgpt.core.job import Constraint
 from xgpt.core.lengths import empirical, joint_empirical
+from xgpt.core.policies import policy_names
 from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
-from xsimulator.policies import POLICIES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
@@ -64,7 +65,7 @@ def replays(draw, policy):
 
 def every_policy(law):
     """Runs the law on random replays of each policy."""
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("policy", policy_names())
     def test(policy):
         LAWS(given(replays(policy))(law))()
     test.__name__, test.__doc__ = law.__name__, law.__doc__
@@ -177,5 +178,5 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() ->
                        last_token_s=start_s + latency_s)
     result = ReplayResult(pools=(), handovers=(), times=times, preemptions=0,
                           output_tokens=np.ones(501, np.int64))
-    constraint = Constraint(latency_s=math.inf, kind="queries", quantile=0.99)
+    constraint = latency_constraint(latency_s=math.inf, kind="queries", quantile=0.99)
     assert steady_figures(result, constraint, empirical(np.ones(3, np.int64))) is None

@@ -8,11 +8,12 @@ import pytest
 from problems import problem_of, roofline_of
 
 from xgpt.core.errors import InputError
+from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator import memory
 from xsimulator.plans import Plans
-from xsimulator.policies import POLICIES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import waa_c
@@ -102,13 +103,13 @@ def check(policy, case, seeds, queries, enough=10**9):
     return checked
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device(policy):
     assert check(policy, CASES[0], range(9), 400, enough=8) == 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
     """125 and more of each policy, 1,000 in all, full of queries."""
     checked = sum(check(policy, case, range(20), 1200, enough=48) for case in CASES)

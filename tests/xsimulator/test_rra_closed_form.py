@@ -10,13 +10,14 @@ import problems
 import pytest
 
 from xgpt.core import catalog
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError, UnknownNameError
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
@@ -38,7 +39,7 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster),
         lengths=lengths or catalog.task(task), dtype="float16", num_queries=num_queries,
-        constraint=Constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
+        constraint=latency_constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
         default_max_tokens=1)
 
 
@@ -208,6 +209,7 @@ def test_both_kinds_of_bound_are_met_by_the_quantile_of_the_output_length():
 
 
 def test_unknown_policy_names_the_known_ones():
-    assert policy_class("rra") is Rra
+    problem = problem_of()
+    assert isinstance(make_policy("rra", problem, roofline_of(problem)), Rra)
     with pytest.raises(UnknownNameError, match="rra"):
-        policy_class("rr")
+        make_policy("rr", problem, roofline_of(problem))

@@ -17,13 +17,15 @@ from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
-from xgpt.core.schedule import Estimate, load_schedule
+from xgpt.core.policies import baselines
+from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_keys, load_schedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.search import POLICIES, find_schedule
-from xsimulator.policies import BASELINES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import SteadyFigures
@@ -52,8 +54,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     others = _baselines(session, timing, found.policy) if baselines else {}
     files = _draw(session, found, result, _picture_files(timeline_file))
     if as_json:
-        print_json({**asdict(found), "replay": asdict(figures),
-                    **({"baselines": {name: None if e is None else asdict(e)
+        print_json({**estimate_keys(found), "replay": asdict(figures),
+                    **({"baselines": {name: None if e is None else estimate_keys(e)
                                       for name, e in others.items()}} if baselines else {})})
         return
     constraint = session.problem.constraint
@@ -72,7 +74,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
     if given is None and fixed == FixedSchedule():
         return find(session, timing).estimate
     name = given.policy if given is not None else fixed.policy or "rra"
-    source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
+    source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
@@ -85,7 +87,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
             allowed="simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
     estimate: Estimate = policy.estimate(config)
-    if math.isinf(estimate.latency_s):
+    if math.isinf(estimate.figures.latency_s):
         words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
             "a size of this schedule lies beyond that"]
         raise InputError([Mistake(
@@ -113,7 +115,7 @@ def _baselines(session: Session, timing: TimingSource,
                shown: str) -> dict[str, Estimate | None]:
     """The best of every policy, but for the searched one that is shown already."""
     found = {}
-    for name in (*(name for name in POLICIES if name != shown), *BASELINES):
+    for name in (*(name for name in POLICIES if name != shown), *baselines()):
         say(f"looking for the best {name} ...")
         found[name] = _best(session, timing, name)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from xgpt.core.controls import max_in_system
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.remembered import Remembered
@@ -15,7 +16,7 @@ from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
 from xscheduler.spaces.waa_examiner import WaaExaminer
 from xscheduler.spaces.waa_points import WaaPoints, group_range
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.waa.plans import WaaPlans
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
@@ -28,7 +29,7 @@ class WaaSpace:
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  plans: Sequence[TensorPlan]) -> None:
-        waa: Any = policy_class(name)(problem, Remembered(timing))
+        waa: Any = make_policy(name, problem, Remembered(timing))
         self.name, self.problem = name, problem
         self.plans = tuple(plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
@@ -52,7 +53,7 @@ class WaaSpace:
         return ""
 
     def present(self, tight: Tight) -> float:
-        return float(self.estimate(tight.plan, tight.point).max_in_system)
+        return float(max_in_system(self.estimate(tight.plan, tight.point).controls))
 
     def easiest(self) -> list[Tight]:
         least, most = batch_range(self.problem.fixed, self.problem.num_queries)

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xgpt.core.controls import Controls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule import Deployment, Estimate, Figures, Pool, StageAssignment
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 
@@ -77,21 +78,30 @@ class Assembler:
     def capacity_bytes(self) -> int:
         return memory.capacity_bytes(self._problem.cluster.device)
 
-    def estimate(self, config: TensorPlanned, figures: Mapping[str, float], *,
-                 stages: Sequence[StageAssignment], held_bytes: FloatArray, notes: Sequence[str],
-                 **controls: Any) -> Estimate:
-        """`figures` as of EstimateArrays, with decode_iteration_s; `held_bytes` [stages] on each
-        rank of a stage; `controls`: what else the Estimate says of its policy."""
+    def estimate(self, controls: Controls, deployment: Deployment, figures: Mapping[str, float], *,
+                 held_bytes: FloatArray, notes: Sequence[str] = ()) -> Estimate:
+        """`figures` are those of EstimateArrays, with encode_batch, decode_iterations and
+        decode_iteration_s; `held_bytes` [stages] lie on each rank of a stage."""
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
-            stages, held_bytes, strict=True) for rank in stage.ranks}
-        taken: dict[str, Any] = {name: figures[name] for name in (
+            deployment.stages, held_bytes, strict=True) for rank in stage.ranks}
+        fits = figures.get("fits", max(by_rank.values()) <= self.capacity_bytes)
+        means = {name: figures[name] for name in (
             "throughput_qps", "latency_s", "encode_s", "decode_iteration_s", "period_s",
             "decode_batch")}
-        fits = figures.get("fits", max(by_rank.values()) <= self.capacity_bytes)
         return Estimate(
-            tp_degree=config.tp_degree, tp_gpus=config.tp_gpus, **taken, **controls,
-            output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
-            memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
-            memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
-            fits=bool(fits), stages=tuple(stages),
-            notes=(f"times: {self._timing.provenance()}", *notes))
+            controls=controls, deployment=deployment,
+            notes=(f"times: {self._timing.provenance()}", *notes),
+            figures=Figures(
+                **means, fits=bool(fits), memory_capacity_bytes=self.capacity_bytes,
+                output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
+                encode_batch=max(round(figures["encode_batch"]), 1),
+                decode_iterations=max(round(figures["decode_iterations"]), 1),
+                memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank))))
+
+
+def one_pool(config: TensorPlanned, stages: tuple[StageAssignment, ...], num_groups: int,
+             kv_tokens: float) -> Deployment:
+    """All devices form one pool that works both phases."""
+    pool = Pool(name="all", role="both", stages=stages, num_groups=num_groups,
+                kv_tokens=int(kv_tokens))
+    return Deployment(pools=(pool,), tp_degree=config.tp_degree, tp_gpus=config.tp_gpus)

@@ -9,7 +9,7 @@ import pytest
 from fake_run import write_fake_run, write_spool
 
 from xgpt.core.errors import InputError
-from xgpt.core.schedule import SCHEDULE_VERSION
+from xgpt.core.schedule_file import SCHEDULE_VERSION
 from xgpt.core.spool import Record
 from xgpt.report.output import number, read_output
 
@@ -77,7 +77,7 @@ def test_a_schedule_of_another_version_is_said(run_dir: Path) -> None:
     output = read_output(run_dir)
     assert output.schedule is None
     assert len(output.remarks) == 1
-    assert f"this xgpt reads version {SCHEDULE_VERSION}" in output.remarks[0]
+    assert f"this xgpt reads versions 2, {SCHEDULE_VERSION}" in output.remarks[0]
 
 
 def test_answers_are_kept_for_the_first_queries_only(run_dir: Path) -> None:

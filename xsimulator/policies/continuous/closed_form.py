@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -41,6 +42,7 @@ from xsimulator.policies.figures import (
     by_plan,
     extrapolation,
     gathered,
+    one_pool,
 )
 from xsimulator.policies.grids import geometric
 from xsimulator.policies.measured_range import MeasuredRange
@@ -136,13 +138,14 @@ class Continuous:
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         figures = {name: float(values[0]) for name, values in self._figures([config]).items()}
         groups = self._groups(plan, [config])
+        kv_tokens = figures["kv_tokens"]
         return self._assembler.estimate(
-            config, figures, stages=plan.stages, notes=extrapolation(figures["stretch"]),
-            held_bytes=self._memory.by_stage(plan, groups, np.array([figures["kv_tokens"]]))[0],
-            policy=self.name, encode_batch=max(round(figures["encode_batch"]), 1),
-            decode_iterations=1, decode_micro_batches=int(groups.number[0]),
-            max_active=config.max_active,
-            token_budget=self._filling.budget_of(config.token_budget))
+            ContinuousControls(
+                policy=self.name, max_active=config.max_active,
+                token_budget=self._filling.budget_of(config.token_budget) or None),
+            one_pool(config, plan.stages, int(groups.number[0]), kv_tokens),
+            figures | {"decode_iterations": 1}, notes=extrapolation(figures["stretch"]),
+            held_bytes=self._memory.by_stage(plan, groups, np.array([kv_tokens]))[0])
 
     def _useful(self, configs: list[ContinuousConfig]) -> list[ContinuousConfig]:
         """Configurations are useful that fit, with no more queries than memory ever holds."""

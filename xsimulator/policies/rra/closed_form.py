@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -29,7 +30,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.figures import Assembler, EstimateArrays, gathered
+from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.memory import RraMemory
@@ -113,15 +114,19 @@ class Rra:
         period, encode = figures["period_s"], figures["encode_s"]
         figures["decode_iteration_s"] = (
             max(period - encode, 0.0) / config.decode_iterations if np.isfinite(period) else np.inf)
+        figures |= {"encode_batch": config.encode_batch,
+                    "decode_iterations": config.decode_iterations}
         steers = self.adjustment > 0 and self.problem.adjustment.steers is not False
+        groups = int(batches.groups[0])
+        even = EvenBatches(
+            adjustment=self.adjustment, mean_input_tokens=self.encode_tokens.mean,
+            target_active=steers * max(figures["present"] - config.encode_batch, 0.0))
         return self._assembler.estimate(
-            config, figures, stages=plan.stages, held_bytes=self._held(plan, batches)[0],
-            notes=[f"extrapolated: {words}" for words in self.beyond(config)],
-            policy="rra", encode_batch=config.encode_batch,
-            decode_iterations=config.decode_iterations,
-            decode_micro_batches=int(batches.groups[0]), adjustment=self.adjustment,
-            mean_input_tokens=self.encode_tokens.mean,
-            steered_to=steers * max(figures["present"] - config.encode_batch, 0.0))
+            RraControls(encode_batch=config.encode_batch, decode_micro_batches=groups,
+                        decode_iterations=config.decode_iterations, even=even),
+            one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
+            held_bytes=self._held(plan, batches)[0],
+            notes=[f"extrapolated: {words}" for words in self.beyond(config)])
 
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """The words name the sizes of this configuration beyond `times` what was measured."""

@@ -26,13 +26,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from xgpt.core.controls import StaticControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered
+from xsimulator.policies.figures import (
+    Assembler,
+    EstimateArrays,
+    by_plan,
+    gathered,
+    one_pool,
+)
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.static.config import StaticConfig
@@ -119,13 +126,15 @@ class Static:
         period, encode = figures["period_s"], figures["encode_s"]
         figures["decode_iteration_s"] = (
             max(period - encode, 0.0) / max(rounds, 1.0) if np.isfinite(period) else np.inf)
+        figures |= {"encode_batch": config.encode_batch, "decode_iterations": rounds}
+        groups = int(steps.groups[0])
         return self._assembler.estimate(
-            config, figures, stages=plan.stages,
+            StaticControls(
+                policy=self.name, encode_batch=config.encode_batch, decode_micro_batches=groups,
+                encode_micro_batches=int(groups * steps.parts[0])),
+            one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
             held_bytes=self._memory.by_stage(plan, steps)[0],
-            notes=["sizes beyond what was measured"] if figures["stretch"] > 1 else [],
-            policy=self.name, encode_batch=config.encode_batch,
-            decode_iterations=max(round(rounds), 1), decode_micro_batches=int(steps.groups[0]),
-            encode_micro_batches=int(steps.groups[0] * steps.parts[0]))
+            notes=["sizes beyond what was measured"] if figures["stretch"] > 1 else [])
 
     def _chunks(self, configs: Sequence[StaticConfig]) -> Iterator[tuple[Plan, IntArray]]:
         """Each chunk has rows of one plan, as many as are evaluated together."""

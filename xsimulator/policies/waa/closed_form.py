@@ -26,10 +26,11 @@ from functools import cached_property
 
 import numpy as np
 
+from xgpt.core.controls import EvenBatches, WaaControls
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Deployment, Estimate, Pool
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
@@ -109,22 +110,36 @@ class Waa:
         ((plan, configs, _),) = self._divided([config])
         arrays = self._figures(plan, configs)
         figures = {name: float(values[0]) for name, values in arrays.items()}
-        figures["decode_iteration_s"] = figures["period_s"]
-        problem, devices = self.problem, sum(stage.tp_degree for stage in plan.encode.stages)
-        return self._assembler.estimate(
-            config, figures, stages=plan.stages,
-            held_bytes=self.memory.by_stage(plan, configs, arrays["present"])[0],
-            notes=[f"{devices} devices encode, {problem.cluster.num_devices - devices} decode",
-                   *extrapolation(figures["stretch"])],
-            policy=self.name, encode_batch=config.encode_batch, decode_iterations=1,
+        figures |= {"decode_iteration_s": figures["period_s"], "decode_iterations": 1,
+                    "encode_batch": config.encode_batch}
+        # the pools' own pace decides, and room where it does not: leading back is left to those who
+        # ask for it, since what is encoded together then depends on the clock
+        target = figures["decode_batch"] if self.problem.adjustment.steers else 0.0
+        controls = WaaControls(
+            policy=self.name, encode_batch=config.encode_batch,
             decode_micro_batches=config.decode_micro_batches,
             max_in_system=max(int(round(figures["present"])), 1),
-            encode_kv_tokens=int(self.memory.encode_kv_tokens(
-                configs.batch, len(plan.encode.stages))[0]),
-            adjustment=self.adjustment, mean_input_tokens=problem.lengths.inputs.mean,
-            # the pools' own pace decides, and room where it does not: leading back is left to those
-            # who ask for it, since what is encoded together then depends on the clock
-            steered_to=figures["decode_batch"] if problem.adjustment.steers else 0.0)
+            even=EvenBatches(adjustment=self.adjustment, target_active=target,
+                             mean_input_tokens=self.problem.lengths.inputs.mean))
+        deployment = self._deployment(config, plan, figures["kv_tokens"])
+        encoding, decoding = (pool.num_devices for pool in deployment.pools)
+        return self._assembler.estimate(
+            controls, deployment, figures,
+            held_bytes=self.memory.by_stage(plan, configs, arrays["present"])[0],
+            notes=[f"{encoding} devices encode, {decoding} decode",
+                   *extrapolation(figures["stretch"])])
+
+    def _deployment(self, config: WaaConfig, plan: WaaPlan, kv_tokens: float) -> Deployment:
+        stages = plan.encode.stages
+        encode_tokens = self.memory.encode_kv_tokens(np.array([float(config.encode_batch)]),
+                                                     len(stages))
+        # two groups more than stages: one waits for its tokens, one is handed over
+        encode = Pool(name="encode", role="encode", stages=stages, num_groups=len(stages) + 2,
+                      kv_tokens=int(encode_tokens[0]))
+        decode = Pool(name="decode", role="decode", stages=plan.decode.stages,
+                      num_groups=config.decode_micro_batches, kv_tokens=int(kv_tokens))
+        return Deployment(pools=(encode, decode), tp_degree=config.tp_degree,
+                          tp_gpus=config.tp_gpus)
 
     def split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
         """These divisions can be. Raises InputError where there is none."""
