@@ -23,7 +23,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
-from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
+from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, rra_change, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
@@ -211,7 +211,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]
     assert job.result.makespan_s < 0.35 * job.without.makespan_s
     assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
     assert not job.own._is_observing, "settled, and watching for drift"
-    told = load_adjustment(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
     assert all(change.group_max_active <= job.own.slots for change in job.changes)
 
@@ -261,7 +261,7 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
     assert "back to the beginning, encode_batch" in back.sentence
-    told = load_adjustment(own._output)
+    told = load_change_order(own._output)
     assert told is not None and told.revision == 1
     assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
                                                            start.figures.decode_iterations)
@@ -280,7 +280,7 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
     assert at(own, begun, long[:150]) is False, "until as many again are done"
     assert at(own, begun, long[:200]) is False, "which is nothing new"
     assert own._needed == 400 and len(own.decisions) == 1
-    assert load_adjustment(own._output) is None
+    assert load_change_order(own._output) is None
 
 
 def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[Session, Schedule],

@@ -28,7 +28,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
-from xrunner.io.adjustments import Adjustment, LengthsSoFar, ObservedState, read_observed
+from xrunner.io.launcher_link import ChangeOrder, LengthsSoFar, ObservedState, read_observed
 from xrunner.rules.rra import most_active, rra_change
 from xscheduler.beginning import FIRST_QUERIES, can_settle, headroom
 from xscheduler.live.observed import (
@@ -121,7 +121,7 @@ class Rescheduler:
         if found.schedule is not None:
             self._running = found.schedule
             self._revision += 1
-            self._adjustment(found.schedule.estimate).save(self._output)
+            self._change_order(found.schedule.estimate).save(self._output)
         self.decisions.append(found)
         return True
 
@@ -141,9 +141,9 @@ class Rescheduler:
         self._planned, self._needed = work.observed.outputs, self._enough
         return True
 
-    def _adjustment(self, estimate: Estimate) -> Adjustment:
+    def _change_order(self, estimate: Estimate) -> ChangeOrder:
         change = rra_change(estimate, phase=0, slots=self.slots)
-        return Adjustment(
+        return ChangeOrder(
             revision=self._revision, encode_batch=change.encode_batch,
             decode_iterations=change.decode_iterations, group_max_active=change.group_max_active,
             group_kv_tokens=change.group_kv_tokens, steered_to=change.steered_to)
