@@ -26,11 +26,12 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.policies import policy_names
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xsimulator.policies import POLICIES, make_config, policy_class
-from xsimulator.replay.job import replay_job
+from xsimulator.policies import make_config, make_policy
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
 # The paper's models on its clusters (its Table 2).
@@ -85,7 +86,7 @@ def draw(rng: np.random.Generator, policy: str, model: str,
          task: str) -> tuple[Problem, bool, Estimate] | None:
     """A problem with an estimate that fits; None where none of the draws does."""
     problem, padded = problem_of(rng, model, task), bool(rng.integers(2))
-    made = policy_class(policy)(problem, roofline_of(problem, padded))
+    made = make_policy(policy, problem, roofline_of(problem, padded))
     for _ in range(DRAWS):
         config, missing = make_config(policy, controls_of(rng, problem))
         assert not missing, f"{policy}: {missing}"
@@ -121,8 +122,8 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     present = max(found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system, found.controls.max_active)
     count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, rng)
-    result = replay_job(problem, roofline_of(problem, padded), found, inputs=inputs,
-                        outputs=outputs)
+    result = replay_job(problem, roofline_of(problem, padded), found,
+                        planned_queries(problem, inputs, outputs))
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     if steady is None:
         return None
@@ -156,9 +157,9 @@ def reason_of(problem: Problem, found: Estimate) -> str:
 def tasks_of(count: int, seed: int) -> list[tuple[int, str, str, str]]:
     """At least `count` problems, the same number of each policy, models and tasks in turn."""
     cases = [(model, task) for model in CLUSTERS for task in TASKS]
-    each = -(-count // len(POLICIES))
+    each = -(-count // len(policy_names()))
     return [(seed + i, policy, *cases[(i * 7 + 3 * place) % len(cases)])
-            for place, policy in enumerate(POLICIES) for i in range(each)]
+            for place, policy in enumerate(policy_names()) for i in range(each)]
 
 
 def error_cells(errors: np.ndarray) -> str:
@@ -173,7 +174,7 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
              "worst.", "",
              "| policy | problems | throughput median | p95 | worst | latency median | p95 | "
              "worst |", "|---|---|---|---|---|---|---|---|"]
-    for policy in (*POLICIES, "all"):
+    for policy in (*policy_names(), "all"):
         own = [row for row in rows if policy in (row.policy, "all")]
         throughput = np.abs(np.array([row.throughput for row in own]) - 1)
         latency = np.abs(np.array([row.latency for row in own]) - 1)
@@ -193,7 +194,7 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=320)
-    parser.add_argument("--policy", choices=list(POLICIES))
+    parser.add_argument("--policy", choices=policy_names())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
