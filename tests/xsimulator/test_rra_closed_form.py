@@ -18,7 +18,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import planned_queries, replay_job
@@ -211,6 +211,7 @@ def test_both_kinds_of_bound_are_met_by_the_quantile_of_the_output_length():
 
 
 def test_unknown_policy_names_the_known_ones():
-    assert policy_class("rra") is Rra
+    problem = problem_of()
+    assert isinstance(make_policy("rra", problem, roofline_of(problem)), Rra)
     with pytest.raises(UnknownNameError, match="rra"):
-        policy_class("rr")
+        make_policy("rr", problem, roofline_of(problem))

@@ -15,6 +15,7 @@ from xgpt.app.plan import plan_job
 from xgpt.app.replays import names_of, replay_steady, steady_timeline
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import estimate_keys
@@ -26,7 +27,7 @@ from xrunner.engines.engine import mistake
 from xscheduler.planner import PlanOptions
 from xscheduler.search import POLICIES, find_schedule
 from xscheduler.spaces.grid import best as best_of_grid
-from xsimulator.policies import BASELINES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import SteadyFigures
@@ -124,7 +125,7 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigure
 def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | None]:
     """The best of every policy, but for the searched one that is shown already."""
     best: dict[str, Estimate | None] = {}
-    for name in (*(name for name in POLICIES if name != shown), *BASELINES):
+    for name in (*(name for name in POLICIES if name != shown), *baselines()):
         opened.tell.say(f"looking for the best {name} ...")
         best[name] = _best(opened, timing, name)
     return best
