@@ -15,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, Lengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import Replayer
+from xscheduler.evaluator import Evaluator
 from xsimulator.replay.steady import steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
@@ -146,8 +144,7 @@ class _Replays:
         problem = replace(self._problem, lengths=lengths)
         present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
         count = min(max(self._least_queries, math.ceil(ROUNDS * present)), MOST_QUERIES)
-        inputs, outputs = lengths.sample(count, np.random.default_rng(SEED))
-        result = Replayer(problem, self._timing, estimate).run(inputs, outputs)
+        result = Evaluator(problem, self._timing).replay(estimate, count, SEED)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
         of_all = steady_figures(result, replace(constraint, kind="queries"), planned)

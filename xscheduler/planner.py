@@ -24,6 +24,7 @@ from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import rows_with_margin
 from xscheduler.beginning import beginning, can_settle
+from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.few_queries import plan_with_enough
 from xscheduler.job_time import for_the_job
@@ -31,8 +32,9 @@ from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.baselines import BaselineSearch
 from xscheduler.spaces.space import Effort, Selection
-from xscheduler.uncertainty import PlannedWithin, plan_within
+from xscheduler.uncertainty import Doubts
 from xscheduler.untimed import plan_untimed
+from xscheduler.within import PlannedWithin, plan_within
 from xsimulator.policies import BASELINES
 
 # Of the policies that are searched, the one whose schedule can be changed while it runs.
@@ -122,7 +124,7 @@ class Planner:
             if begun is None:
                 raise
             schedule = begun
-        return for_the_job(problem, self.timing, schedule, self._own.selections)
+        return for_the_job(problem, self._evaluator, schedule, self._own.selections)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
@@ -142,8 +144,8 @@ class Planner:
                 longer.append(self._search_of(other))
             return longer[-1].find(other.constraint.latency_s)
 
-        planned = plan_within(_bounded(self._narrowed, bound_s), self.timing, own.find,
-                              search_problem=None if is_baseline else of_problem, replays=True)
+        doubts = Doubts(_bounded(self._narrowed, bound_s), self._evaluator, replays=True)
+        planned = plan_within(doubts, own.find, search_problem=None if is_baseline else of_problem)
         schedule, explanation = planned.schedule, tuple[str, ...]()
         if not is_baseline:
             schedule = _compared(planned, [found for search in (own, *longer)
@@ -167,6 +169,10 @@ class Planner:
         if self.options.horizon == "steady" or not self.problem.observes or fixed.policy:
             return self.problem
         return replace(self.problem, fixed=replace(fixed, policy=_CHANGEABLE))
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self._narrowed, self.timing)
 
     @cached_property
     def _own(self) -> _Search:
