@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
 
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> Loaded:
-    stages, rank = schedule.estimate.stages, world.comm.rank
+    stages, rank = schedule.estimate.deployment.stages, world.comm.rank
     stage = next(stage for stage in stages if rank in stage.ranks)
     shard = WHOLE
     if any(stage.tp_degree > 1 for stage in stages):
@@ -65,10 +65,10 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
 def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
               world: World) -> tuple[EntrySender | None, EntryReceiver | None]:
     """This rank's end of the handover, under WAA."""
-    both = pools(schedule.estimate.stages)
+    both = pools(schedule.estimate.deployment.stages)
     if len(both) == 1:
         return None, None
-    comm, found = world.duplicate(), transfers(schedule.estimate.stages, spec)
+    comm, found = world.duplicate(), transfers(schedule.estimate.deployment.stages, spec)
     abort = partial(world.abort, 1)
     if stage.role == "encode":
         return EntrySender(comm, found, abort=abort), None

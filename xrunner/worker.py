@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from xgpt.core.errors import XgptError
-from xgpt.core.schedule import Schedule, load_schedule
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xrunner.engine.head import Head, Link
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
@@ -25,10 +27,10 @@ from xrunner.lead import conduct, order_of, read_work
 from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, to_the_end
-from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
+from xrunner.rules.registry import rules_for
 from xrunner.rules.rra import rra_rule
 from xrunner.rules.steps import BatchingRule
-from xrunner.rules.waa import WaaEncodeRule
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xrunner.transport.comm import Comm
 from xrunner.transport.route import pools
 from xrunner.world import World, connect
@@ -102,7 +104,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     for place in order:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
-    head.start(spare_bytes=max(estimate.memory_capacity_bytes - max(estimate.memory_bytes), 0))
+    head.start(spare_bytes=max(estimate.figures.memory_capacity_bytes - max(estimate.figures.memory_bytes), 0))
 
     def report() -> RankReport:
         loaded.executor.close()
@@ -118,7 +120,7 @@ def _link(schedule: Schedule, rules: Sequence[BatchingRule], comm: Comm) -> Link
     if decode_head is None:
         return None
     encode_rule, decode_rule = rules
-    assert isinstance(encode_rule, WaaEncodeRule)
+    assert isinstance(encode_rule, WaaEncodeRule) and isinstance(decode_rule, WaaDecodeRule)
     return ToDecodePool(comm, encode_rule, decode_rule, decode_head)
 
 
@@ -131,26 +133,23 @@ def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
 
 def _decode_head(schedule: Schedule) -> int | None:
     """First rank of WAA's decode pool."""
-    both = pools(schedule.estimate.stages)
+    both = pools(schedule.estimate.deployment.stages)
     return None if len(both) == 1 else both[1][0].ranks[0]
 
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
     estimate = schedule.estimate
-    if estimate.policy not in EXECUTED:
-        raise XgptError(f"policy {estimate.policy!r} cannot be executed; can be: "
-                        f"{', '.join(EXECUTED)}")
-    roles = [pool[0].role for pool in pools(estimate.stages)]
-    expected = ["encode", "decode"] if estimate.policy in TWO_POOLS else ["both"]
+    roles = [pool[0].role for pool in pools(estimate.deployment.stages)]
+    expected = list(policy(estimate.policy).pools)
     if roles != expected:
         raise XgptError(f"the schedule's stages have the roles {roles}; {estimate.policy} has "
                         f"{expected}")
-    ranks = sorted(rank for stage in estimate.stages for rank in stage.ranks)
+    ranks = sorted(rank for stage in estimate.deployment.stages for rank in stage.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
                         f"{comm.size}")
-    if estimate.stages[0].ranks[0] != 0:
-        raise XgptError(f"the schedule's first stage has the ranks {estimate.stages[0].ranks}: "
+    if estimate.deployment.stages[0].ranks[0] != 0:
+        raise XgptError(f"the schedule's first stage has the ranks {estimate.deployment.stages[0].ranks}: "
                         "rank 0 must be its first, since it decides")
 
 

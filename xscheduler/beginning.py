@@ -60,15 +60,14 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     if least_s is None:
         return None
     found = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
-    return replace(
-        found, latency_bound_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf,
+    return found.changed(limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf,
         gap=math.inf, rejected=(), pruned=(),
         explanation=(f"{_sentence(problem, least_s)}.", _why(found, least_s)))
 
 
 def said_of(schedule: Schedule) -> str | None:
     """The sentence on a schedule that a job begins with; None for any other."""
-    if schedule.status != Status.BEGINNING or not schedule.explanation:
+    if schedule.proof.status != Status.BEGINNING or not schedule.explanation:
         return None
     return schedule.explanation[0].removesuffix(".")
 
@@ -85,8 +84,8 @@ def _sentence(problem: Problem, least_s: float) -> str:
 
 def _why(schedule: Schedule, least_s: float) -> str:
     estimate = schedule.estimate
-    queries = "1 query" if estimate.encode_batch == 1 else f"{estimate.encode_batch} queries"
+    queries = "1 query" if estimate.figures.encode_batch == 1 else f"{estimate.figures.encode_batch} queries"
     return (f"{queries[:1].upper()}{queries[1:]} encoded together, then "
-            f"{estimate.decode_iterations} decode iterations, or fewer where all are done before: "
-            f"{format_seconds(estimate.latency_s)} for a query that runs to its cap, "
+            f"{estimate.figures.decode_iterations} decode iterations, or fewer where all are done before: "
+            f"{format_seconds(estimate.figures.latency_s)} for a query that runs to its cap, "
             f"{format_seconds(least_s)} being the least there is.")

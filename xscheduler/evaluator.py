@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +38,11 @@ class Evaluator:
     def estimate(self, estimate: Estimate) -> Estimate:
         """The closed form's figures of a schedule that may have been found for another problem."""
         own: Estimate = self.form(estimate).estimate(config_of(estimate))
-        return replace(own, policy=estimate.policy)
+        return own
 
     def form(self, estimate: Estimate) -> Any:
         """The closed form of its policy on its stages (a baseline's: on its own)."""
-        key = estimate.policy, estimate.stages
+        key = estimate.policy, estimate.deployment.stages
         if key not in self._forms:
             self._forms[key] = pinned_policy(estimate, self.problem, self.timing)
         return self._forms[key]

@@ -34,7 +34,7 @@ from scipy import optimize, special
 
 from xgpt.core.lengths import FloatArray, JointLengths, bootstrap, with_output_moments
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.profile import (
     TableKey,
@@ -59,7 +59,7 @@ class Measured(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
+class MarginParts:
     """`factor`: plan for bound / factor. The parts are what it would be for one cause alone."""
 
     factor: float
@@ -69,6 +69,10 @@ class Margin:
     confidence: float
     sentence: str
     model: float = 1.0
+
+    def kept(self, cost: float = 0.0) -> Margin:
+        """As a schedule says it, which has less throughput for it by the share `cost`."""
+        return Margin(factor=self.factor, cost=cost, note=self.sentence)
 
 
 class Doubts:
@@ -90,11 +94,11 @@ class Doubts:
             not self._errors and constraint.drift == 0
             and lengths.inputs.num_samples is None and lengths.outputs.num_samples is None)
 
-    def margin(self, estimate: Estimate) -> Margin:
+    def margin(self, estimate: Estimate) -> MarginParts:
         confidence = self.problem.constraint.confidence
         model = self._model_factor(estimate)
         if self.is_certain:
-            return Margin(factor=model, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
+            return MarginParts(factor=model, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
                           model=model, sentence=self._sentence(model, 1.0, 1.0, 1.0, 0.0, model))
         expected_s = self._evaluator.latency_s(estimate)
         spread, unmeasured = self._timing_spread(estimate, expected_s)
@@ -104,7 +108,7 @@ class Doubts:
         timing = math.exp(upper_limit(alone, spread, confidence))
         lengths = max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0)
         factor = model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)
-        return Margin(
+        return MarginParts(
             factor=factor, timing=timing, lengths=lengths, drift=drift, confidence=confidence,
             model=model, sentence=self._sentence(factor, timing, lengths, drift, unmeasured, model))
 
@@ -112,7 +116,7 @@ class Doubts:
         """By how much a replay's latency exceeds the closed form's."""
         if not self._replays or math.isinf(self.problem.constraint.latency_s):
             return 1.0
-        ratio = self._evaluator.replayed_latency_s(estimate) / estimate.latency_s
+        ratio = self._evaluator.replayed_latency_s(estimate) / estimate.figures.latency_s
         return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
     def longer(self) -> JointLengths:
@@ -135,7 +139,7 @@ class Doubts:
 
     def _timing_spread(self, estimate: Estimate, expected_s: float) -> tuple[float, float]:
         """(standard deviation of the latency's logarithm, share of it that no table explains)."""
-        degrees = {stage.tp_degree for stage in estimate.stages}
+        degrees = {stage.tp_degree for stage in estimate.deployment.stages}
         square, explained = 0.0, 0.0
         for key, error in self._errors.items():
             if not key.link and key.tp_degree not in degrees:

@@ -10,7 +10,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_seconds
-from xscheduler.uncertainty import Doubts, Margin
+from xscheduler.uncertainty import Doubts, MarginParts
 
 ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
@@ -26,7 +26,7 @@ class PlannedWithin:
     without it has more."""
 
     schedule: Schedule
-    margin: Margin
+    margin: MarginParts
     cost: float
     is_safe: bool = True
 
@@ -51,17 +51,16 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     bound_s = problem.constraint.latency_s
     free = search(bound_s)
     first = doubts.margin(free.estimate)
-    if free.estimate.latency_s * first.factor <= bound_s:
+    if free.estimate.figures.latency_s * first.factor <= bound_s:
         return PlannedWithin(schedule=free, margin=first, cost=0.0)
     tried = _Tried(bound_s, free, first)
-    begin_s, find = _tighter_s(bound_s, free.estimate.latency_s, first.factor), search
+    begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
-        begin_s = _tighter_s(bound_s, free.estimate.latency_s, first.timing * first.model)
+        begin_s = _tighter_s(bound_s, free.estimate.figures.latency_s, first.timing * first.model)
         longer = replace(problem, lengths=doubts.longer())
 
         def find(target_s: float) -> Schedule:
-            return search_problem(replace(longer, constraint=replace(
-                longer.constraint, latency_s=target_s)))
+            return search_problem(replace(longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
@@ -73,19 +72,19 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
             tried.refused(target_s, refusal)
             continue
         own = found if find is search else doubts.with_own_lengths(found)
-        tried.add(target_s, found.estimate.latency_s, own, doubts.margin(own.estimate))
+        tried.add(target_s, found.estimate.figures.latency_s, own, doubts.margin(own.estimate))
     return tried.result()
 
 
 class _Tried:
     """Latency bounds searched with, and what came of them."""
 
-    def __init__(self, bound_s: float, free: Schedule, first: Margin) -> None:
+    def __init__(self, bound_s: float, free: Schedule, first: MarginParts) -> None:
         self._bound_s, self._free = bound_s, free
         self._least_s: float | None = None  # the largest that is safe, or that nothing meets
         self._most_s: float | None = None  # the least whose schedule is not safe
         self._next_s: float | None = None  # after an unsafe one
-        self._safe: list[tuple[Schedule, Margin]] = []
+        self._safe: list[tuple[Schedule, MarginParts]] = []
         self._unsafe = [(free, first)]
         self._refusal: InfeasibleError | None = None
 
@@ -98,9 +97,9 @@ class _Tried:
             return None
         return math.sqrt(self._least_s * self._most_s)
 
-    def add(self, target_s: float, searched_s: float, schedule: Schedule, own: Margin) -> None:
+    def add(self, target_s: float, searched_s: float, schedule: Schedule, own: MarginParts) -> None:
         """searched_s: the schedule's latency in the eyes of the search."""
-        needed_s = schedule.estimate.latency_s * own.factor
+        needed_s = schedule.estimate.figures.latency_s * own.factor
         if needed_s <= self._bound_s:
             self._safe.append((schedule, own))
             self._least_s = target_s
@@ -119,19 +118,20 @@ class _Tried:
             raise InfeasibleError(
                 f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
                 f"with its margin (without one: {schedule.estimate.policy} at "
-                f"{format_seconds(schedule.estimate.latency_s)}; {own.sentence}). With a margin: "
+                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a margin: "
                 f"{self._refusal}") from self._refusal
         if self._safe:
-            found, own = max(self._safe, key=lambda pair: pair[0].estimate.throughput_qps)
+            found, own = max(self._safe, key=lambda pair: pair[0].estimate.figures.throughput_qps)
         else:
             found, own = min(self._unsafe,
-                             key=lambda pair: pair[0].estimate.latency_s * pair[1].factor)
+                             key=lambda pair: pair[0].estimate.figures.latency_s * pair[1].factor)
             own = replace(own, sentence=f"NOT kept with that confidence: {own.sentence}")
-        queries, bound_qps = found.estimate.throughput_qps, self._free.bound_qps
+        queries, bound_qps = found.estimate.figures.throughput_qps, self._free.proof.bound_qps
         return PlannedWithin(
-            schedule=replace(found, latency_bound_s=self._bound_s, bound_qps=bound_qps,
-                             gap=bound_qps / queries - 1, unbounded_qps=self._free.unbounded_qps),
-            margin=own, cost=1 - queries / self._free.estimate.throughput_qps,
+            schedule=found.changed(
+                limit_s=self._bound_s, bound_qps=bound_qps, gap=bound_qps / queries - 1,
+                unbounded_qps=self._free.proof.unbounded_qps),
+            margin=own, cost=1 - queries / self._free.estimate.figures.throughput_qps,
             is_safe=bool(self._safe))
 
 

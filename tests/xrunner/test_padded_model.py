@@ -16,7 +16,8 @@ import pytest
 from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
@@ -124,9 +125,9 @@ def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str,
 def problem_of(directory: Path, pairs: Any) -> Problem:
     joint = joint_empirical(pairs)
     return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
-                   cluster=replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=2),
+                   cluster=catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=2),
                    lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
-                   constraint=Constraint(latency_s=math.inf))
+                   constraint=latency_constraint(latency_s=math.inf))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])

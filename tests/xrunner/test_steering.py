@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core import catalog
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
@@ -109,7 +110,7 @@ def problem_of(adjustment: Adjustment) -> Problem:
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=catalog.task("S"),
         dtype="float16", num_queries=None, fixed=FixedSchedule(), default_max_tokens=80,
-        constraint=Constraint(latency_s=math.inf), adjustment=adjustment)
+        constraint=latency_constraint(latency_s=math.inf), adjustment=adjustment)
 
 
 @pytest.mark.parametrize(("adjustment", "rra_leads", "waa_leads", "share"), [
@@ -122,20 +123,21 @@ def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: 
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     found = Rra(problem, timing).estimate(RraConfig(encode_batch=24, decode_iterations=8))
     rule = rra_rule(found)
-    assert (rule.steered_to > 0) == rra_leads and found.adjustment == share
+    assert (rule.steered_to > 0) == rra_leads and found.controls.even.adjustment == share
     if rra_leads:  # B_E are encoded; those with more to do are the decode batch
-        assert rule.steered_to == pytest.approx(found.decode_batch - 24, rel=0.01)
+        assert rule.steered_to == pytest.approx(found.figures.decode_batch - 24, rel=0.01)
     waa = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=8))
-    assert waa.adjustment == share
-    assert (waa.steered_to == waa.decode_batch) == waa_leads and (waa.steered_to > 0) == waa_leads
+    assert waa.controls.even.adjustment == share
+    assert (waa.controls.even.target_active == waa.figures.decode_batch) == waa_leads and (waa.controls.even.target_active > 0) == waa_leads
 
 
 def waa_rule(steered_to: float) -> WaaEncodeRule:
     problem = problem_of(Adjustment())
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     found = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=20))
-    found = replace(found, mean_input_tokens=MEAN, steered_to=steered_to, max_in_system=1000,
-                    kv_tokens=10**9, encode_kv_tokens=10**9)
+    roomy = tuple(replace(pool, kv_tokens=10**9) for pool in found.deployment.pools)
+    found = found.changed(mean_input_tokens=MEAN, target_active=steered_to, max_in_system=1000,
+                          pools=roomy)
     rule, _ = waa_rules(found)
     for query in range(500):
         assert rule.submit(query, 100, int(MEAN))

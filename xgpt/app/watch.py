@@ -126,5 +126,5 @@ def decisions_with_phases(decisions: Sequence[Decision],
 
 def _longest(reserves: IntArray, estimate: Estimate) -> int:
     """Of the requests that the schedule can hold; the others become error records."""
-    held = reserves[reserves <= estimate.kv_tokens // estimate.decode_micro_batches]
+    held = reserves[reserves <= estimate.deployment.group_kv_tokens]
     return int(held.max(initial=1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import Turns, slot_shares
 from xrunner.rules.slots import SlotUse
@@ -287,11 +288,18 @@ class SarathiRule:
 
 def vllm_rule(estimate: Estimate) -> VllmRule:
     """The rule that executes `estimate`."""
-    return VllmRule(num_groups=estimate.decode_micro_batches, max_active=estimate.max_active,
-                    kv_tokens=estimate.kv_tokens, token_budget=estimate.token_budget)
+    return VllmRule(**_of(estimate))
 
 
 def sarathi_rule(estimate: Estimate) -> SarathiRule:
     """The rule that executes `estimate`."""
-    return SarathiRule(num_groups=estimate.decode_micro_batches, max_active=estimate.max_active,
-                       kv_tokens=estimate.kv_tokens, token_budget=estimate.token_budget)
+    return SarathiRule(**_of(estimate))
+
+
+def _of(estimate: Estimate) -> dict[str, int]:
+    """What both rules are told."""
+    controls, deployment = estimate.controls, estimate.deployment
+    assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
+    assert controls.token_budget is not None, f"{controls = }"
+    return {"num_groups": deployment.num_groups, "max_active": controls.max_active,
+            "kv_tokens": deployment.kv_tokens, "token_budget": controls.token_budget}

@@ -15,8 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
+from xgpt.core.controls import RraControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
@@ -169,23 +170,24 @@ class RraRule:
 
 def rra_rule(estimate: Estimate, *, slots: int = 0) -> RraRule:
     """The rule that executes `estimate`. `slots`: see RraRule."""
-    groups = estimate.decode_micro_batches
+    controls, deployment = _controls(estimate), estimate.deployment
+    groups = deployment.num_groups
     return RraRule(
-        encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
+        encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
         num_groups=groups, max_active=groups * most_active(estimate),
-        kv_tokens=estimate.kv_tokens, sizer=_sizer(estimate), steered_to=estimate.steered_to,
-        slots=slots,
-    )
+        kv_tokens=deployment.kv_tokens, sizer=sizer_of(controls.even),
+        steered_to=controls.even.target_active, slots=slots)
 
 
 def rra_change(estimate: Estimate, *, phase: int, slots: int) -> RraChange:
     """What turns a rule of the same groups, with `slots`, into that of `estimate`."""
+    controls = _controls(estimate)
     return RraChange(
-        phase=phase, encode_batch=estimate.encode_batch,
-        decode_iterations=estimate.decode_iterations,
+        phase=phase, encode_batch=controls.encode_batch,
+        decode_iterations=controls.decode_iterations,
         group_max_active=min(most_active(estimate), slots),
-        group_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches,
-        steered_to=estimate.steered_to)
+        group_kv_tokens=estimate.deployment.group_kv_tokens,
+        steered_to=controls.even.target_active)
 
 
 def most_active(estimate: Estimate) -> int:
@@ -195,11 +197,12 @@ def most_active(estimate: Estimate) -> int:
     deviations above it are room for a steady state's spread, and none for drift. Every group can
     always take one phase's new queries.
     """
-    groups = estimate.decode_micro_batches
-    mean = estimate.decode_batch / groups
-    new = _sizer(estimate).most(math.ceil(estimate.encode_batch / groups))
+    controls, groups = _controls(estimate), estimate.deployment.num_groups
+    mean = estimate.figures.decode_batch / groups
+    new = sizer_of(controls.even).most(math.ceil(controls.encode_batch / groups))
     return math.ceil(mean + 3 * math.sqrt(mean)) + new
 
 
-def _sizer(estimate: Estimate) -> BatchSizer:
-    return BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
+def _controls(estimate: Estimate) -> RraControls:
+    assert isinstance(estimate.controls, RraControls), f"{estimate.policy = }"
+    return estimate.controls

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
@@ -174,14 +175,14 @@ class WaaDecodeRule:
 
 def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     """The rules that execute `estimate`."""
-    stages = sum(stage.role == "encode" for stage in estimate.stages)
-    groups = estimate.decode_micro_batches
-    sizer = BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
+    controls, deployment = estimate.controls, estimate.deployment
+    assert isinstance(controls, WaaControls), f"{estimate.policy = }"
+    encoding, groups = deployment.encoding, deployment.num_groups
     return (
-        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 2, sizer=sizer,
-                      max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens,
-                      encode_kv_tokens=estimate.encode_kv_tokens,
-                      steered_to=estimate.steered_to),
+        WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
+                      sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
+                      kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
+                      steered_to=controls.even.target_active),
         WaaDecodeRule(num_groups=groups,
-                      group_max_active=math.ceil(estimate.max_in_system / groups)),
+                      group_max_active=math.ceil(controls.max_in_system / groups)),
     )

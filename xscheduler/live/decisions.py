@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
@@ -140,7 +141,7 @@ class Decider:
         finished, active = (_rows(part, since) for part in (written.finished, written.active))
         admitted = max((*written.finished, *written.active), default=-1) + 1
         waiting = self.followed.num_queries - admitted
-        at_work = max(len(written.active), self.running.estimate.max_in_system)
+        at_work = max(len(written.active), max_in_system(self.running.estimate.controls))
         if waiting <= at_work:  # what is left is the job's drain
             return None
         if len(finished) < self.needed:
@@ -205,21 +206,21 @@ class Decider:
         is_early = look.is_observing and look.seen.num_finished < LEAST_QUERIES
         revised = revise(
             self.running, problem, self._timing, caution=CAUTION if is_early else 1.0,
-            most_present=now.decode_micro_batches * mean_present(self.followed.slots))
+            most_present=now.deployment.num_groups * mean_present(self.followed.slots))
         record |= {"choice": "keep", "reason": revised.reason, "from": _variables(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
         if revised.estimate is None:
             return self._unchanged(look, record, revised)
         changed = with_room_for(replace(self.running, estimate=revised.estimate), problem,
                                 self.followed.longest)
-        groups = changed.estimate.decode_micro_batches
-        if changed.estimate.kv_tokens // groups < self.followed.longest:
+        groups = changed.estimate.deployment.num_groups
+        if changed.estimate.deployment.kv_tokens // groups < self.followed.longest:
             record["reason"] = "other batch sizes leave no room for the longest request"
             return Decision(sentence=f"{look.sentence}; the schedule stays: {record['reason']}",
                             record=record)
         record |= {"choice": "adjust", "to": _variables(changed.estimate),
                    "revision": self.revision + 1}
-        record["throughput_qps"]["after"] = changed.estimate.throughput_qps
+        record["throughput_qps"]["after"] = changed.estimate.figures.throughput_qps
         return Decision(schedule=changed, record=record, is_kept=revised.is_kept, sentence=(
             f"{look.sentence}; {_changed(now, changed.estimate)} ({revised.reason})"))
 
@@ -236,7 +237,7 @@ class Decider:
 
     def _ask(self, problem: Problem, look: Look) -> Decision:
         """WAA: what a re-deployment would bring."""
-        limit_s = problem.constraint.latency_s / self.running.margin
+        limit_s = problem.constraint.latency_s / self.running.margin.factor
         ways = reschedule(self.running, problem, self._timing, latency_limit_s=limit_s)
         record = look.record() | {
             "choice": ways.choice, "reason": ways.sentence,
@@ -246,7 +247,7 @@ class Decider:
             assert ways.chosen is not None
             record |= {"choice": "redeploy", "to": _variables(ways.chosen), "cost_s": ways.cost_s,
                        "break_even_queries": ways.break_even_queries}
-            record["throughput_qps"]["after"] = ways.chosen.throughput_qps
+            record["throughput_qps"]["after"] = ways.chosen.figures.throughput_qps
         return Decision(sentence=f"{look.sentence}. {_advice(ways)}", record=record)
 
 
@@ -260,10 +261,10 @@ def _figure(value: float) -> str:
 
 
 def _variables(estimate: Estimate) -> dict[str, int]:
-    iterations = {"decode_iterations": estimate.decode_iterations}
-    return {"encode_batch": estimate.encode_batch,
+    iterations = {"decode_iterations": estimate.figures.decode_iterations}
+    return {"encode_batch": estimate.figures.encode_batch,
             **(iterations if estimate.policy == "rra" else {}),
-            "decode_micro_batches": estimate.decode_micro_batches}
+            "decode_micro_batches": estimate.deployment.num_groups}
 
 
 def _changed(old: Estimate, new: Estimate) -> str:

@@ -24,8 +24,8 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
     """Queries that a group may come to hold once lengths have been seen, over those that it is
     planned to hold; infinite where not even short outputs tell."""
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
-    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.tp_degree,
-                    tp_gpus=estimate.tp_gpus, decode_micro_batches=estimate.decode_micro_batches)
+    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.deployment.tp_degree,
+                    tp_gpus=estimate.deployment.tp_gpus, decode_micro_batches=estimate.deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(
         inputs=problem.lengths.inputs, outputs=outputs))
     best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
@@ -37,14 +37,14 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
 def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float) -> int:
     """Queries that a group's cache has room for: `times` those planned, as far as the memory of
     every rank and the number of queries go; never fewer than planned."""
-    planned, groups = most_active(estimate), estimate.decode_micro_batches
+    planned, groups = most_active(estimate), estimate.deployment.num_groups
     per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
     fits = []
-    for stage in estimate.stages:
+    for stage in estimate.deployment.stages:
         token_bytes = per_layer * stage.num_layers / stage.tp_degree
         for rank in stage.ranks:
-            free = estimate.memory_capacity_bytes - estimate.memory_bytes[rank]
-            free += int(estimate.kv_tokens * token_bytes)
+            free = estimate.figures.memory_capacity_bytes - estimate.figures.memory_bytes[rank]
+            free += int(estimate.deployment.kv_tokens * token_bytes)
             fits.append(free / max(groups * longest * token_bytes, 1))
     wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / groups))
     return max(planned, min(wanted, int(min(fits))))
