@@ -117,7 +117,7 @@ def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
         if NEARLY * count / entry.throughput_qps > least_s:
             break
         own = entry.selection
-        estimate = replace(own.closed_form.estimate(entry.config), policy=own.policy)
+        estimate = own.closed_form.estimate(entry.config)
         found.append((clock(estimate, 1), estimate))
         least_s = min(least_s, found[-1][0])
     found.sort(key=lambda pair: pair[0])

@@ -108,7 +108,7 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
         return replace(session, problem=replace(session.problem, constraint=constraint))
 
     found = find(bounded(bound_s), timing)
-    assert found.estimate.figures.latency_s * found.margin <= bound_s
+    assert found.estimate.figures.latency_s * found.margin.factor <= bound_s
     assert found.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
     assert found.estimate.figures.encode_batch < free.estimate.figures.encode_batch
     with pytest.raises(InfeasibleError, match="no configuration of ft keeps .* quickest seen"):

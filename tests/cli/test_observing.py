@@ -53,7 +53,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
-    assert schedule.status == Status.BEGINNING and schedule.latency_bound_s == BOUND_S
+    assert schedule.proof.status == Status.BEGINNING and schedule.bound.limit_s == BOUND_S
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
@@ -265,8 +265,8 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_adjustment(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.encode_batch,
-                                                           start.decode_iterations)
+    assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
+                                                           start.figures.decode_iterations)
     assert own.decider.is_observing, "it looks again"
 
 

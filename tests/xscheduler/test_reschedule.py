@@ -187,11 +187,11 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     none = InfeasibleError("no schedule")
     found = reschedule(old, problem, roofline_of(problem), best=none)
     assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
-    assert found.choice == "adjust" and found.chosen.latency_s <= problem.constraint.latency_s
+    assert found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
     tighter = reschedule(old, problem, roofline_of(problem), best=none,
-                         latency_limit_s=found.chosen.latency_s * 0.9)
-    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.latency_s * 0.9
+                         latency_limit_s=found.chosen.figures.latency_s * 0.9)
+    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.figures.latency_s * 0.9
     impossible = reschedule(old, problem, roofline_of(problem), best=none, latency_limit_s=1e-9)
     assert impossible.choice is None and impossible.chosen is None
     assert "No schedule meets the bound" in impossible.sentence
@@ -209,7 +209,7 @@ def test_the_real_search_never_loses_to_what_is_deployed():
     problem = toy_problem(outputs=SHORTER)
     found = reschedule(rra(), problem, roofline_of(problem))
     best = max(found.keep.qps, found.adjust.qps, found.redeploy.qps)
-    assert found.chosen.throughput_qps >= best * 0.99
+    assert found.chosen.figures.throughput_qps >= best * 0.99
     assert found.adjust.qps >= found.keep.qps > 0
 
 
