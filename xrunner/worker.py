@@ -20,7 +20,7 @@ from xrunner.engine.head import Head, Link
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.query import Vocabulary
-from xrunner.io.adjustments import Steering
+from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.lead import conduct, order_of, read_work
@@ -98,7 +98,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
                 vocabulary=_vocabulary(plan, loaded), link=_link(schedule, rules, world.comm))
     order = order_of(len(queries), plan, before)
     if plan.is_watched:
-        sink.steering = Steering(plan.output, rule=changeable, first_query=before.total,
+        sink.launcher = LauncherLink(plan.output, rule=changeable, first_query=before.total,
                                  at_work=None if changeable is None else head.lengths_so_far,
                                  order=order if plan.shuffle_window > 1 or before.held else None)
     for place in order:

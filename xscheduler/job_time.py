@@ -145,5 +145,5 @@ def _words(estimate: Estimate) -> str:
     """Policy and control variables."""
     names = ("encode_batch", "decode_iterations") if estimate.policy == "rra" else (
         "max_active", "token_budget", "encode_batch", "decode_micro_batches")
-    values = [f"{name} {value}" for name in names if (value := getattr(estimate, name))]
+    values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     return ", ".join([estimate.policy, *values])

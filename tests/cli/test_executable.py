@@ -88,7 +88,7 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
         tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
     found = find(session, timing_of(session))
-    assert {name: getattr(found.estimate, name) for name in chosen} == chosen
+    assert {name: found.estimate.variables[name] for name in chosen} == chosen
     assert found.estimate.policy == session.problem.fixed.policy and found.estimate.figures.fits
     assert found.fingerprint == session.problem.fingerprint
     free = session_of(tmp_path, f"policy: {found.estimate.policy}", cluster="a40-4")

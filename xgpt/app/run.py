@@ -40,8 +40,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.engines.engine import engine_of
-from xrunner.io.adjustments import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.held import HELD_FILE
+from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
 from xrunner.io.prepare import hand_on
 from xrunner.io.results import answered

@@ -28,8 +28,8 @@ LengthsSoFar = dict[int, tuple[int, int]]  # query -> (input tokens, output toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adjustment:
-    """New control variables (see RraChange). `revision` counts them from 1."""
+class ChangeOrder:
+    """The control variables from the next phase on (see RraChange). `revision` counts from 1."""
 
     revision: int
     encode_batch: int
@@ -42,17 +42,17 @@ class Adjustment:
         write_atomically(output / ADJUST_FILE, json.dumps(asdict(self)) + "\n")
 
 
-def load_adjustment(output: Path) -> Adjustment | None:
+def load_change_order(output: Path) -> ChangeOrder | None:
     try:
-        return Adjustment(**json.loads((output / ADJUST_FILE).read_text(encoding="utf-8")))
+        return ChangeOrder(**json.loads((output / ADJUST_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedState:
-    """One state of observed.json, by query. Of those before `first` only the active are in it: the
-    long ones, which tell nothing without the others."""
+    """One state of observed.json, by query. Of the queries before `first` only the active are in
+    it: the long ones, which tell nothing without the others."""
 
     first: int
     finished: LengthsSoFar
@@ -60,7 +60,7 @@ class ObservedState:
 
 
 def read_observed(output: Path) -> ObservedState | None:
-    """None when the run has not written one yet."""
+    """The last state that the run wrote; None before it has written one."""
     try:
         raw = json.loads((output / OBSERVED_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -70,8 +70,8 @@ def read_observed(output: Path) -> ObservedState | None:
     return ObservedState(first=raw["first"], finished=finished, active=active)
 
 
-class Steering:
-    """Rank 0's end: keeps what it is told of, and hands changes to the rule."""
+class LauncherLink:
+    """Rank 0's end of the link: it keeps what it is told of, and hands changes to the rule."""
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
@@ -103,7 +103,7 @@ class Steering:
             self._next += 1
 
     def look(self, elapsed_s: float) -> None:
-        """Now and then: write the state, take up a change."""
+        """Writes the state and takes up a change, now and then."""
         if elapsed_s - self._last_s < _INTERVAL_S:
             return
         self._last_s = elapsed_s
@@ -123,10 +123,10 @@ class Steering:
             self._finished = {q: n for q, n in self._finished.items() if q >= self._first}
 
     def _take_up(self, rule: RraRule, elapsed_s: float) -> None:
-        found = load_adjustment(self._output)
-        if found is None or found.revision <= self._revision:
+        order = load_change_order(self._output)
+        if order is None or order.revision <= self._revision:
             return
-        values = asdict(found)
+        values = asdict(order)
         self._revision = values.pop("revision")
         change = RraChange(phase=rule.next_phase, **values)
         rule.change(change)
