@@ -27,7 +27,7 @@ from xprofiler.roofline import Roofline
 from xrunner.rules.registry import rules_for
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_config, make_policy
-from xsimulator.replay.job import Replayer
+from xsimulator.replay.job import Replayer, planned_queries
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "opt-13b-summarise.yaml"
 FEW = 2000
@@ -93,16 +93,17 @@ def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     found = make_policy(policy, problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
     replayer = Replayer(problem, timing, found)
-    few, warm = slice(0, FEW), []
+    queries, warm = planned_queries(problem, inputs, outputs), []
+    few = queries.take(np.arange(FEW))
     for _ in range(2):
         began = time.perf_counter()
-        replayer.run(inputs[few], outputs[few])
+        replayer.run(few)
         warm.append(time.perf_counter() - began)
-    replayer.run(inputs, outputs)
+    replayer.run(queries)
     seconds = []
     for _ in range(runs):
         began = time.perf_counter()
-        result = replayer.run(inputs, outputs)
+        result = replayer.run(queries)
         seconds.append(time.perf_counter() - began)
     took = statistics.median(seconds)
     iterations = sum(int(pool.decoded.sum() + pool.encoded.sum()) for pool in result.pools)

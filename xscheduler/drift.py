@@ -21,7 +21,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
-from xsimulator.replay.steady import steady_figures
+from xsimulator.replay.steady import enough_queries, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
@@ -142,8 +142,8 @@ class _Replays:
     def figures(self, lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
         """None where the replay has no steady state."""
         problem = replace(self._problem, lengths=lengths)
-        present = estimate.most_in_system
-        count = min(max(self._least_queries, math.ceil(ROUNDS * present)), MOST_QUERIES)
+        count = enough_queries(estimate, least=self._least_queries, rounds=ROUNDS,
+                               most=MOST_QUERIES)
         result = Evaluator(problem, self._timing).replay(estimate, count, SEED)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint

@@ -14,7 +14,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.live.pinned import pinned_policy
 from xscheduler.prediction import predict
 from xsimulator.policies import make_config
-from xsimulator.replay.job import Replayer
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import JobPrediction, replay_latency_s
 from xsimulator.replay.records import ReplayResult
 
@@ -57,8 +57,9 @@ class Evaluator:
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
         """A replay of so many queries, drawn from the problem's lengths."""
-        inputs, outputs = self.problem.lengths.sample(num_queries, np.random.default_rng(seed))
-        return Replayer(self.problem, self.timing, estimate).run(inputs, outputs)
+        queries = planned_queries(self.problem, *self.problem.lengths.sample(
+            num_queries, np.random.default_rng(seed)))
+        return replay_job(self.problem, self.timing, estimate, queries)
 
     def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
         """What the problem's own queries take, the mean of so many replays; None where it cannot

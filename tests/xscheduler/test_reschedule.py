@@ -36,15 +36,17 @@ def uneven():
     """RRA on stages that no lengths would suggest."""
     found = rra()
     counts, first, stages = [3, 1, 1, 1], 0, []
-    for stage, count in zip(found.stages, counts, strict=True):
+    for stage, count in zip(found.deployment.stages, counts, strict=True):
         stages.append(replace(stage, first_layer=first, num_layers=count))
         first += count
-    return replace(found, stages=tuple(stages))
+    (pool,) = found.deployment.pools
+    return found.changed(pools=(replace(pool, stages=tuple(stages)),))
 
 
 def brute_force(deployed, problem):
     """(throughput, tightest latency) over the whole grid."""
-    plan = {"tp_degree": deployed.tp_degree, "tp_gpus": deployed.tp_gpus}
+    plan = {"tp_degree": deployed.deployment.tp_degree,
+            "tp_gpus": deployed.deployment.tp_gpus}
     iterations = range(1, problem.lengths.outputs.max) if deployed.policy == "rra" else [None]
     configs = [
         RraConfig(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
@@ -149,7 +151,7 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     problem = toy_problem(outputs=LONGER)
     # so slow that far more queries must be left than are ever present
     problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
-    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
     assert free.loading == redeployment(rra().stages, better.stages, problem.model, problem.dtype,
@@ -164,7 +166,7 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
 
 def test_a_slower_source_takes_longer_to_pay():
     problem = toy_problem(outputs=LONGER)
-    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     dram, ssd = (reschedule(rra(), problem, roofline_of(problem), source=source,
                             best=answer(problem, better)) for source in ("dram", "ssd"))
     assert ssd.cost_s > dram.cost_s and ssd.break_even_queries > dram.break_even_queries
@@ -221,7 +223,7 @@ def test_a_schedule_that_cannot_be_deployed_here_is_refused():
     with pytest.raises(InputError, match="layers of toy"):
         reschedule(rra(), fewer, roofline_of(fewer))
     with pytest.raises(InputError, match="policy"):
-        reschedule(replace(rra(), policy="orca"), problem, roofline_of(problem))
+        reschedule(rra().changed(policy="orca"), problem, roofline_of(problem))
 
 
 def test_the_same_question_has_the_same_answer():

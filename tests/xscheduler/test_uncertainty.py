@@ -255,7 +255,7 @@ def test_what_is_planned_keeps_the_bound_with_its_own_margin(longer: bool) -> No
     found, _ = planned(problem, longer=longer)
     assert found.is_safe and found.margin.factor > 1 and 0 < found.cost < 0.8
     assert found.schedule.estimate.figures.latency_s * found.margin.factor <= BOUND_S
-    assert found.schedule.latency_bound_s == BOUND_S
+    assert found.schedule.bound.limit_s == BOUND_S
     again = doubts_of(problem).margin(found.schedule.estimate)
     assert again == found.margin
     assert found.schedule.bound_qps >= found.schedule.estimate.figures.throughput_qps

@@ -15,7 +15,7 @@ from xsimulator.plans import Plans
 from xsimulator.policies.waa.closed_form import Waa, WaaConfig
 from xsimulator.policies.waa.divisions import WaaC, WaaM
 from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
 
@@ -65,9 +65,9 @@ def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     assert found.fits
     inputs, outputs = problem.lengths.sample(
         max(14 * found.max_in_system, 2500), np.random.default_rng(1))
-    steady = steady_figures(
-        replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
-                   outputs=outputs), problem.constraint, problem.lengths.outputs)
+    result = replay_job(problem, roofline_of(problem, padded=padded), found,
+                        planned_queries(problem, inputs, outputs))
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None and steady.queries > 1000
     assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
     assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
