@@ -49,7 +49,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     assert wall_s(session, found) <= wall_s(session, steady)
     own = Doubts(session.problem, Evaluator(session.problem, timing)).margin(found.estimate)
     assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.bound.limit_s
-    assert found.bound.limit_s == steady.latency_bound_s
+    assert found.bound.limit_s == steady.bound.limit_s
     if found.estimate != steady.estimate:
         assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
         assert found.estimate.figures.throughput_qps * (1 + found.proof.gap) == pytest.approx(found.proof.bound_qps)

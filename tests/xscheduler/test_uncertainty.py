@@ -101,7 +101,7 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
         problem.lengths, outputs=truncated_normal(60, 10, 100)))
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
-                       ).stages != estimate.deployment.stages
+                       ).deployment.stages != estimate.deployment.stages
     doubts = doubts_of(problem)
     assert doubts.with_own_lengths(schedule_of(problem, estimate)).estimate == estimate
     expected = pinned_policy(estimate, other, roofline_of(problem)).evaluate(
@@ -258,7 +258,7 @@ def test_what_is_planned_keeps_the_bound_with_its_own_margin(longer: bool) -> No
     assert found.schedule.bound.limit_s == BOUND_S
     again = doubts_of(problem).margin(found.schedule.estimate)
     assert again == found.margin
-    assert found.schedule.bound_qps >= found.schedule.estimate.figures.throughput_qps
+    assert found.schedule.proof.bound_qps >= found.schedule.estimate.figures.throughput_qps
 
 
 def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
@@ -335,7 +335,7 @@ class Sketch:
     def estimate(self, config: RraConfig) -> Estimate:
         rate, latency = self.figures(np.array([config.encode_batch]),
                                      np.array([config.decode_iterations]))
-        return replace(SKETCHED, encode_batch=config.encode_batch, latency_s=float(latency[0]),
+        return SKETCHED.changed(encode_batch=config.encode_batch, latency_s=float(latency[0]),
                        decode_iterations=config.decode_iterations, throughput_qps=float(rate[0]))
 
 
