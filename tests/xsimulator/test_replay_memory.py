@@ -124,7 +124,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
     waa, rra = waa_c(problem, timing), Rra(problem, timing)
-    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
+    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):
         try:
