@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pool
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -67,7 +66,7 @@ def problem_of(rng: np.random.Generator, model: str, task: str) -> Problem:
         default_max_tokens=joint.outputs.max)
 
 
-def controls_of(rng: np.random.Generator, problem: Problem) -> SimpleNamespace:
+def controls_of(rng: np.random.Generator, problem: Problem) -> FixedSchedule:
     """Control variables of all policies, drawn at random."""
     devices = problem.cluster.num_devices
     degree = int(rng.choice([d for d in (1, 2, 4, 8) if d <= devices]))
@@ -76,7 +75,7 @@ def controls_of(rng: np.random.Generator, problem: Problem) -> SimpleNamespace:
     def log_uniform(low: float, high: float) -> int:
         return int(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-    return SimpleNamespace(
+    return FixedSchedule(
         encode_batch=log_uniform(1, 400), decode_iterations=log_uniform(1, 200),
         decode_micro_batches=groups, encode_micro_batches=groups * int(rng.integers(1, 4)),
         max_active=log_uniform(4, 2000), token_budget=log_uniform(1100, 8000), tp_degree=degree,
