@@ -40,7 +40,7 @@ class Replayer:
         encoding, decoding = ([pool for pool in self._pools if pool.role == role]
                               for role in ("encode", "decode"))
         self._links = [(source, target, HandoverCost(
-            problem, timing, [*source.stages, *target.stages]))
+            problem, timing, source.stages, target.stages))
             for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []
