@@ -18,15 +18,15 @@ from xrunner.engine.head import Head, Link
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.query import Vocabulary
-from xrunner.io.adjustments import Steering
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.io.watched import WatchedRun
 from xrunner.lead import conduct, order_of, read_work
 from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, to_the_end
 from xrunner.rules.registry import EXECUTED, TWO_POOLS, rules_for
-from xrunner.rules.rra import rra_rule
+from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.waa import WaaEncodeRule
 from xrunner.transport.comm import Comm
@@ -89,14 +89,16 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     clock, estimate = Stopwatch(), schedule.estimate
     loaded = load(plan, schedule, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
-    changeable = rra_rule(estimate, slots=plan.slots) if estimate.policy == "rra" else None
-    rules = rules_for(estimate) if changeable is None else (changeable,)
+    rules = rules_for(estimate)
+    changeable = rules[0] if isinstance(rules[0], RraRule) else None
+    if changeable is not None:
+        changeable.make_room(plan.slots)
     head = Head(rule=rules[0], executor=loaded.executor, sink=sink, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded), link=_link(schedule, rules, world.comm))
     order = order_of(len(queries), plan, before)
     if plan.is_watched:
-        sink.steering = Steering(plan.output, rule=changeable, first_query=before.total,
+        sink.watched = WatchedRun(plan.output, rule=changeable, first_query=before.total,
                                  at_work=None if changeable is None else head.lengths_so_far,
                                  order=order if plan.shuffle_window > 1 or before.held else None)
     for place in order:

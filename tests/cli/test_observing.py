@@ -22,8 +22,8 @@ from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule, load_schedule, save_schedule, with_estimate
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
-from xrunner.io.adjustments import OBSERVED_FILE, load_adjustment
-from xrunner.rules.rra import most_active, rra_change, rra_rule
+from xrunner.io.watched import OBSERVED_FILE, load_change
+from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
 from xsimulator.replay.job import replay_job
@@ -161,9 +161,10 @@ class Followed:
         self.without = self.result
 
     def replayed(self) -> ReplayResult:
-        rule = rra_rule(self.estimate, slots=self.own.slots)
-        for change in self.changes:
-            rule.change(change)
+        rule = rra_rule(self.estimate)
+        rule.make_room(self.own.slots)
+        for phase, controls in self.changes:
+            rule.change(controls, phase=phase)
         known = self.session.problem.queries
         assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
@@ -174,8 +175,8 @@ class Followed:
         while (now_s := self.begin_s(phase)) is not None:
             self.write(now_s)
             if self.own.update() and (found := self.own.decisions[-1].schedule) is not None:
-                self.changes.append(rra_change(found.estimate, phase=phase + 1,
-                                               slots=self.own.slots))
+                self.changes.append(
+                    (phase + 1, phase_controls(found.estimate, slots=self.own.slots)))
                 self.changed_s.append(now_s)
                 self.result = self.replayed()
             phase += 1
@@ -210,9 +211,9 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]
     assert job.result.makespan_s < 0.35 * job.without.makespan_s
     assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
     assert not job.own._is_observing, "settled, and watching for drift"
-    told = load_adjustment(session.job.output)
+    told = load_change(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
-    assert all(change.group_max_active <= job.own.slots for change in job.changes)
+    assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
 
 
 def state_of(session: Session, lengths: list[int]) -> None:
@@ -261,10 +262,11 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
     assert "back to the beginning, encode_batch" in back.sentence
-    told = load_adjustment(own._output)
+    told = load_change(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.encode_batch,
-                                                           start.decode_iterations)
+    controls = told.controls
+    assert (controls.encode_batch, controls.decode_iterations) == (
+        start.encode_batch, start.decode_iterations)
     assert own._is_observing, "it looks again"
 
 
@@ -280,7 +282,7 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
     assert at(own, begun, long[:150]) is False, "until as many again are done"
     assert at(own, begun, long[:200]) is False, "which is nothing new"
     assert own._needed == 400 and len(own.decisions) == 1
-    assert load_adjustment(own._output) is None
+    assert load_change(own._output) is None
 
 
 def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[Session, Schedule],

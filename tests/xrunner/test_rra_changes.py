@@ -19,9 +19,9 @@ from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 
 from xprofiler.roofline import Roofline
-from xrunner.io.adjustments import Adjustment, Steering, read_observed
+from xrunner.io.watched import Change, WatchedRun, read_observed
 from xrunner.query import FinishedQuery
-from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
+from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
@@ -38,28 +38,29 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
 
 def test_a_change_holds_from_its_phase_on() -> None:
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40,
-                   kv_tokens=4000, slots=30)
+                   kv_tokens=4000)
+    rule.make_room(30)
     for query in range(40):
         assert rule.submit(query, 10)
-    rule.change(RraChange(phase=3, encode_batch=6, decode_iterations=5, group_max_active=30,
-                          group_kv_tokens=2000))
-    rule.change(RraChange(phase=5, encode_batch=2, decode_iterations=1, group_max_active=10,
-                          group_kv_tokens=1000))
+    rule.change(PhaseControls(encode_batch=6, decode_iterations=5, group_max_active=30,
+                              group_kv_tokens=2000), phase=3)
+    rule.change(PhaseControls(encode_batch=2, decode_iterations=1, group_max_active=10,
+                              group_kv_tokens=1000), phase=5)
     phases = phases_of(drive(rule, dict.fromkeys(range(40), 9)))
     assert [phases[p] for p in range(8)] == [(4, 2), (4, 2), (4, 2), (6, 5), (6, 5), (2, 1),
                                              (2, 1), (2, 1)]
     with pytest.raises(AssertionError):
-        rule.change(RraChange(phase=1, encode_batch=1, decode_iterations=1, group_max_active=1,
-                              group_kv_tokens=1000))
+        rule.change(PhaseControls(encode_batch=1, decode_iterations=1, group_max_active=1,
+                                  group_kv_tokens=1000), phase=1)
 
 
 @st.composite
-def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[RraChange]:
+def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[tuple[int, PhaseControls]]:
     phases = sorted(draw(st.lists(st.integers(1, 12), max_size=4, unique=True)))
-    return [RraChange(phase=phase, encode_batch=draw(st.integers(1, 12)),
-                      decode_iterations=draw(st.integers(1, 9)),
-                      group_max_active=draw(st.integers(1, slots)),
-                      group_kv_tokens=draw(st.integers(20, capacity))) for phase in phases]
+    return [(phase, PhaseControls(
+        encode_batch=draw(st.integers(1, 12)), decode_iterations=draw(st.integers(1, 9)),
+        group_max_active=draw(st.integers(1, slots)),
+        group_kv_tokens=draw(st.integers(20, capacity)))) for phase in phases]
 
 
 @settings(deadline=None, max_examples=80)
@@ -71,11 +72,12 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
         outputs: list[int]) -> None:
     slots = 10
     rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
-                   max_active=5 * num_groups, kv_tokens=60 * num_groups, slots=slots)
+                   max_active=5 * num_groups, kv_tokens=60 * num_groups)
+    rule.make_room(slots)
     for query, reserve in enumerate(outputs):
         assert rule.submit(query, reserve)
-    for change in data.draw(changes(90, slots)):
-        rule.change(change)
+    for phase, controls in data.draw(changes(90, slots)):
+        rule.change(controls, phase=phase)
     decide = rule.decide
 
     def watched() -> Any:
@@ -83,8 +85,8 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
         step = decide()
         if step is not None and step.joined:
             group = rule._active[step.group]
-            assert len(group) <= rule._most_active <= slots
-            assert before[step.group] < sum(group.values()) <= rule.group_kv_tokens
+            assert len(group) <= rule.controls.group_max_active <= slots
+            assert before[step.group] < sum(group.values()) <= rule.controls.group_kv_tokens
         return step
 
     rule.decide = watched  # type: ignore[method-assign]
@@ -100,15 +102,15 @@ class Changing(Collector):
     def __init__(self, rule: RraRule, estimates: dict[int, Any]) -> None:
         super().__init__()
         self._rule, self._estimates = rule, estimates
-        self.taken: list[RraChange] = []
+        self.taken: list[tuple[int, PhaseControls]] = []
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         done = [count for count in self._estimates if len(self.results) >= count]
         for count in done:
-            change = rra_change(self._estimates.pop(count), phase=self._rule.next_phase,
-                                slots=self._rule.group_max_active)
-            self._rule.change(change)
-            self.taken.append(change)
+            controls = phase_controls(self._estimates.pop(count),
+                                      slots=self._rule.group_max_active)
+            self.taken.append((self._rule.next_phase, controls))
+            self._rule.change(controls, phase=self._rule.next_phase)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -127,20 +129,22 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
     begin, later, last = (replace(policy.estimate(RraConfig(
         encode_batch=batch, decode_iterations=iterations, decode_micro_batches=2)), kv_tokens=kv)
         for batch, iterations, kv in ((2, 9, 400), (9, 3, 900), (4, 6, 300)))
-    rule = rra_rule(begin, slots=20)
+    rule = rra_rule(begin)
+    rule.make_room(20)
     sink = Changing(rule, {5: later, 18: last})
     _, executors = run_in_process(directory, queries, stages=begin.stages, rule=rule, sink=sink)
     assert {r.query.index: list(r.output_ids) for r in sink.results} == dict(enumerate(expected))
     assert len(sink.taken) == 2
-    again = rra_rule(begin, slots=20)
-    for change in sink.taken:
-        again.change(change)
+    again = rra_rule(begin)
+    again.make_room(20)
+    for phase, controls in sink.taken:
+        again.change(controls, phase=phase)
     result = replay_job(problem, timing, begin, inputs=inputs, outputs=outputs, rules=[again],
                         max_outputs=[q.max_new_tokens for q in queries])
     steps = replayed_steps(result.pools[0])
     assert all(run_steps(executor) == steps for executor in executors)
     lengths = {step[2]: step[3] for step in steps}
-    assert {lengths[p] for p in range(sink.taken[0].phase)} == {9}
+    assert {lengths[p] for p in range(sink.taken[0][0])} == {9}
     assert 3 in lengths.values() and 6 in lengths.values()
 
 
@@ -151,38 +155,39 @@ def result(index: int, tokens: int) -> FinishedQuery:
                          encode_start_s=0.0, first_token_s=0.5, last_token_s=1.0)
 
 
-def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path: Path) -> None:
-    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900,
-                   slots=12)
+def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Path) -> None:
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900)
+    rule.make_room(12)
     rule.submit(9, 50)
-    steering = Steering(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
-    steering.finished(result(0, 4))
-    steering.finished(result(1, 2))
-    steering.look(0.1)
+    watched = WatchedRun(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
+    watched.finished(result(0, 4))
+    watched.finished(result(1, 2))
+    watched.look(0.1)
     assert read_observed(tmp_path) is None, "not yet"
-    steering.look(1.0)
+    watched.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.finished == {0: (2, 4), 1: (2, 2)}
     assert state.active == {2: (5, 3), 3: (6, 1)}
-    assert not steering.taken
-    Adjustment(revision=1, encode_batch=6, decode_iterations=3, group_max_active=12,
-               group_kv_tokens=800).save(tmp_path)
+    assert not watched.taken
+    Change(revision=1, controls=PhaseControls(
+        encode_batch=6, decode_iterations=3, group_max_active=12,
+        group_kv_tokens=800)).save(tmp_path)
     for at_s in (2.0, 3.0, 4.0):
-        steering.look(at_s)
-    assert steering.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
+        watched.look(at_s)
+    assert watched.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
                                "decode_iterations": 3, "group_max_active": 12,
                                "group_kv_tokens": 800, "steered_to": 0.0}]
-    assert json.loads(json.dumps(steering.taken)) == steering.taken
+    assert json.loads(json.dumps(watched.taken)) == watched.taken
 
 
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.io.adjustments._LEAST_KEPT", 50)
-    steering = Steering(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
+    monkeypatch.setattr("xrunner.io.watched._LEAST_KEPT", 50)
+    watched = WatchedRun(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
     for index in range(298):
         if index != 3:
-            steering.finished(result(index, 2))
-        steering.look(float(index))
+            watched.finished(result(index, 2))
+        watched.look(float(index))
     state = read_observed(tmp_path)
     assert state is not None and min(state.finished) == state.first > 150
     assert state.active == {3: (5, 90), 299: (6, 1)} and max(state.finished) == 297
@@ -192,23 +197,23 @@ def test_only_the_latest_queries_are_told_of(tmp_path: Path,
 def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path: Path) -> None:
     """Of 300 queries in random order the 64 first may have any index; what is told is how many."""
     order = [7, 299, 4, 150]
-    steering = Steering(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
+    watched = WatchedRun(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
     for index in (299, 7):
-        steering.finished(result(index, 3))
-    steering.look(1.0)
+        watched.finished(result(index, 3))
+    watched.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.finished == {2: (2, 3), 3: (2, 3)}
     assert state.active == {5: (6, 1)}
 
 
 def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
-    steering = Steering(tmp_path, first_query=10)
+    watched = WatchedRun(tmp_path, first_query=10)
     for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):
-        steering.look(math.inf)
-        steering._last_s = -math.inf
+        watched.look(math.inf)
+        watched._last_s = -math.inf
         state = read_observed(tmp_path)
         assert state is not None and not state.finished and not state.active
-        steering.finished(result(index, tokens))
-    steering.look(1.0)
+        watched.finished(result(index, tokens))
+    watched.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.finished == {10: (2, 30), 11: (2, 3), 12: (2, 5)}

@@ -122,9 +122,9 @@ def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: 
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     found = Rra(problem, timing).estimate(RraConfig(encode_batch=24, decode_iterations=8))
     rule = rra_rule(found)
-    assert (rule.steered_to > 0) == rra_leads and found.adjustment == share
+    assert (rule.controls.steered_to > 0) == rra_leads and found.adjustment == share
     if rra_leads:  # B_E are encoded; those with more to do are the decode batch
-        assert rule.steered_to == pytest.approx(found.decode_batch - 24, rel=0.01)
+        assert rule.controls.steered_to == pytest.approx(found.decode_batch - 24, rel=0.01)
     waa = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=8))
     assert waa.adjustment == share
     assert (waa.steered_to == waa.decode_batch) == waa_leads and (waa.steered_to > 0) == waa_leads

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import time
 
-from xrunner.io.adjustments import Steering
 from xrunner.io.progress import ProgressFile
 from xrunner.io.results import Answered, ResultWriter
 from xrunner.io.tally import Tally
+from xrunner.io.watched import WatchedRun
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
@@ -28,20 +28,20 @@ class RunSink:
         self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
                                       done_before=before.total)
         self._looked_s, self._is_to_stop = -math.inf, False
-        self.steering: Steering | None = None  # where the launcher follows the output lengths
+        self.watched: WatchedRun | None = None  # where the launcher follows the output lengths
         self.tally = Tally()
 
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)
         self.tally.add(result)
         self._progress.add(result.latency_s)
-        if self.steering is not None:
-            self.steering.finished(result)
+        if self.watched is not None:
+            self.watched.finished(result)
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         self._progress.tick(elapsed_s, output_tokens)
-        if self.steering is not None:
-            self.steering.look(elapsed_s)
+        if self.watched is not None:
+            self.watched.look(elapsed_s)
 
     def should_stop(self) -> bool:
         now = time.monotonic()

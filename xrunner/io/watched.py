@@ -17,7 +17,7 @@ from typing import Any
 
 from xrunner.plan import write_atomically
 from xrunner.query import FinishedQuery
-from xrunner.rules.rra import RraChange, RraRule
+from xrunner.rules.rra import PhaseControls, RraRule
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
 _INTERVAL_S = 0.5  # between states written, and between looks for a change
@@ -28,25 +28,23 @@ LengthsSoFar = dict[int, tuple[int, int]]  # query -> (input tokens, output toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adjustment:
-    """New control variables (see RraChange). `revision` counts them from 1."""
+class Change:
+    """The launcher's wish that other control variables hold. `revision` counts them from 1."""
 
     revision: int
-    encode_batch: int
-    decode_iterations: int
-    group_max_active: int
-    group_kv_tokens: int
-    steered_to: float = 0.0
+    controls: PhaseControls
 
     def save(self, output: Path) -> None:
-        write_atomically(output / ADJUST_FILE, json.dumps(asdict(self)) + "\n")
+        write_atomically(output / ADJUST_FILE, json.dumps(
+            {"revision": self.revision, **asdict(self.controls)}) + "\n")
 
 
-def load_adjustment(output: Path) -> Adjustment | None:
+def load_change(output: Path) -> Change | None:
     try:
-        return Adjustment(**json.loads((output / ADJUST_FILE).read_text(encoding="utf-8")))
+        values = json.loads((output / ADJUST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    return Change(revision=values.pop("revision"), controls=PhaseControls(**values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,7 @@ def read_observed(output: Path) -> ObservedState | None:
     return ObservedState(first=raw["first"], finished=finished, active=active)
 
 
-class Steering:
+class WatchedRun:
     """Rank 0's end: keeps what it is told of, and hands changes to the rule."""
 
     def __init__(self, output: Path, *, first_query: int,
@@ -123,11 +121,10 @@ class Steering:
             self._finished = {q: n for q, n in self._finished.items() if q >= self._first}
 
     def _take_up(self, rule: RraRule, elapsed_s: float) -> None:
-        found = load_adjustment(self._output)
-        if found is None or found.revision <= self._revision:
+        change = load_change(self._output)
+        if change is None or change.revision <= self._revision:
             return
-        values = asdict(found)
-        self._revision = values.pop("revision")
-        change = RraChange(phase=rule.next_phase, **values)
-        rule.change(change)
-        self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, **asdict(change)})
+        self._revision, phase = change.revision, rule.next_phase
+        rule.change(change.controls, phase=phase)
+        self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, "phase": phase,
+                           **asdict(change.controls)})
