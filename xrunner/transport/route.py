@@ -48,11 +48,11 @@ def _of_pool(stages: Sequence[StageAssignment]) -> dict[int, Route]:
     groups = [stage.ranks for stage in stages]
     works_both = stages[0].role == "both"  # else an encoder's output is for the other pool
     head, last = groups[0][0], len(groups) - 1
-    found = {}
+    by_rank = {}
     for place, group in enumerate(groups):
         for index, rank in enumerate(group):
             is_head, is_last = rank == head, place == last
-            found[rank] = Route(
+            by_rank[rank] = Route(
                 rank=rank, stage=place, peers=group[1:] if is_head else (),
                 steps_from=(None if is_head else head if place == 0
                             else _sender(groups[place - 1], index)),
@@ -64,7 +64,7 @@ def _of_pool(stages: Sequence[StageAssignment]) -> dict[int, Route]:
                 encoded_to=tuple(taker for other in groups[:last]
                                  for taker in _takers(group, index, other))
                 if works_both and is_last else ())
-    return found
+    return by_rank
 
 
 def _sender(group: Sequence[int], index: int) -> int:
