@@ -24,8 +24,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from xgpt.core import catalog
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
@@ -61,7 +62,7 @@ def problem_of(rng: np.random.Generator, model: str, task: str) -> Problem:
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(CLUSTERS[model]), lengths=joint,
         dtype="float16", num_queries=None, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=math.inf, kind=kind, quantile=QUANTILE),  # type: ignore[arg-type]
+        constraint=latency_constraint(latency_s=math.inf, kind=kind, quantile=QUANTILE),  # type: ignore[arg-type]
         default_max_tokens=joint.outputs.max)
 
 
@@ -93,7 +94,7 @@ def draw(rng: np.random.Generator, policy: str, model: str,
             found: Estimate = made.estimate(config)
         except InputError:
             continue  # a layout that the model or the cluster refuses
-        if found.fits:
+        if found.figures.fits:
             return problem, padded, found
     return None
 
@@ -118,7 +119,7 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     else:
         return None
     problem, padded, found = drawn
-    present = max(found.decode_batch + found.encode_batch, found.max_in_system, found.max_active)
+    present = max(found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system, found.controls.max_active)
     count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, rng)
     result = replay_job(problem, roofline_of(problem, padded), found, inputs=inputs,
@@ -126,29 +127,29 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     if steady is None:
         return None
-    parallel = f" TP {found.tp_degree} on {found.tp_gpus}" if found.tp_degree > 1 else ""
-    words = (f"{model} {name}{parallel} B_E {found.encode_batch} N_D {found.decode_iterations} "
-             f"G {found.decode_micro_batches} max {found.max_active} budget {found.token_budget} "
-             f"B_D {found.decode_batch:.0f} {problem.constraint.kind} "
+    parallel = f" TP {found.deployment.tp_degree} on {found.deployment.tp_gpus}" if found.deployment.tp_degree > 1 else ""
+    words = (f"{model} {name}{parallel} B_E {found.figures.encode_batch} N_D {found.figures.decode_iterations} "
+             f"G {found.deployment.num_groups} max {found.controls.max_active} budget {found.controls.token_budget} "
+             f"B_D {found.figures.decode_batch:.0f} {problem.constraint.kind} "
              f"{'padded' if padded else 'own'} preempted {result.preemptions}")
     return Row(policy=policy, words=words, queries=steady.queries, reason=reason_of(problem, found),
-               throughput=found.throughput_qps / steady.throughput_qps,
-               latency=found.latency_s / steady.latency_s)
+               throughput=found.figures.throughput_qps / steady.throughput_qps,
+               latency=found.figures.latency_s / steady.latency_s)
 
 
 def reason_of(problem: Problem, found: Estimate) -> str:
     """Why this estimate may be off, where a reason is known."""
-    groups, stages = found.decode_micro_batches, len(found.stages)
-    if found.policy == "rra" and found.encode_batch < groups:
+    groups, stages = found.deployment.num_groups, len(found.deployment.stages)
+    if found.policy == "rra" and found.figures.encode_batch < groups:
         return "fewer queries encoded than groups: which of them encode decides who waits for whom"
     fewer = 0 if problem.model.is_encoder_decoder else 1
     length = problem.lengths.outputs.quantile(problem.constraint.quantile) - fewer
-    if found.policy == "rra" and min(length % found.decode_iterations,
-                                     -length % found.decode_iterations) <= 0.05 * length:
+    if found.policy == "rra" and min(length % found.figures.decode_iterations,
+                                     -length % found.figures.decode_iterations) <= 0.05 * length:
         return "the quantile's length is at a phase's end: the latency leaps by a period there"
-    if found.max_active and stages >= 8 and found.decode_batch / groups < 60:
+    if found.controls.max_active and stages >= 8 and found.figures.decode_batch / groups < 60:
         return "few queries a group on a long pipeline: successive steps are not independent"
-    if found.max_active and found.decode_batch < 0.98 * found.max_active:
+    if found.controls.max_active and found.figures.decode_batch < 0.98 * found.controls.max_active:
         return "memory binds: evictions and admissions interact"
     return ""
 

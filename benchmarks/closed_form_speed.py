@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -122,7 +123,7 @@ def problem_of(case: Case) -> Problem:
     return Problem(
         model=catalog.model(case.model), cluster=catalog.cluster(case.cluster),
         lengths=catalog.task(case.task), dtype="float16", num_queries=None,
-        constraint=Constraint(latency_s=float("inf")), fixed=FixedSchedule(), default_max_tokens=1)
+        constraint=latency_constraint(latency_s=float("inf")), fixed=FixedSchedule(), default_max_tokens=1)
 
 
 def configs_of(case: Case, problem: Problem) -> Any:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.live.deployment import Loading, deployment
@@ -56,7 +57,7 @@ def loading(model: str, cluster: Cluster, degree: int) -> Loading:
     """Of the layout that the simulator gives task S."""
     lengths = catalog.task("S")
     problem = Problem(model=catalog.model(model), cluster=cluster, lengths=lengths,
-                      constraint=Constraint(latency_s=math.inf), fixed=FixedSchedule(),
+                      constraint=latency_constraint(latency_s=math.inf), fixed=FixedSchedule(),
                       dtype="float16", num_queries=None, default_max_tokens=lengths.outputs.max)
     plans = Plans(problem, Roofline(problem.model, cluster.device, problem.dtype))
     stages = plans.both(degree, cluster.num_devices if degree > 1 else 0).stages

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.report.canvas import WIDTH, Drawing, line, number, text_at
@@ -43,7 +44,7 @@ def problem_of(latency_s: float) -> Problem:
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
         dtype="float16", num_queries=None, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=latency_s), default_max_tokens=joint.outputs.max)
+        constraint=latency_constraint(latency_s=latency_s), default_max_tokens=joint.outputs.max)
 
 
 def ft_bound_s(timing: TimingSource, share: float) -> float:
@@ -64,10 +65,10 @@ def best_of(policy: str, problem: Problem, timing: TimingSource) -> Estimate:
 
 
 def controls(estimate: Estimate) -> str:
-    return (f"encode_batch {estimate.encode_batch}, decode_iterations "
-            f"{estimate.decode_iterations}, decode_micro_batches {estimate.decode_micro_batches}, "
-            f"tp_degree {estimate.tp_degree}, tp_gpus {estimate.tp_gpus}; closed form: "
-            f"{estimate.throughput_qps:.2f} queries/s, {estimate.latency_s:.1f} s")
+    return (f"encode_batch {estimate.figures.encode_batch}, decode_iterations "
+            f"{estimate.figures.decode_iterations}, decode_micro_batches {estimate.deployment.num_groups}, "
+            f"tp_degree {estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}; closed form: "
+            f"{estimate.figures.throughput_qps:.2f} queries/s, {estimate.figures.latency_s:.1f} s")
 
 
 def table(rows: Sequence[DriftRow]) -> list[str]:

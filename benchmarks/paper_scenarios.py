@@ -21,7 +21,8 @@ import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.links import link_kind
@@ -72,7 +73,7 @@ class Scenario:
         return Problem(
             model=catalog.model(self.model), cluster=catalog.cluster(self.cluster), lengths=lengths,
             dtype="float16", num_queries=None, fixed=FixedSchedule(),
-            constraint=Constraint(latency_s=latency_s, quantile=quantile),
+            constraint=latency_constraint(latency_s=latency_s, quantile=quantile),
             default_max_tokens=lengths.outputs.max)
 
     def timing(self) -> Roofline:

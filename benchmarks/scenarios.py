@@ -117,7 +117,7 @@ def best_schedule(problem: Problem, timing: TimingSource) -> Found:
         found = Scheduler(problem, timing).find(compares=False)
     except InfeasibleError:
         return Found(estimate=None, nodes=0, seconds=time.process_time() - began)
-    return Found(estimate=found.estimate, nodes=found.nodes,
+    return Found(estimate=found.estimate, nodes=found.proof.nodes,
                  seconds=time.process_time() - began)
 
 
@@ -169,9 +169,9 @@ def table(rows: Sequence[Row]) -> list[str]:
 def _line_of(row: Row) -> str:
     e, scenario = row.found.estimate, row.scenario
     own = ("none | | | | | | " if e is None else
-           f"{e.policy} | {e.encode_batch} | {e.decode_iterations if e.policy == 'rra' else ''} "
-           f"| {e.decode_micro_batches} | {e.tp_degree}x{e.tp_gpus} | {e.throughput_qps:.3g} "
-           f"| {e.latency_s:.3g}")
+           f"{e.policy} | {e.figures.encode_batch} | {e.figures.decode_iterations if e.policy == 'rra' else ''} "
+           f"| {e.deployment.num_groups} | {e.deployment.tp_degree}x{e.deployment.tp_gpus} | {e.figures.throughput_qps:.3g} "
+           f"| {e.figures.latency_s:.3g}")
     return (f"| {scenario.model}, {scenario.cluster}, {scenario.task} | {_seconds(row.bound_s)} "
             f"| {own} | {_qps(row.ft)} | {_gain(row.gain)} | {_qps(row.ft_best)} "
             f"| {_gain(row.gain_best)} | {row.found.seconds:.2f} | {row.found.nodes:,} "
@@ -254,7 +254,7 @@ def _collectives(row: Row) -> float:
     config, missing = make_config("ft", row.ft)
     assert not missing, f"{missing = }"
     without = make_policy("ft", problem, timing.with_constants(free)).estimate(config)
-    return 1 - without.period_s / row.ft.period_s
+    return 1 - without.figures.period_s / row.ft.figures.period_s
 
 
 def bounds_beside(rows: Sequence[Row]) -> list[str]:
@@ -269,13 +269,13 @@ def bounds_beside(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"- {name}: ours {', '.join(_seconds(row.bound_s) for row in own)}; "
             f"paper: {told}" + ("" if longest is None or slowest is None else
-                                f"; FT unbounded: ours {slowest.latency_s:.3g} s, "
+                                f"; FT unbounded: ours {slowest.figures.latency_s:.3g} s, "
                                 f"paper {longest:g} s"))
     return lines
 
 
 def _ratio(one: Estimate | None, other: Estimate | None) -> float:
-    return math.nan if one is None or other is None else one.throughput_qps / other.throughput_qps
+    return math.nan if one is None or other is None else one.figures.throughput_qps / other.figures.throughput_qps
 
 
 def _gain(value: float) -> str:
@@ -283,7 +283,7 @@ def _gain(value: float) -> str:
 
 
 def _qps(estimate: Estimate | None) -> str:
-    return "none" if estimate is None else f"{estimate.throughput_qps:.3g}"
+    return "none" if estimate is None else f"{estimate.figures.throughput_qps:.3g}"
 
 
 def _seconds(value: float) -> str:

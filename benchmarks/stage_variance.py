@@ -33,7 +33,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -165,7 +166,7 @@ def replayed() -> Iterator[Row]:
         problem = Problem(
             model=catalog.model(MODEL), cluster=catalog.cluster(CLUSTER), lengths=joint,
             dtype="float16", num_queries=None, fixed=FixedSchedule(),
-            constraint=Constraint(latency_s=math.inf), default_max_tokens=joint.outputs.max)
+            constraint=latency_constraint(latency_s=math.inf), default_max_tokens=joint.outputs.max)
         timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
         for policy in ("rra", "waa-c"):
             found = bounded(replace(problem, fixed=FixedSchedule(policy=policy)), timing)
@@ -176,7 +177,7 @@ def replayed() -> Iterator[Row]:
 def bounded(problem: Problem, timing: Roofline) -> Estimate | None:
     try:
         free = find_schedule(problem, timing).estimate
-        bound = replace(problem.constraint, latency_s=BOUND_SHARE * free.latency_s)
+        bound = problem.constraint.with_latency(limit_s=BOUND_SHARE * free.figures.latency_s)
         return find_schedule(replace(problem, constraint=bound), timing).estimate
     except InfeasibleError:
         return None
@@ -184,15 +185,15 @@ def bounded(problem: Problem, timing: Roofline) -> Estimate | None:
 
 def of_schedule(problem: Problem, timing: Roofline, found: Estimate, task: str) -> Iterator[Row]:
     """The same schedule under each setting."""
-    present = max(found.decode_batch + found.encode_batch, found.max_in_system)
+    present = max(found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system)
     count = int(min(max(ROUNDS * present, LEAST_QUERIES), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
-    control = (f"N_D {found.decode_iterations}" if found.policy == "rra"
-               else f"G {found.decode_micro_batches}")
-    name = (f"{task}: {found.policy} B_E {found.encode_batch} {control} TP {found.tp_degree} x "
-            f"{found.tp_gpus // found.tp_degree}, B_D {found.decode_batch:.0f}")
+    control = (f"N_D {found.figures.decode_iterations}" if found.policy == "rra"
+               else f"G {found.deployment.num_groups}")
+    name = (f"{task}: {found.policy} B_E {found.figures.encode_batch} {control} TP {found.deployment.tp_degree} x "
+            f"{found.deployment.tp_gpus // found.deployment.tp_degree}, B_D {found.figures.decode_batch:.0f}")
     is_rra = found.policy == "rra"
-    led = found.steered_to if is_rra else found.decode_batch
+    led = found.controls.even.target_active if is_rra else found.figures.decode_batch
     for setting, changes in ((NONE, {"adjustment": 0.0, "steered_to": 0.0}),
                              (INPUTS, {"steered_to": 0.0}), (BOTH, {"steered_to": led})):
         result = replay_job(problem, timing, replace(found, **changes), inputs=inputs,

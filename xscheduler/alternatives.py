@@ -64,8 +64,8 @@ def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tu
         rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
     rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
     rows.append(Rejected(
-        label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.latency_s,
-        throughput_qps=free.estimate.throughput_qps,
+        label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.figures.latency_s,
+        throughput_qps=free.estimate.figures.throughput_qps,
         reason="keeps the bound only if all is as expected"))
     return tuple(rows)
 
@@ -75,8 +75,8 @@ def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> 
     is the same with the problem's own: with the share that it loses there."""
     if row.throughput_qps is None:
         return row
-    share = row.throughput_qps / origin.estimate.throughput_qps
-    return replace(row, throughput_qps=share * schedule.estimate.throughput_qps, latency_s=None,
+    share = row.throughput_qps / origin.estimate.figures.throughput_qps
+    return replace(row, throughput_qps=share * schedule.estimate.figures.throughput_qps, latency_s=None,
                    reason="no better, with the margin" if share >= 1 else
                    f"lower throughput by {1 - share:.1%}, with the margin")
 

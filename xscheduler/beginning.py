@@ -66,15 +66,14 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     if least_s is None:
         return None
     found = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
-    return replace(
-        found, latency_bound_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf,
+    return found.changed(limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf,
         gap=math.inf, rejected=(), pruned=(),
         explanation=(f"{_sentence(problem, least_s)}.", _why(found, least_s)))
 
 
 def said_of(schedule: Schedule) -> str | None:
     """The sentence on a schedule that a job begins with; None for any other."""
-    if schedule.status != Status.BEGINNING or not schedule.explanation:
+    if schedule.proof.status != Status.BEGINNING or not schedule.explanation:
         return None
     return schedule.explanation[0].removesuffix(".")
 
@@ -83,8 +82,8 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
     """Queries that a group may come to hold once lengths have been seen, over those that it is
     planned to hold; infinite where not even short outputs tell."""
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
-    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.tp_degree,
-                    tp_gpus=estimate.tp_gpus, decode_micro_batches=estimate.decode_micro_batches)
+    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.deployment.tp_degree,
+                    tp_gpus=estimate.deployment.tp_gpus, decode_micro_batches=estimate.deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(
         inputs=problem.lengths.inputs, outputs=outputs))
     best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
@@ -105,8 +104,8 @@ def _sentence(problem: Problem, least_s: float) -> str:
 
 def _why(schedule: Schedule, least_s: float) -> str:
     estimate = schedule.estimate
-    queries = "1 query" if estimate.encode_batch == 1 else f"{estimate.encode_batch} queries"
+    queries = "1 query" if estimate.figures.encode_batch == 1 else f"{estimate.figures.encode_batch} queries"
     return (f"{queries[:1].upper()}{queries[1:]} encoded together, then "
-            f"{estimate.decode_iterations} decode iterations, or fewer where all are done before: "
-            f"{format_seconds(estimate.latency_s)} for a query that runs to its cap, "
+            f"{estimate.figures.decode_iterations} decode iterations, or fewer where all are done before: "
+            f"{format_seconds(estimate.figures.latency_s)} for a query that runs to its cap, "
             f"{format_seconds(least_s)} being the least there is.")

@@ -144,14 +144,14 @@ class _Replays:
     def figures(self, lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
         """None where the replay has no steady state."""
         problem = replace(self._problem, lengths=lengths)
-        present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+        present = estimate.most_in_system
         count = min(max(self._least_queries, math.ceil(ROUNDS * present)), MOST_QUERIES)
         inputs, outputs = lengths.sample(count, np.random.default_rng(SEED))
         result = Replayer(problem, self._timing, estimate).run(inputs, outputs)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
-        of_all = steady_figures(result, replace(constraint, kind="queries"), planned)
-        of_one = steady_figures(result, replace(constraint, kind="sequence"), planned)
+        of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)
+        of_one = steady_figures(result, constraint.with_latency(kind="sequence"), planned)
         if of_all is None or of_one is None:
             return None
         return DriftFigures(throughput_qps=of_all.throughput_qps, queries_s=of_all.latency_s,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from xgpt.core.controls import max_in_system
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
@@ -31,7 +32,7 @@ def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | 
     it is told by what is left of each limit. latency_limit_s: what the latency is held to, where a
     margin makes that less than the bound.
     """
-    limit_s = schedule.latency_bound_s if latency_limit_s is None else latency_limit_s
+    limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
     return (_why_policy(schedule, problem), _why_variables(schedule, problem),
             f"{_what_binds(schedule, problem, timing, limit_s)}{_cost_of_bound(schedule)}.")
 
@@ -55,7 +56,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
         none = f"{_and(absent)} {'have' if absent[1:] else 'has'} no schedule within the limits"
     if not found:
         return f"{start} is the only policy that can be used: {none}."
-    better = f"{start} answers {estimate.throughput_qps:.4g} queries/s, " + _and(
+    better = f"{start} answers {estimate.figures.throughput_qps:.4g} queries/s, " + _and(
         [_compared(estimate, row) for row in found])
     return f"{better}; {none}." if none else f"{better}."
 
@@ -63,7 +64,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
 def _how(estimate: Estimate) -> str:
     """What the policy makes the devices do, in its figures."""
     if estimate.policy == "rra":
-        share = estimate.encode_s / estimate.period_s
+        share = estimate.figures.encode_s / estimate.figures.period_s
         return f"every device encodes and decodes in turn, encoding for {share:.0%} of the time"
     encode = _devices(estimate, "encode")
     return (f"{encode} device{'s' * (encode != 1)} encode{'s' * (encode == 1)} while "
@@ -72,7 +73,7 @@ def _how(estimate: Estimate) -> str:
 
 def _compared(estimate: Estimate, row: Rejected) -> str:
     assert row.throughput_qps
-    more = estimate.throughput_qps / row.throughput_qps - 1
+    more = estimate.figures.throughput_qps / row.throughput_qps - 1
     name, point = _policy_of(row), row.label.partition(":")[2].strip()
     than = "as many as" if abs(more) < 5e-4 else f"{more:.1%} more than" if more > 0 else (
         f"{-more:.1%} less than")
@@ -84,7 +85,7 @@ def _policy_of(row: Rejected) -> str:
 
 
 def _devices(estimate: Estimate, role: str) -> int:
-    return sum(len(stage.ranks) for stage in estimate.stages if stage.role == role)
+    return sum(len(stage.ranks) for stage in estimate.deployment.stages if stage.role == role)
 
 
 # --- the control variables --------------------------------------------------------------------
@@ -93,20 +94,20 @@ def _devices(estimate: Estimate, role: str) -> int:
 def _why_variables(schedule: Schedule, problem: Problem) -> str:
     estimate = schedule.estimate
     if estimate.policy == "rra":
-        iterations = estimate.decode_iterations
-        together = "" if estimate.encode_batch == 1 else " together"
-        work = (f"{_queries(estimate.encode_batch)} encoded{together} once every "
+        iterations = estimate.figures.decode_iterations
+        together = "" if estimate.figures.encode_batch == 1 else " together"
+        work = (f"{_queries(estimate.figures.encode_batch)} encoded{together} once every "
                 f"{'iteration' if iterations == 1 else f'{iterations} iterations'}, which keeps "
-                f"{estimate.decode_batch:.0f} decoding when a phase begins")
+                f"{estimate.figures.decode_batch:.0f} decoding when a phase begins")
     else:
-        work = (f"{_queries(estimate.encode_batch)} encoded at a time, which keeps "
-                f"{estimate.decode_batch:.0f} decoding")
+        work = (f"{_queries(estimate.figures.encode_batch)} encoded at a time, which keeps "
+                f"{estimate.figures.decode_batch:.0f} decoding")
     return f"{work}; {_groups(estimate)}; {_tensor_plan(schedule)}."
 
 
 def _groups(estimate: Estimate) -> str:
-    stages = [stage for stage in estimate.stages if stage.role != "encode"]
-    count, groups = len(stages), estimate.decode_micro_batches
+    stages = [stage for stage in estimate.deployment.stages if stage.role != "encode"]
+    count, groups = len(stages), estimate.deployment.num_groups
     split = f"{_counted(groups, 'group')} on {_counted(count, 'decoding stage')}"
     if groups < count:
         # a group is on one stage at a time, so that the others' devices have nothing to do
@@ -117,13 +118,13 @@ def _groups(estimate: Estimate) -> str:
 
 def _tensor_plan(schedule: Schedule) -> str:
     estimate = schedule.estimate
-    held = [stage.num_layers + stage.num_encoder_layers for stage in estimate.stages]
+    held = [stage.num_layers + stage.num_encoder_layers for stage in estimate.deployment.stages]
     layers = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
     plan = (f"no tensor parallelism: {_counted(len(held), 'stage')} of one device, {layers} "
             "layers each"
-            if estimate.tp_degree == 1 else
-            f"tensor parallelism in groups of {estimate.tp_degree} on {estimate.tp_gpus} of "
-            f"{len(estimate.memory_bytes)} devices: {_counted(len(held), 'stage')}, {layers} "
+            if estimate.deployment.tp_degree == 1 else
+            f"tensor parallelism in groups of {estimate.deployment.tp_degree} on {estimate.deployment.tp_gpus} of "
+            f"{len(estimate.figures.memory_bytes)} devices: {_counted(len(held), 'stage')}, {layers} "
             "layers each")
     rows = [row for row in schedule.rejected
             if row.label.startswith(DEGREE_ROW) and row.throughput_qps]
@@ -131,7 +132,7 @@ def _tensor_plan(schedule: Schedule) -> str:
     if best is None or not best.throughput_qps:
         return plan
     degree = best.label.removeprefix(DEGREE_ROW).partition(":")[0]
-    lost = 1 - best.throughput_qps / estimate.throughput_qps
+    lost = 1 - best.throughput_qps / estimate.figures.throughput_qps
     return f"{plan} (degree {degree}, the next best, would lose {lost:.1%})"
 
 
@@ -169,13 +170,13 @@ def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list
     queries) less than another query of the encode batch takes in the mean."""
     estimate = schedule.estimate
     found = []
-    if estimate.latency_s > limit_s * (1 - FULL):
+    if estimate.figures.latency_s > limit_s * (1 - FULL):
         found.append(_BINDING[Limit.LATENCY])
-    if _next_memory(estimate, problem) > estimate.memory_capacity_bytes * (1 - FULL):
+    if _next_memory(estimate, problem) > estimate.figures.memory_capacity_bytes * (1 - FULL):
         found.append(_BINDING[Limit.MEMORY])
-    present = max(estimate.decode_batch, float(estimate.max_in_system))
+    present = max(estimate.figures.decode_batch, float(max_in_system(estimate.controls)))
     if problem.num_queries is not None and (
-            present + present / estimate.encode_batch > problem.num_queries):
+            present + present / estimate.figures.encode_batch > problem.num_queries):
         found.append(_BINDING[Limit.QUERIES])
     return found
 
@@ -189,44 +190,44 @@ def next_batch_breaks(schedule: Schedule, problem: Problem, timing: TimingSource
     closed_form = make_policy(estimate.policy, problem, timing)
     larger = replace(config, encode_batch=config.encode_batch + 1)
     arrays: Any = closed_form.evaluate([larger])
-    arrays = replace(arrays, fits=arrays.memory_bytes <= estimate.memory_capacity_bytes)
+    arrays = replace(arrays, fits=arrays.memory_bytes <= estimate.figures.memory_capacity_bytes)
     broken = breaches(arrays, Limits(queries=problem.num_queries or math.inf, latency_s=limit_s))
     return [words for limit, words in _BINDING.items() if broken[limit][0]]
 
 
 def _next_memory(estimate: Estimate, problem: Problem) -> float:
     """Bytes on the fullest rank if what is not weights grew by one query's part of the batch."""
-    fullest = max(estimate.memory_bytes)
-    rank = estimate.memory_bytes.index(fullest)
+    fullest = max(estimate.figures.memory_bytes)
+    rank = estimate.figures.memory_bytes.index(fullest)
     weights = 0.0
-    for role in dict.fromkeys(stage.role for stage in estimate.stages):
-        pool = [stage for stage in estimate.stages if stage.role == role]
+    for role in dict.fromkeys(stage.role for stage in estimate.deployment.stages):
+        pool = [stage for stage in estimate.deployment.stages if stage.role == role]
         sizes = memory.weight_bytes(problem.model, pool, problem.dtype)
         weights += sum(float(size) for stage, size in zip(pool, sizes, strict=True)
                        if rank in stage.ranks)
-    return fullest + max(fullest - weights, 0.0) / estimate.encode_batch
+    return fullest + max(fullest - weights, 0.0) / estimate.figures.encode_batch
 
 
 def _latency_used(schedule: Schedule, limit_s: float) -> str:
-    estimate, bound_s = schedule.estimate, schedule.latency_bound_s
+    estimate, bound_s = schedule.estimate, schedule.bound.limit_s
     if math.isinf(bound_s):
         return ""
     margin = f" ({format_seconds(limit_s)} with its margin)" if limit_s < bound_s else ""
-    return (f"{estimate.latency_s:.4g} s of the bound of {format_seconds(bound_s)}{margin}, "
-            f"{estimate.latency_s / bound_s:.1%}")
+    return (f"{estimate.figures.latency_s:.4g} s of the bound of {format_seconds(bound_s)}{margin}, "
+            f"{estimate.figures.latency_s / bound_s:.1%}")
 
 
 def _memory_share(estimate: Estimate) -> float:
-    return max(estimate.memory_bytes) / estimate.memory_capacity_bytes
+    return max(estimate.figures.memory_bytes) / estimate.figures.memory_capacity_bytes
 
 
 def _cost_of_bound(schedule: Schedule) -> str:
-    if math.isinf(schedule.latency_bound_s):
+    if math.isinf(schedule.bound.limit_s):
         return "; there is no latency bound"
-    free = schedule.unbounded_qps
+    free = schedule.proof.unbounded_qps
     if free is None:
         return ""
-    lost = 1 - schedule.estimate.throughput_qps / free
+    lost = 1 - schedule.estimate.figures.throughput_qps / free
     if lost < FULL / 2:
         return f"; without a latency bound it would be no more than {free:.4g} queries/s"
     row = next((row for row in schedule.rejected if row.label.startswith(FREE_ROW)), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job_file import CONTROLS
+from xgpt.core.policies import policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 
@@ -30,7 +30,7 @@ def plan_with_enough(problem: Problem, plan: Callable[[Problem], Schedule],
 
 def _without_the_number(problem: Problem, plan: Callable[[Problem], Schedule]) -> Schedule | None:
     """None where nothing is fixed, or more than the number forbids it."""
-    controls = {name for names in CONTROLS.values() for name in names}
+    controls = {name for row in policies() for name in row.variable_names}
     if problem.num_queries is None or all(
             getattr(problem.fixed, name) is None for name in controls):
         return None

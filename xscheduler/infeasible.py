@@ -47,14 +47,14 @@ def explain(spaces: Sequence[Space], latency_bound_s: float, *,
 
 def _binding(estimate: Estimate) -> str:
     """What most of a tightest latency goes into."""
-    share = estimate.encode_s / estimate.latency_s
-    decoding = [stage for stage in estimate.stages if stage.role != "encode"]
+    share = estimate.figures.encode_s / estimate.figures.latency_s
+    decoding = [stage for stage in estimate.deployment.stages if stage.role != "encode"]
     if share > MOSTLY:
         return f"encoding time binds, {share:.0%} of it"
     if len(decoding) > 1:
         return (f"pipeline depth binds: each token passes {len(decoding)} stages, "
-                f"{format_seconds(estimate.decode_iteration_s)} an iteration")
-    return f"decoding binds, {format_seconds(estimate.decode_iteration_s)} an iteration"
+                f"{format_seconds(estimate.figures.decode_iteration_s)} an iteration")
+    return f"decoding binds, {format_seconds(estimate.figures.decode_iteration_s)} an iteration"
 
 
 def _rounded_up(seconds: float) -> str:
@@ -78,10 +78,10 @@ def _without_room(easy: Sequence[_Easy]) -> str:
         present = min(one.space.present(one.tight) for one in easy)
         return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "
                 f"values keep {present:.0f} present at a time")
-    held = min(max(estimate.memory_bytes) for estimate in estimates)
+    held = min(max(estimate.figures.memory_bytes) for estimate in estimates)
     return (f"no schedule: memory binds. {problem.model.name} needs at least "
             f"{format_bytes(held)} on its fullest device, of which "
-            f"{format_bytes(estimates[0].memory_capacity_bytes)} can be used; it takes more "
+            f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes more "
             "devices, or a smaller model, dtype or maximum output")
 
 

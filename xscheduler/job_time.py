@@ -20,6 +20,7 @@ import numpy as np
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule
+from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
@@ -48,11 +49,11 @@ def for_the_job(problem: Problem, timing: TimingSource, schedule: Schedule,
     looked at for so many queries."""
     own, count = schedule.estimate, problem.num_queries
     if (not count or problem.observes  # what every query at its cap would take says nothing
-            or count >= SHORT * max(own.decode_batch + own.encode_batch, own.max_in_system)):
+            or count >= SHORT * own.most_in_system):
         return schedule
     clock = _Clock(problem, timing, schedule)
     doubts = Doubts(problem, timing, replays=True)
-    entries = _admissible(selections(count), schedule.latency_bound_s, count)
+    entries = _admissible(selections(count), schedule.bound.limit_s, count)
     first = _first_round(entries, clock, count, clock(own, 1))
     replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
@@ -62,7 +63,7 @@ def for_the_job(problem: Problem, timing: TimingSource, schedule: Schedule,
         if wall_s > (1 - WORTH) * steady_s:
             break
         margin = doubts.margin(estimate)
-        if estimate.latency_s * margin.factor <= schedule.latency_bound_s:
+        if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, clock.num_replayed)
     return schedule
 
@@ -134,16 +135,14 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: Margin, count: int, w
     longer = steady_s / wall_s - 1
     note = (f"Chosen for this job's {count} queries, which it is expected to answer in "
             f"{format_seconds(wall_s)}, ramp and drain included: the quickest of {replayed} "
-            f"replayed. The highest throughput in steady state ({before.throughput_qps:.4g} "
+            f"replayed. The highest throughput in steady state ({before.figures.throughput_qps:.4g} "
             f"queries/s by {_words(before)}) would take {format_seconds(steady_s)}.")
     row = Rejected(label=f"highest in steady state: {_words(before)}",
-                   throughput_qps=before.throughput_qps, latency_s=before.latency_s,
+                   throughput_qps=before.figures.throughput_qps, latency_s=before.figures.latency_s,
                    reason=f"takes {longer:.0%} longer for {count} queries")
-    gap = schedule.bound_qps / estimate.throughput_qps - 1
-    return replace(
-        schedule, estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
-        rejected=(row, *schedule.rejected), margin=margin.factor, margin_cost=0.0,
-        margin_note=margin.sentence)
+    gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
+    return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
+        rejected=(row, *schedule.rejected), margin=KeptMargin(factor=margin.factor, note=margin.sentence))
 
 
 def _words(estimate: Estimate) -> str:

@@ -19,6 +19,7 @@ from typing import Literal
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
@@ -150,11 +151,10 @@ class Planner:
                                            for found in search.found])
             # what does not keep its margin is explained by what it does use
             limit_s = max(bound_s / planned.margin.factor,
-                          min(schedule.estimate.latency_s, bound_s))
+                          min(schedule.estimate.figures.latency_s, bound_s))
             explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
-        return replace(
-            schedule, margin=planned.margin.factor, margin_cost=max(planned.cost, 0.0),
-            margin_note=planned.margin.sentence,
+        return schedule.changed(margin=KeptMargin(factor=planned.margin.factor, cost=max(planned.cost, 0.0),
+                              note=planned.margin.sentence),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
             nodes=own.nodes - before + sum(search.nodes for search in longer),
             seconds=time.monotonic() - began)
@@ -192,7 +192,7 @@ class _Search:
         """Configurations evaluated, up to the last schedule found."""
         if isinstance(self._search, BaselineSearch):
             return self._search.num_evaluated
-        return self.found[-1].nodes if self.found else 0
+        return self.found[-1].proof.nodes if self.found else 0
 
     def find(self, latency_bound_s: float) -> Schedule:
         self.found.append(self._search.find(latency_bound_s))
@@ -205,17 +205,17 @@ class _Search:
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
     if latency_bound_s is None:
         return problem
-    return replace(problem, constraint=replace(problem.constraint, latency_s=latency_bound_s))
+    return replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_bound_s))
 
 
 def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
     """The schedule planned, its alternatives beside it in the same currency: a schedule found under
     a margin was searched for longer outputs, and so were they."""
     schedule = planned.schedule
-    free = next(found for found in searched if found.latency_bound_s == schedule.latency_bound_s
-                and found.bound_qps == schedule.bound_qps)
+    free = next(found for found in searched if found.bound.limit_s == schedule.bound.limit_s
+                and found.proof.bound_qps == schedule.proof.bound_qps)
     if schedule.estimate == free.estimate:
         return schedule
     origin = next(found for found in searched if found.rejected is schedule.rejected)
-    status = Status.LIMIT if schedule.status == Status.LIMIT else Status.WITHIN_GAP
-    return replace(schedule, rejected=rows_with_margin(schedule, free, origin), status=status)
+    status = Status.LIMIT if schedule.proof.status == Status.LIMIT else Status.WITHIN_GAP
+    return schedule.changed(rejected=rows_with_margin(schedule, free, origin), status=status)

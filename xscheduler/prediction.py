@@ -42,14 +42,14 @@ def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
         known = QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs)
     if known is None:
         return None
-    runs = known.reserves <= estimate.kv_tokens // estimate.decode_micro_batches
+    runs = known.reserves <= estimate.deployment.group_kv_tokens
     runs &= known.inputs < (problem.model.max_positions or np.inf)
-    runs &= known.inputs <= (estimate.encode_kv_tokens or np.inf)
+    runs &= known.inputs <= (estimate.deployment.encoding.kv_tokens or np.inf)
     rows = np.flatnonzero(runs)
     return known.take(rows[in_run_order(problem, estimate, len(rows))])
 
 
 def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:
     """Places of `count` queries in the order in which a run takes them up."""
-    window = window_of(problem.adjustment.shuffle, estimate.encode_batch)
+    window = window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
     return run_order(count, window, problem.seed)

@@ -85,19 +85,18 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
     if not math.isinf(constraint.latency_s):
         later = constraint.latency_s * (1 + STEP)
         found.append((f"{STEP:.0%} more latency ({format_seconds(later)})", replace(
-            problem, constraint=replace(constraint, latency_s=later))))
+            problem, constraint=constraint.with_latency(limit_s=later))))
     if cluster.device.kind == "cpu":
         found.append(("one more device", "not offered: the workers share this machine's cores, one "
                                          "more would have to take its cores from the others"))
     elif cluster.num_nodes == 1:
-        found.append((f"one more GPU ({cluster.num_devices + 1})", replace(problem, cluster=replace(
-            cluster, devices_per_node=cluster.devices_per_node + 1))))
+        found.append((f"one more GPU ({cluster.num_devices + 1})", replace(problem, cluster=cluster.with_nodes(devices_per_node=cluster.devices_per_node + 1))))
     else:
-        more = replace(cluster, num_nodes=cluster.num_nodes + 1)
+        more = cluster.with_nodes(num_nodes=cluster.num_nodes + 1)
         found.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
     size = round(cluster.device.memory_bytes * (1 + STEP))
     found.append((f"{STEP:.0%} more memory ({format_bytes(size)} a device)", replace(
-        problem, cluster=replace(cluster, device=replace(cluster.device, memory_bytes=size)))))
+        problem, cluster=cluster.with_nodes(device=replace(cluster.device, memory_bytes=size)))))
     return found
 
 
@@ -109,10 +108,10 @@ def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Of
     except InputError as cause:  # what the job fixes does not go with the changed cluster
         return _none(what, "; ".join(mistake.allowed for mistake in cause.mistakes))
     if base is None:
-        return Offer(what=what, throughput_qps=found.throughput_qps, gain=None, reason=None,
+        return Offer(what=what, throughput_qps=found.figures.throughput_qps, gain=None, reason=None,
                      changes=())
-    gain = found.throughput_qps / base.estimate.throughput_qps - 1
-    return Offer(what=what, throughput_qps=found.throughput_qps, gain=gain,
+    gain = found.figures.throughput_qps / base.estimate.figures.throughput_qps - 1
+    return Offer(what=what, throughput_qps=found.figures.throughput_qps, gain=gain,
                  changes=changes(base.estimate, found),
                  reason=_why_nothing(gain, changed, base))
 
@@ -127,13 +126,13 @@ def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
     if gain > NOTHING:
         return None
     estimate, bound_s = base.estimate, changed.constraint.latency_s
-    if changed.cluster.num_devices != len(estimate.memory_bytes):
+    if changed.cluster.num_devices != len(estimate.figures.memory_bytes):
         return ("all devices must be used, and the layers do not divide as well over these"
                 if gain < -NOTHING else "the time of a stage does not fall: its layers do not "
                                         "divide, or its collectives grow")
-    used = max(estimate.memory_bytes) / estimate.memory_capacity_bytes
-    if bound_s > base.latency_bound_s:
-        return (f"latency does not bind: {estimate.latency_s / base.latency_bound_s:.0%} of the "
+    used = max(estimate.figures.memory_bytes) / estimate.figures.memory_capacity_bytes
+    if bound_s > base.bound.limit_s:
+        return (f"latency does not bind: {estimate.figures.latency_s / base.bound.limit_s:.0%} of the "
                 f"bound is used, and {used:.0%} of the fullest device's memory")
     return f"memory does not bind: {used:.0%} of the fullest device's is used"
 

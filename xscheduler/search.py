@@ -16,6 +16,7 @@ from dataclasses import replace
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import Best, best_in, rows_beside
@@ -80,10 +81,10 @@ class Scheduler:
         seconds = time.monotonic() - began
         free = self._unbounded(bound_s, results) if compares else None
         constraint = self.problem.constraint
-        return Schedule(
+        return schedule_from_flat(
             estimate=estimate, latency_bound_s=bound_s, constraint_kind=constraint.kind,
             quantile=constraint.quantile, status=_status(results, upper, best), bound_qps=upper,
-            gap=upper / estimate.throughput_qps - 1,
+            gap=upper / estimate.figures.throughput_qps - 1,
             nodes=nodes, seconds=seconds, fingerprint=self.problem.fingerprint,
             unbounded_qps=None if free is None else free.candidate.objective,
             rejected=rows_beside(best, self.spaces, results, free, bound_s),

@@ -147,7 +147,7 @@ class Doubts:
         if not self._replays or math.isinf(self.problem.constraint.latency_s):
             return 1.0
         seen_s = replay_latency_s(self.problem, self._timing, estimate, _SEED)
-        ratio = seen_s / estimate.latency_s
+        ratio = seen_s / estimate.figures.latency_s
         return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
     def longer(self) -> JointLengths:
@@ -173,7 +173,7 @@ class Doubts:
 
     def _timing_spread(self, case: _Case, expected_s: float) -> tuple[float, float]:
         """(standard deviation of the latency's logarithm, share of it that no table explains)."""
-        degrees = {stage.tp_degree for stage in case.estimate.stages}
+        degrees = {stage.tp_degree for stage in case.estimate.deployment.stages}
         square, explained = 0.0, 0.0
         for key, error in self._errors.items():
             if not key.link and key.tp_degree not in degrees:
@@ -229,7 +229,7 @@ class Doubts:
     def _case(self, estimate: Estimate) -> _Case:
         config, missing = make_config(estimate.policy, estimate)
         assert not missing, f"{missing = }"
-        layers = self._layers.setdefault((estimate.policy, estimate.stages), len(self._layers))
+        layers = self._layers.setdefault((estimate.policy, estimate.deployment.stages), len(self._layers))
         return _Case(estimate, config, layers)
 
     # --- words --------------------------------------------------------------------------------
@@ -310,17 +310,16 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
     doubts = Doubts(problem, timing, replays=replays)
     free = search(bound_s)
     first = doubts.margin(free.estimate)
-    if free.estimate.latency_s * first.factor <= bound_s:
+    if free.estimate.figures.latency_s * first.factor <= bound_s:
         return PlannedWithin(schedule=free, margin=first, cost=0.0)
     tried = _Tried(bound_s, free, first)
-    begin_s, find = _tighter_s(bound_s, free.estimate.latency_s, first.factor), search
+    begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
-        begin_s = _tighter_s(bound_s, free.estimate.latency_s, first.timing * first.model)
+        begin_s = _tighter_s(bound_s, free.estimate.figures.latency_s, first.timing * first.model)
         longer = replace(problem, lengths=doubts.longer())
 
         def find(target_s: float) -> Schedule:
-            return search_problem(replace(longer, constraint=replace(
-                longer.constraint, latency_s=target_s)))
+            return search_problem(replace(longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
@@ -332,7 +331,7 @@ def plan_within(problem: Problem, timing: TimingSource, search: Callable[[float]
             tried.refused(target_s, refusal)
             continue
         own = found if find is search else doubts.with_own_lengths(found)
-        tried.add(target_s, found.estimate.latency_s, own, doubts.margin(own.estimate))
+        tried.add(target_s, found.estimate.figures.latency_s, own, doubts.margin(own.estimate))
     return tried.result()
 
 
@@ -359,7 +358,7 @@ class _Tried:
 
     def add(self, target_s: float, searched_s: float, schedule: Schedule, own: Margin) -> None:
         """searched_s: the schedule's latency in the eyes of the search."""
-        needed_s = schedule.estimate.latency_s * own.factor
+        needed_s = schedule.estimate.figures.latency_s * own.factor
         if needed_s <= self._bound_s:
             self._safe.append((schedule, own))
             self._least_s = target_s
@@ -378,19 +377,19 @@ class _Tried:
             raise InfeasibleError(
                 f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
                 f"with its margin (without one: {schedule.estimate.policy} at "
-                f"{format_seconds(schedule.estimate.latency_s)}; {own.sentence}). With a margin: "
+                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a margin: "
                 f"{self._refusal}") from self._refusal
         if self._safe:
-            found, own = max(self._safe, key=lambda pair: pair[0].estimate.throughput_qps)
+            found, own = max(self._safe, key=lambda pair: pair[0].estimate.figures.throughput_qps)
         else:
             found, own = min(self._unsafe,
-                             key=lambda pair: pair[0].estimate.latency_s * pair[1].factor)
+                             key=lambda pair: pair[0].estimate.figures.latency_s * pair[1].factor)
             own = replace(own, sentence=f"NOT kept with that confidence: {own.sentence}")
-        queries, bound_qps = found.estimate.throughput_qps, self._free.bound_qps
+        queries, bound_qps = found.estimate.figures.throughput_qps, self._free.proof.bound_qps
         return PlannedWithin(
-            schedule=replace(found, latency_bound_s=self._bound_s, bound_qps=bound_qps,
-                             gap=bound_qps / queries - 1, unbounded_qps=self._free.unbounded_qps),
-            margin=own, cost=1 - queries / self._free.estimate.throughput_qps,
+            schedule=found.changed(limit_s=self._bound_s, bound_qps=bound_qps,
+                             gap=bound_qps / queries - 1, unbounded_qps=self._free.proof.unbounded_qps),
+            margin=own, cost=1 - queries / self._free.estimate.figures.throughput_qps,
             is_safe=bool(self._safe))
 
 

@@ -12,6 +12,7 @@ from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
@@ -29,7 +30,7 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
     else:
         (estimate, nodes), status = _best(problem, policy), Status.BEST_SEEN
     estimate = replace(estimate, notes=(*estimate.notes, note))
-    return Schedule(
+    return schedule_from_flat(
         estimate=estimate, latency_bound_s=constraint.latency_s, constraint_kind=constraint.kind,
         quantile=constraint.quantile, status=status, bound_qps=math.inf, gap=math.inf, nodes=nodes,
         seconds=time.monotonic() - began, fingerprint=problem.fingerprint)
@@ -40,11 +41,11 @@ def _given(problem: Problem, policy: Any) -> Estimate:
     config, _ = make_config(str(fixed.policy), replace(
         fixed, decode_micro_batches=fixed.decode_micro_batches or 1))
     estimate: Estimate = policy.estimate(config)
-    if not estimate.fits:
+    if not estimate.figures.fits:
         raise InfeasibleError(
             f"schedule.encode_batch = {fixed.encode_batch} does not fit: it takes "
-            f"{max(estimate.memory_bytes)} bytes of {estimate.memory_capacity_bytes} a rank")
-    if math.isinf(estimate.latency_s):
+            f"{max(estimate.figures.memory_bytes)} bytes of {estimate.figures.memory_capacity_bytes} a rank")
+    if math.isinf(estimate.figures.latency_s):
         raise InputError([Mistake(
             file="schedule", line=None, key="schedule.encode_batch", value=fixed.encode_batch,
             allowed="sizes that the profile does not reach")])
@@ -66,4 +67,4 @@ def _best(problem: Problem, policy: Any) -> tuple[Estimate, int]:
     raise InfeasibleError(
         f"no batch of {policy.name} on {problem.cluster.num_devices} ranks fits and keeps the "
         f"latency bound of {format_seconds(bound_s)}: one query alone takes "
-        f"{format_seconds(alone.latency_s)}, by the times of xgpt's own kernels")
+        f"{format_seconds(alone.figures.latency_s)}, by the times of xgpt's own kernels")

@@ -16,7 +16,7 @@ from xgpt.app.session import Session, executable, find, open_session
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
 from xgpt.core.job_file import load_job
-from xgpt.core.schedule import Schedule, with_estimate
+from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline
 from xrunner.engines.deepspeed import ENGINE
 
@@ -48,13 +48,13 @@ def test_all_ranks_are_one_group_and_the_policy_is_ft_unless_the_job_says_dsi(
 def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_times(
         tmp_path: Path) -> None:
     free = found(session_of(tmp_path))
-    assert [stage.ranks for stage in free.estimate.stages] == [(0, 1)]
+    assert [stage.ranks for stage in free.estimate.deployment.stages] == [(0, 1)]
     assert ENGINE.note in free.estimate.notes
-    bound_s = free.estimate.latency_s / 3
+    bound_s = free.estimate.figures.latency_s / 3
     bounded = found(session_of(tmp_path, bound=f"{bound_s}"))
-    assert bounded.estimate.latency_s <= bound_s
-    assert 1 <= bounded.estimate.encode_batch < free.estimate.encode_batch
-    assert bounded.estimate.throughput_qps < free.estimate.throughput_qps
+    assert bounded.estimate.figures.latency_s <= bound_s
+    assert 1 <= bounded.estimate.figures.encode_batch < free.estimate.figures.encode_batch
+    assert bounded.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
     with pytest.raises(InfeasibleError, match="one query alone takes"):
         found(session_of(tmp_path, bound="0.001"))
 
@@ -62,7 +62,7 @@ def test_the_best_batch_within_the_bound_is_planned_and_said_to_be_by_other_time
 def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path: Path) -> None:
     given = found(session_of(tmp_path, schedule="policy: dsi, encode_batch: 6, "
                                                 "encode_micro_batches: 3", bound="0.001"))
-    assert (given.estimate.policy, given.estimate.encode_batch) == ("dsi", 6)
+    assert (given.estimate.policy, given.estimate.figures.encode_batch) == ("dsi", 6)
     assert given.estimate.encode_micro_batches == 3 and math.isinf(given.gap)
     with pytest.raises(InputError, match=r"schedule\.encode_batch: required"):
         found(session_of(tmp_path, schedule="policy: ft, decode_micro_batches: 2"))
@@ -126,8 +126,8 @@ def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path: Path)
     schedule = found(session)
     assert executable(session, schedule).problem.fixed.policy == "ft"
     with pytest.raises(InputError, match=r"schedule\.policy = 'rra'"):
-        executable(session, with_estimate(schedule, policy="rra"))
-    stage = schedule.estimate.stages[0]
+        executable(session, schedule.changed(policy="rra"))
+    stage = schedule.estimate.deployment.stages[0]
     halves = (replace(stage, ranks=(0,)), replace(stage, index=1, ranks=(1,)))
     with pytest.raises(InputError, match="one, of all 2 ranks"):
-        executable(session, with_estimate(schedule, stages=halves))
+        executable(session, schedule.changed(stages=halves))

@@ -11,7 +11,6 @@ from xgpt.app.local_profile import wanted_profile
 from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schedule import with_estimate
 from xscheduler.planner import Planner, plan
 
 
@@ -72,7 +71,7 @@ def test_lengths_to_be_observed_want_a_schedule_that_can_be_changed_in_place(
 def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
     planned = session_of(tmp_path, "", cluster="a40-4")
     schedule = find(executable(planned), timing_of(planned))
-    given = with_estimate(schedule, policy="waa-m")
+    given = schedule.changed(policy="waa-m")
     assert executable(session_of(tmp_path, ""), given).problem.fixed.policy == "waa-m"
 
 
@@ -90,28 +89,28 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
     found = find(session, timing_of(session))
     assert {name: getattr(found.estimate, name) for name in chosen} == chosen
-    assert found.estimate.policy == session.problem.fixed.policy and found.estimate.fits
+    assert found.estimate.policy == session.problem.fixed.policy and found.estimate.figures.fits
     assert found.fingerprint == session.problem.fingerprint
     free = session_of(tmp_path, f"policy: {found.estimate.policy}", cluster="a40-4")
     steady = Planner(session.problem, timing_of(session)).steady()
     best = Planner(executable(free).problem, timing_of(session)).steady()
-    assert best.estimate.throughput_qps >= steady.estimate.throughput_qps
+    assert best.estimate.figures.throughput_qps >= steady.estimate.figures.throughput_qps
 
 
 def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> None:
     session = executable(session_of(tmp_path, "policy: ft", cluster="a40-4"))
     timing = timing_of(session)
     free = find(session, timing)
-    bound_s = 0.9 * free.estimate.latency_s
+    bound_s = 0.9 * free.estimate.figures.latency_s
 
     def bounded(latency_s: float) -> Session:
-        constraint = replace(session.problem.constraint, latency_s=latency_s)
+        constraint = session.problem.constraint.with_latency(limit_s=latency_s)
         return replace(session, problem=replace(session.problem, constraint=constraint))
 
     found = find(bounded(bound_s), timing)
-    assert found.estimate.latency_s * found.margin <= bound_s
-    assert found.estimate.throughput_qps < free.estimate.throughput_qps
-    assert found.estimate.encode_batch < free.estimate.encode_batch
+    assert found.estimate.figures.latency_s * found.margin <= bound_s
+    assert found.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
+    assert found.estimate.figures.encode_batch < free.estimate.figures.encode_batch
     with pytest.raises(InfeasibleError, match="no configuration of ft keeps .* quickest seen"):
         find(bounded(1e-6), timing)
     with pytest.raises(InfeasibleError, match="encode_batch 4000 fits"):

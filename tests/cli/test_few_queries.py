@@ -47,7 +47,7 @@ def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pyt
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     session = opened(tmp_path, "policy: rra", 3)
     found = find(session, timing_of(session)).estimate
-    assert found.encode_batch <= 3 and NOTE not in capsys.readouterr().err
+    assert found.figures.encode_batch <= 3 and NOTE not in capsys.readouterr().err
 
     def refuse(problem: Problem) -> None:
         assert problem.num_queries == 3, "planned again"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from xgpt.app.session import Session, executable, find, open_session, timing_of
-from xgpt.core.schedule import JOB_STATUS, Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import JOB_STATUS, Schedule
+from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.job_time import SHORT, WORTH, for_the_job
 from xscheduler.planner import Planner, PlanOptions
@@ -46,13 +47,13 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     steady, found = steady_of(session), find(session, timing)
     assert wall_s(session, found) <= wall_s(session, steady)
     own = margin(session.problem, timing, found.estimate)
-    assert found.estimate.fits and found.estimate.latency_s * own.factor <= found.latency_bound_s
+    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.latency_bound_s
     assert found.latency_bound_s == steady.latency_bound_s
     if found.estimate != steady.estimate:
         assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
-        assert found.estimate.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
+        assert found.estimate.figures.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
         assert "this job's 100 queries" in found.explanation[0]
-        assert found.rejected[0].throughput_qps == steady.estimate.throughput_qps
+        assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
 
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
 def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     steady = steady_of(session)
-    present = steady.estimate.decode_batch + steady.estimate.encode_batch
+    present = steady.estimate.figures.decode_batch + steady.estimate.figures.encode_batch
     long = replace(session, problem=replace(session.problem,
                                             num_queries=math.ceil(SHORT * present)))
     asked: list[object] = []
@@ -79,7 +80,7 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
 def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
     fixed = "policy: rra, encode_batch: 10"
     session = session_of(tmp_path, 60, "inf", fixed)
-    assert find(session, timing_of(session)).estimate.encode_batch == 10
+    assert find(session, timing_of(session)).estimate.figures.encode_batch == 10
     (selection,) = Scheduler(session.problem, timing_of(session)).selections(60)
     assert {config.encode_batch for config in selection.configs} == {10}
     whole = session_of(tmp_path, 60, "inf", f"{fixed}, decode_iterations: 8")

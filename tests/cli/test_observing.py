@@ -19,7 +19,8 @@ from xgpt.app.session import Session, find, timing_of
 from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule, with_estimate
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
 from xrunner.io.watched import OBSERVED_FILE, load_change
@@ -54,15 +55,15 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
-    assert estimate.decode_iterations == 199, "no query is interrupted"
+    assert estimate.figures.decode_iterations == 199, "no query is interrupted"
     with pytest.raises(InfeasibleError, match="no schedule satisfies") as refusal:
         find(replace(session, problem=replace(session.problem, is_revised=False)),
              timing_of(session))
     least_s = float(str(refusal.value).split("tightest that can be met is ")[1].split(" s")[0])
-    assert least_s < estimate.latency_s <= 1.001 * (1 + NEAR) * least_s
-    assert estimate.encode_batch > 8, "as large a batch as that allows"
-    assert estimate.kv_tokens // estimate.decode_micro_batches >= 259, "the longest request"
-    assert max(estimate.memory_bytes) <= estimate.memory_capacity_bytes
+    assert least_s < estimate.figures.latency_s <= 1.001 * (1 + NEAR) * least_s
+    assert estimate.figures.encode_batch > 8, "as large a batch as that allows"
+    assert estimate.deployment.group_kv_tokens >= 259, "the longest request"
+    assert max(estimate.figures.memory_bytes) <= estimate.figures.memory_capacity_bytes
     save_schedule(schedule, tmp_path / "s.json")
     assert said_of(load_schedule(tmp_path / "s.json")) == said, "`xgpt run` says it too"
     table = schedule_table(schedule)
@@ -74,7 +75,7 @@ def test_caps_that_differ_and_a_bound_that_only_the_confidence_misses(
     session, problem = begun[0], begun[0].problem
     caps = replace(problem, lengths=JointLengths(inputs=problem.lengths.inputs,
                                                  outputs=empirical([80] * 99 + [120] * 9)))
-    kept = replace(problem, constraint=replace(problem.constraint, latency_s=10.1))
+    kept = replace(problem, constraint=problem.constraint.with_latency(limit_s=10.1))
     for other, words in ((caps, "4 s if every query runs to its cap (120 tokens at most); "),
                          (kept, "10.1 s with a confidence of 95% if every query runs to its cap")):
         found = beginning(other, timing_of(session))
@@ -132,10 +133,10 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
     small = observing_slots(session, schedule, encode_batch=1)
     assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
-    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.stages)
-    weights = max(estimate.memory_bytes) - estimate.kv_tokens * per_token
-    held = small * estimate.decode_micro_batches * 259 * per_token
-    assert weights + held <= 1.001 * estimate.memory_capacity_bytes
+    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
+    weights = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
+    held = small * estimate.deployment.num_groups * 259 * per_token
+    assert weights + held <= 1.001 * estimate.figures.memory_capacity_bytes
     assert slots_for(estimate, session.problem, 259, math.inf) >= small
 
 
@@ -243,20 +244,19 @@ def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[Session, Sched
     assert at(own, begun, outputs_of(20, 4, 20)) is True
     (found,) = own.decisions
     assert found.schedule is not None
-    assert found.schedule.estimate.latency_s <= CAUTION * BOUND_S
+    assert found.schedule.estimate.figures.latency_s <= CAUTION * BOUND_S
     assert at(own, begun, outputs_of(20, 4, 49)) is False, "looked at again from 50 on"
     assert at(own, begun, outputs_of(20, 4, 60)) is True
     later = own.decisions[1].schedule
-    assert later is not None and CAUTION * BOUND_S < later.estimate.latency_s <= BOUND_S
-    assert later.estimate.throughput_qps > found.schedule.estimate.throughput_qps
+    assert later is not None and CAUTION * BOUND_S < later.estimate.figures.latency_s <= BOUND_S
+    assert later.estimate.figures.throughput_qps > found.schedule.estimate.figures.throughput_qps
     assert not own._is_observing
 
 
 def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     start = begun[1].estimate
-    own = fresh(begun, tmp_path, _needed=50, _running=with_estimate(
-        begun[1], encode_batch=60, decode_iterations=20))  # as 24 short ones had it
+    own = fresh(begun, tmp_path, _needed=50, _running=begun[1].changed(encode_batch=60, decode_iterations=20))  # as 24 short ones had it
     assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start

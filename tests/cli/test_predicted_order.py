@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
@@ -28,7 +29,7 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
     problem = Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
         dtype="float16", num_queries=200, fixed=FixedSchedule(), default_max_tokens=80,
-        constraint=Constraint(latency_s=math.inf), adjustment=Adjustment(shuffle=shuffle))
+        constraint=latency_constraint(latency_s=math.inf), adjustment=Adjustment(shuffle=shuffle))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     inputs = np.arange(1, 201)
     inputs[17] = 10**6  # cannot run, and so has no place in the order

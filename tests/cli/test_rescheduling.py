@@ -18,7 +18,7 @@ from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
-from xgpt.core.schedule import Estimate, Schedule, with_estimate
+from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.watched import OBSERVED_FILE, load_change
 from xrunner.rules.rra import most_active
@@ -262,16 +262,16 @@ def test_slots_leave_room_for_changes_within_memory_and_job(
     def slots(estimate: Estimate, longest: int = 300, headroom: float = 2.0) -> int:
         return slots_for(estimate, problem, longest, headroom)
 
-    roomy = with_estimate(schedule, memory_capacity_bytes=10**15).estimate
+    roomy = schedule.changed(memory_capacity_bytes=10**15).estimate
     assert slots(roomy) == math.ceil(2 * most_active(estimate))
-    assert slots(roomy, headroom=1e6) == math.ceil(3000 / estimate.decode_micro_batches)
-    tight = with_estimate(schedule, memory_capacity_bytes=max(estimate.memory_bytes)).estimate
+    assert slots(roomy, headroom=1e6) == math.ceil(3000 / estimate.deployment.num_groups)
+    tight = schedule.changed(memory_capacity_bytes=max(estimate.figures.memory_bytes)).estimate
     assert slots(tight, longest=10**6) == most_active(estimate), "never fewer than planned"
-    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.stages)
-    middle = with_estimate(schedule, memory_capacity_bytes=10**12).estimate
+    per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
+    middle = schedule.changed(memory_capacity_bytes=10**12).estimate
     found = slots(middle, headroom=1e6, longest=2000)
-    held = found * estimate.decode_micro_batches * 2000 * per_token
-    others = max(estimate.memory_bytes) - estimate.kv_tokens * per_token
+    held = found * estimate.deployment.num_groups * 2000 * per_token
+    others = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
     assert found > most_active(estimate) and held <= 10**12 - 0.99 * others
 
 
@@ -281,10 +281,10 @@ def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[Session, Sch
     spec = session.problem.model
     session = replace(session, files=ModelFiles(
         directory=Path("/model"), spec=spec, served_by="test"))
-    kv_tokens = schedule.estimate.kv_tokens
-    prints = {_plan(session, with_estimate(schedule, kv_tokens=tokens), "of them").fingerprint
+    kv_tokens = schedule.estimate.deployment.kv_tokens
+    prints = {_plan(session, schedule.changed(kv_tokens=tokens), "of them").fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
     assert len(prints) == 1
-    groups = schedule.estimate.decode_micro_batches
-    small = with_estimate(schedule, kv_tokens=100 * groups)
+    groups = schedule.estimate.deployment.num_groups
+    small = schedule.changed(kv_tokens=100 * groups)
     assert _plan(session, small, "of them").fingerprint not in prints

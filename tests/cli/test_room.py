@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,14 @@ def session(tmp_path: Path) -> object:
 def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: ignore[no-untyped-def]
     schedule = find(session, timing_of(session))
     before = schedule.estimate
-    tokens = before.kv_tokens // before.decode_micro_batches + 100
+    tokens = before.deployment.kv_tokens // before.deployment.num_groups + 100
     after = with_room_for(schedule, session.problem, tokens).estimate
-    assert after.kv_tokens == tokens * before.decode_micro_batches
-    added = after.kv_tokens - before.kv_tokens
-    for stage in before.stages:
+    assert after.deployment.kv_tokens == tokens * before.deployment.num_groups
+    added = after.deployment.kv_tokens - before.deployment.kv_tokens
+    for stage in before.deployment.stages:
         for rank in stage.ranks:
-            grown = after.memory_bytes[rank] - before.memory_bytes[rank]
+            grown = after.figures.memory_bytes[rank] - before.figures.memory_bytes[rank]
             assert grown == added * stage.num_layers * 2 * 5120 * 2 // stage.tp_degree
     assert with_room_for(schedule, session.problem, 10) == schedule
     assert with_room_for(schedule, session.problem, 10**7) == schedule, "what cannot fit is left"
-    assert replace(after, kv_tokens=before.kv_tokens, memory_bytes=before.memory_bytes) == before
+    assert after.changed(kv_tokens=before.deployment.kv_tokens, memory_bytes=before.figures.memory_bytes) == before

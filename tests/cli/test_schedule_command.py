@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from xgpt.app.session import open_session, timing_of
 from xgpt.cli import schedule as command
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schedule import Schedule, load_schedule, with_estimate
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xscheduler import drift
 from xscheduler.alternatives import in_the_same_lengths
 from xscheduler.planner import Planner, PlanOptions
@@ -67,16 +68,16 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
     sure = planned(job, constraint__latency_s=3)
     found = planned(job, constraint__latency_s=3, constraint__drift="15%")
     assert found.margin > 1 and found.margin_cost > 0.01, "else this test shows nothing"
-    assert found.estimate.latency_s * found.margin <= found.latency_bound_s
+    assert found.estimate.figures.latency_s * found.margin <= found.latency_bound_s
     assert found.margin_cost == pytest.approx(
-        1 - found.estimate.throughput_qps / sure.estimate.throughput_qps)
-    assert found.bound_qps >= sure.estimate.throughput_qps and found.status == "within gap"
+        1 - found.estimate.figures.throughput_qps / sure.estimate.figures.throughput_qps)
+    assert found.bound_qps >= sure.estimate.figures.throughput_qps and found.status == "within gap"
     bare = found.rejected[-1]
     assert bare.label.startswith("without a margin")
-    assert bare.throughput_qps == sure.estimate.throughput_qps
+    assert bare.throughput_qps == sure.estimate.figures.throughput_qps
     others = [row for row in found.rejected if row.label.startswith("policy ")]
     assert others and all(row.throughput_qps is None or row.throughput_qps <= (
-        found.estimate.throughput_qps * 1.005) for row in others)
+        found.estimate.figures.throughput_qps * 1.005) for row in others)
     assert "its margin" in found.explanation[2]
     shown = run(job, constraint__latency_s=3, constraint__drift="15%")
     assert "the margin costs" in " ".join(shown.stdout.split())
@@ -84,7 +85,7 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
 
 def test_alternatives_found_for_longer_outputs_keep_the_share_that_they_lose(job: Path) -> None:
     origin = planned(job)
-    judged = with_estimate(origin, throughput_qps=2 * origin.estimate.throughput_qps)
+    judged = origin.changed(throughput_qps=2 * origin.estimate.figures.throughput_qps)
     for row in origin.rejected:
         scaled = in_the_same_lengths(row, judged, origin)
         if row.throughput_qps is None:
@@ -103,8 +104,8 @@ def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
         together = planner.steady(bound_s)
         alone = planned(job, constraint__drift="10%", constraint__latency_s=bound_s)
         assert together.latency_bound_s == bound_s
-        assert together.estimate.throughput_qps == pytest.approx(
-            alone.estimate.throughput_qps, rel=0.006)
+        assert together.estimate.figures.throughput_qps == pytest.approx(
+            alone.estimate.figures.throughput_qps, rel=0.006)
         assert f"bound of {bound_s:.3g}" in together.explanation[2].replace(".00 s", " s")
     assert planner.steady(8.0) is together, "what was evaluated is known"
 
@@ -125,7 +126,7 @@ def test_more_latency_gpus_and_memory_have_their_price(
     offers = found["price"]
     assert [offer["what"].split(" (")[0] for offer in offers] == [
         "10% more latency", "one more GPU", "10% more memory"]
-    later = planned(job, constraint__latency_s=8.8, **one).estimate.throughput_qps
+    later = planned(job, constraint__latency_s=8.8, **one).estimate.figures.throughput_qps
     assert offers[0]["throughput_qps"] == pytest.approx(later, rel=0.006)
     assert offers[0]["gain"] > 0.02, "else this test shows nothing"
     assert offers[0]["gain"] == pytest.approx(
@@ -175,7 +176,7 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
     assert ways["choice"] == "adjust", "60 queries do not make up for loading"
     chosen = ways["adjust"]["estimate"]
     assert chosen["throughput_qps"] < found["throughput_qps"]
-    assert (written.estimate.encode_batch, written.estimate.throughput_qps) == (
+    assert (written.estimate.figures.encode_batch, written.estimate.figures.throughput_qps) == (
         chosen["encode_batch"], chosen["throughput_qps"])
     assert written.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
 

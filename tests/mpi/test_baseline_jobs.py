@@ -17,7 +17,7 @@ import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.core.schedule import load_schedule  # noqa: E402
+from xgpt.core.schedule_file import load_schedule  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 slow = pytest.mark.slow

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
@@ -121,7 +121,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     estimate = Rra(problem, timing).estimate(RraConfig(
         encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
     out.mkdir()
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
@@ -129,7 +129,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
         requests="test", is_chat=False, max_tokens=40, dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+        query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, tmp_path / "requests.jsonl")
     LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=3),
                         watch=lambda: None)
@@ -145,7 +145,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
 def check_layout(out: Path, layout: list[list[int]], model_bytes: int) -> None:
     """Schedule and measurement speak of these ranks, of which each read its slice."""
     measured = json.loads((out / "measured.json").read_text())
-    stages = load_schedule(out / "schedule.json").estimate.stages
+    stages = load_schedule(out / "schedule.json").estimate.deployment.stages
     assert [list(stage.ranks) for stage in stages] == layout
     assert [s["ranks"] for s in measured["stages"]] == layout
     assert [(r["rank"], r["stage"]) for r in measured["ranks"]] == [
@@ -166,7 +166,7 @@ def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
     expected = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
                 for step, encoded, decoded in zip(replayed.steps, replayed.encoded,
                                                   replayed.decoded, strict=True)]
-    for stage in estimate.stages:
+    for stage in estimate.deployment.stages:
         taken = [(r["kind"], r["group"], r["phase"], r["iteration"], r["queries"])
                  for r in read_lines(out / "steps.jsonl")
                  if r["stage"] == stage.index and r["kind"] != "cross_kv"]

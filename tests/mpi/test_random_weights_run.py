@@ -16,7 +16,7 @@ from job_folder import XGPT, read_lines  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
-from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.core.spool import Record, Spool, SpoolWriter  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -113,7 +113,7 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=4, decode_iterations=4))
     write_random_model(out / "model", problem.model)
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
@@ -122,7 +122,7 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
         served_by=SERVED_BY, requests="test", is_chat=False, max_tokens=16,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
-        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+        query_kv_tokens=estimate.deployment.group_kv_tokens)
     spool = SpoolWriter()
     for i in range(20):
         spool.add(Record(id=str(i), line=i + 1, is_forced=True), (i, 7, 9))

@@ -22,7 +22,8 @@ from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import Problem, resolve  # noqa: E402
-from xgpt.core.schedule import Estimate, Schedule, load_schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule import Estimate  # noqa: E402
+from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
 from xrunner.rules.rra import PhaseControls, rra_rule  # noqa: E402
@@ -53,7 +54,7 @@ def slow_schedule(problem: Problem, path: Path) -> Path:
     """One that leaves time for a plan, and much to gain."""
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=3, decode_iterations=6))
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), path)
@@ -154,11 +155,11 @@ def check_steps(problem: Problem, out: Path, queries: list[Any],
                 for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded,
                                                   strict=True)]
     steps = read_lines(out / "steps.jsonl")
-    for stage in estimate.stages:
+    for stage in estimate.deployment.stages:
         assert [(r["kind"], r["group"], r["phase"], r["iteration"], r["queries"])
                 for r in steps if r["stage"] == stage.index] == expected
     if not are_whole:
         return
     begin = taken[0]["phase"]
     last = {phase: max(s[3] for s in expected if s[2] == phase) for phase in (begin - 1, begin)}
-    assert last == {begin - 1: estimate.decode_iterations, begin: taken[0]["decode_iterations"]}
+    assert last == {begin - 1: estimate.figures.decode_iterations, begin: taken[0]["decode_iterations"]}

@@ -22,7 +22,7 @@ import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.app.session import open_session  # noqa: E402
-from xgpt.core.schedule import Schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
@@ -86,7 +86,7 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     problem = open_session(job_file, (), fetch=False).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), out / "schedule.json")
@@ -95,7 +95,7 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
         requests="test", is_chat=False, max_tokens=40,
         dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
         threads_per_rank=1,
-        query_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches)
+        query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, job_file.with_name("requests.jsonl"))
     return plan.save()
 

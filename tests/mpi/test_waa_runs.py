@@ -22,7 +22,7 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule  # noqa: E402
+from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.waa.closed_form import WaaConfig  # noqa: E402
@@ -46,7 +46,7 @@ def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
     problem = resolve(load_job(job, ()))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     path = folder / "given.json"
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=make_policy("waa-c", problem, timing).estimate(config), latency_bound_s=math.inf,
         constraint_kind="sequence", quantile=0.99, status="given", bound_qps=math.inf, gap=0.0,
         nodes=1, seconds=0.0, fingerprint=problem.fingerprint), path)
@@ -68,7 +68,7 @@ def check_run(out: Path, reference: Any, queries: list[Any]) -> None:
     measured = json.loads((out / "measured.json").read_text())
     estimate = load_schedule(out / "schedule.json").estimate
     assert [(s["role"], s["ranks"]) for s in measured["stages"]] == [
-        (s.role, list(s.ranks)) for s in estimate.stages]
+        (s.role, list(s.ranks)) for s in estimate.deployment.stages]
     encode, decode = ([s for s in measured["stages"] if s["role"] == role]
                       for role in ("encode", "decode"))
     sent = sum(s["handover_bytes"] for s in encode)
@@ -76,7 +76,7 @@ def check_run(out: Path, reference: Any, queries: list[Any]) -> None:
     assert all(s["handover_s"] > 0 for s in encode)
     steps = read_lines(out / "steps.jsonl")
     assert all(s["kind"] == s["role"] for s in steps)
-    assert {s["stage"] for s in steps} == {s.index for s in estimate.stages}
+    assert {s["stage"] for s in steps} == {s.index for s in estimate.deployment.stages}
     assert sum(s["queries"] for s in steps if s["stage"] == 0) == len(queries)
     assert (out / "report.html").stat().st_size > 10_000
 

@@ -11,9 +11,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule, Job, LengthSpec, RunSpec
-from xgpt.core.job_file import POLICIES, load_job
+from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec, RunSpec
+from xgpt.core.job_file import load_job
+from xgpt.core.policies import policy_names
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 FULL = """\
@@ -64,7 +66,7 @@ def test_every_key_of_a_full_job_arrives(folder: Path) -> None:
     assert job.workload.requests == folder / "prompts.jsonl" and job.workload.count is None
     assert job.workload.input_tokens == LengthSpec(kind="normal", mean=256, std=252, maximum=512)
     assert (job.workload.max_tokens, job.workload.chat) == (80, False)
-    assert job.constraint == Constraint(latency_s=11.5, kind="queries", quantile=0.95)
+    assert job.constraint == latency_constraint(latency_s=11.5, kind="queries", quantile=0.95)
     assert job.schedule == FixedSchedule(policy="rra", encode_batch=49, decode_iterations=7,
                                          tp_degree=4, tp_gpus=4)
     assert job.run == RunSpec(ranks=4, dtype="bfloat16", seed=3, temperature=0.7, top_k=5,
@@ -89,7 +91,7 @@ def test_slurms_words_stay_as_written(folder: Path) -> None:
 def test_a_minimal_job_has_defaults(folder: Path) -> None:
     job = _load(folder, MINIMAL)
     assert job.name == "job" and job.output == folder / "out" and job.slurm is None
-    assert job.constraint == Constraint(latency_s=math.inf) and job.run == RunSpec()
+    assert job.constraint == latency_constraint(latency_s=math.inf) and job.run == RunSpec()
     assert job.schedule == FixedSchedule() and job.workload.requests is None
     assert job.workload.input_tokens == LengthSpec(kind="task", task="S")
 
@@ -210,7 +212,7 @@ def test_one_wrong_value_is_one_mistake(folder: Path, override: str, key: str) -
     assert mistake.startswith(f"None {key}:")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_is_known_by_name(folder: Path, policy: str) -> None:
     path = folder / "job.yaml"
     path.write_text(MINIMAL)

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.schedule import (
-    Estimate,
-    Rejected,
-    Schedule,
-    StageAssignment,
+from xgpt.core.schedule import Rejected, Schedule, StageAssignment
+from xgpt.core.schedule_file import (
+    estimate_from_flat,
+    flat,
+    from_json,
     load_schedule,
     save_schedule,
-    schedule_from_dict,
-    with_estimate,
+    schedule_from_flat,
+    to_json,
 )
 
 
 def _schedule(**changes: Any) -> Schedule:
     stages = (StageAssignment(index=0, ranks=(0, 1), first_layer=0, num_layers=3),
               StageAssignment(index=1, ranks=(2,), first_layer=3, num_layers=2, role="decode"))
-    estimate = Estimate(
+    estimate = estimate_from_flat(
         policy="rra", encode_batch=8, decode_batch=31.5, decode_iterations=4, tp_degree=2,
         decode_micro_batches=1, tp_gpus=2, throughput_qps=3.25, output_tokens_per_s=104.0,
         latency_s=2.5, encode_s=0.5, decode_iteration_s=0.03, period_s=0.62, fits=True,
@@ -36,7 +36,7 @@ def _schedule(**changes: Any) -> Schedule:
         "quantile": 0.99, "status": "optimal", "bound_qps": 3.3, "gap": 0.0154, "nodes": 17,
         "seconds": 0.2, "fingerprint": "0123456789abcdef", "rejected": (
             Rejected(label="tp 4", throughput_qps=None, latency_s=None, reason="memory"),)}
-    return Schedule(**{**values, **changes})
+    return schedule_from_flat(**{**values, **changes})
 
 
 @pytest.mark.parametrize("changes", [
@@ -59,7 +59,7 @@ def test_the_file_is_json_that_any_reader_takes(tmp_path: Path) -> None:
         raise AssertionError(f"{token} is no JSON")
 
     raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    assert raw["latency_bound_s"] == "inf" and raw["encode_batch"] == 8
+    assert raw["bounds"][0]["limit_s"] == "inf" and raw["controls"]["encode_batch"] == 8
 
 
 @pytest.mark.parametrize("text", [
@@ -78,13 +78,24 @@ def test_a_missing_file_is_wrong_input(tmp_path: Path) -> None:
 
 def test_foreign_keys_are_refused() -> None:
     with pytest.raises(TypeError):
-        schedule_from_dict({**_schedule().to_dict(), "color": "red"})
+        from_json({**to_json(_schedule()), "color": "red"})
 
 
 def test_an_estimate_is_replaced_in_place() -> None:
-    changed = with_estimate(_schedule(), throughput_qps=9.0)
-    assert changed.estimate.throughput_qps == 9.0 and changed.nodes == 17
+    changed = _schedule().changed(throughput_qps=9.0)
+    assert changed.estimate.figures.throughput_qps == 9.0 and changed.proof.nodes == 17
 
 
 def test_a_stages_degree_is_its_number_of_ranks() -> None:
-    assert [stage.tp_degree for stage in _schedule().estimate.stages] == [2, 1]
+    assert [stage.tp_degree for stage in _schedule().estimate.deployment.stages] == [2, 1]
+
+
+def test_a_file_of_version_2_is_still_read(tmp_path: Path) -> None:
+    schedule, path = _schedule(gap=math.inf), tmp_path / "schedule.json"
+    old = {**flat(schedule), "version": 2, "decode_iterations": 4, "encode_micro_batches": 0,
+           "token_budget": 0, "max_active": 0, "max_in_system": 0, "encode_kv_tokens": 0,
+           "steered_to": 0.0}
+    for key in ("pools", "target_active"):
+        del old[key]
+    path.write_text(json.dumps(old), encoding="utf-8")
+    assert load_schedule(path) == schedule

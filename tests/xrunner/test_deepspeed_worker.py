@@ -14,7 +14,8 @@ import pytest
 import toys
 
 from xgpt.core.errors import XgptError
-from xgpt.core.schedule import Estimate, Schedule, StageAssignment, save_schedule
+from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
 from xrunner.engines import deepspeed_worker
 from xrunner.plan import RunPlan
 from xrunner.transport.comm import local_comms
@@ -39,7 +40,7 @@ def estimate_of(layers: int, **changes: Any) -> Estimate:
         "period_s": 1.0, "memory_bytes": (1,), "memory_capacity_bytes": 2, "kv_tokens": 400,
         "fits": True, "stages": (StageAssignment(index=0, ranks=(0,), first_layer=0,
                                                  num_layers=layers),)}
-    return Estimate(**{**values, **changes})
+    return estimate_from_flat(**{**values, **changes})
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def plan(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan
 
 
 def save(folder: Path, estimate: Estimate) -> None:
-    save_schedule(Schedule(
+    save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0, fingerprint="x"),
         folder / "schedule.json")
@@ -117,11 +118,12 @@ def test_the_stop_file_ends_a_run_before_its_first_batch(plan: RunPlan) -> None:
 
 def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) -> None:
     estimate = estimate_of(5)
-    save(plan.output, replace(estimate, policy="rra"))
+    save(plan.output, estimate.changed(policy="rra"))
     with pytest.raises(XgptError, match="static batches, ft or dsi"):
         deepspeed_worker.run(plan, WORLD)
-    halves = tuple(replace(estimate.stages[0], index=rank, ranks=(rank,)) for rank in (0, 1))
-    save(plan.output, replace(estimate, stages=halves))
+    whole = estimate.deployment.stages[0]
+    halves = tuple(replace(whole, index=rank, ranks=(rank,)) for rank in (0, 1))
+    save(plan.output, estimate.changed(stages=halves))
     with pytest.raises(XgptError, match="the 1 that the launcher started"):
         deepspeed_worker.run(plan, WORLD)
 

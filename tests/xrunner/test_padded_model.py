@@ -16,7 +16,8 @@ import pytest
 from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
@@ -53,7 +54,7 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
                              gives_answers=rank == 0) for rank in range(ranks)]
 
     def follow(rank: int) -> None:
-        neighbours = Neighbours(comms[rank], Route(rank=rank, stage=0, steps_from=0))
+        neighbours = Neighbours(comms[rank], Route(rank=rank, pool="all", stage=0, steps_from=0))
         await_start(neighbours, executors[rank])
         serve_stage(neighbours, executors[rank])
 
@@ -61,7 +62,7 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
                for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
-    route = Route(rank=0, stage=0, steps_from=None, peers=tuple(range(1, ranks)))
+    route = Route(rank=0, pool="all", stage=0, steps_from=None, peers=tuple(range(1, ranks)))
     head = Head(rule=rule, executor=executors[0], neighbours=Neighbours(comms[0], route), sink=sink,
                 vocabulary=Vocabulary(eos_ids=frozenset([EOS]), decode_text=text_of))
     for query in queries:
@@ -124,9 +125,9 @@ def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str,
 def problem_of(directory: Path, pairs: Any) -> Problem:
     joint = joint_empirical(pairs)
     return Problem(model=spec_of(directory), dtype="float32", num_queries=len(pairs),
-                   cluster=replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=2),
+                   cluster=catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=2),
                    lengths=joint, default_max_tokens=joint.outputs.max, fixed=FixedSchedule(),
-                   constraint=Constraint(latency_s=math.inf))
+                   constraint=latency_constraint(latency_s=math.inf))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])

@@ -19,15 +19,16 @@ from toys import generate, random_queries, run_in_process, run_waa_in_process, s
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
+from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery
-from xrunner.rules.registry import DECODER_ONLY, rules_for
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.closed_form import Rra
@@ -42,11 +43,12 @@ Work = tuple[Path, list[PreparedQuery], np.ndarray]
 
 
 def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
-    cluster: Cluster = replace(catalog.cluster("a40-4"), num_nodes=1, devices_per_node=devices)
+    cluster: Cluster = catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=devices)
     joint = joint_empirical(pairs)
     return Problem(model=spec_of(directory), cluster=cluster, lengths=joint, dtype="float32",
                    num_queries=len(pairs), default_max_tokens=joint.outputs.max,
-                   constraint=Constraint(latency_s=math.inf, kind="sequence", quantile=0.99),
+                   constraint=latency_constraint(latency_s=math.inf, kind="sequence",
+                                                 quantile=0.99),
                    fixed=FixedSchedule())
 
 
@@ -86,10 +88,10 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
     estimate: Estimate = Rra(problem, timing).estimate(config)
     most = max(q.reserve_tokens for q in queries)
     # tight: the budget holds two or three queries a group, so that admission waits for room
-    kv_tokens = estimate.decode_micro_batches * (2 * most if is_tight else 40 * most)
-    estimate = replace(estimate, kv_tokens=kv_tokens)
-    assert tuple(stage.tp_degree for stage in estimate.stages) == degrees
-    sink, executors = run_in_process(directory, queries, stages=estimate.stages,
+    kv_tokens = estimate.deployment.num_groups * (2 * most if is_tight else 40 * most)
+    estimate = estimate.changed(kv_tokens=kv_tokens)
+    assert tuple(stage.tp_degree for stage in estimate.deployment.stages) == degrees
+    sink, executors = run_in_process(directory, queries, stages=estimate.deployment.stages,
                                      rule=rules_for(estimate)[0])
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
@@ -115,15 +117,15 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
-    if problem.model.is_encoder_decoder and policy in DECODER_ONLY:
+    if problem.model.is_encoder_decoder and row_of(policy).is_decoder_only:
         pytest.skip("decoder-only models")
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate: Estimate = make_policy(policy, problem, timing).estimate(config)
     most = -(-max(q.reserve_tokens for q in queries) // 16) * 16
-    estimate = replace(estimate, kv_tokens=estimate.decode_micro_batches * most * (
+    estimate = estimate.changed(kv_tokens=estimate.deployment.num_groups * most * (
         2 if is_tight else 40))
-    assert tuple(stage.tp_degree for stage in estimate.stages) == degrees
-    sink, executors = run_in_process(directory, queries, stages=estimate.stages,
+    assert tuple(stage.tp_degree for stage in estimate.deployment.stages) == degrees
+    sink, executors = run_in_process(directory, queries, stages=estimate.deployment.stages,
                                      rule=rules_for(estimate)[0])
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
@@ -154,9 +156,9 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate: Estimate = make_policy("waa-c", problem, timing).estimate(config)
     if is_alone:
-        estimate = replace(estimate, max_in_system=config.encode_batch, adjustment=0.0)
+        estimate = estimate.changed(max_in_system=config.encode_batch, adjustment=0.0)
     rules = rules_for(estimate)
-    sink, executors = run_waa_in_process(directory, queries, estimate.stages, rules)
+    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.stages, rules)
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
     pools = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
@@ -164,6 +166,6 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
     for pool, role in zip(pools, ("encode", "decode"), strict=True):
         if role == "encode" or is_alone:
             expected = replayed_steps(pool)
-            ranks = [rank for s in estimate.stages if s.role == role for rank in s.ranks]
+            ranks = [rank for s in estimate.deployment.stages if s.role == role for rank in s.ranks]
             assert all(run_steps(executors[rank]) == expected for rank in ranks), f"{role = }"
             assert len(expected) >= 4

@@ -126,13 +126,15 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), stages)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     policy = Rra(problem, timing)
-    begin, later, last = (replace(policy.estimate(RraConfig(
-        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=2)), kv_tokens=kv)
+    begin, later, last = (policy.estimate(RraConfig(
+        encode_batch=batch, decode_iterations=iterations,
+        decode_micro_batches=2)).changed(kv_tokens=kv)
         for batch, iterations, kv in ((2, 9, 400), (9, 3, 900), (4, 6, 300)))
     rule = rra_rule(begin)
     rule.make_room(20)
     sink = Changing(rule, {5: later, 18: last})
-    _, executors = run_in_process(directory, queries, stages=begin.stages, rule=rule, sink=sink)
+    _, executors = run_in_process(directory, queries, stages=begin.deployment.stages, rule=rule,
+                                  sink=sink)
     assert {r.query.index: list(r.output_ids) for r in sink.results} == dict(enumerate(expected))
     assert len(sink.taken) == 2
     again = rra_rule(begin)
@@ -176,7 +178,7 @@ def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Pat
         watched.look(at_s)
     assert watched.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
                                "decode_iterations": 3, "group_max_active": 12,
-                               "group_kv_tokens": 800, "steered_to": 0.0}]
+                               "group_kv_tokens": 800, "target_active": 0.0}]
     assert json.loads(json.dumps(watched.taken)) == watched.taken
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device, Link
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
@@ -133,7 +134,7 @@ def roofline_of(problem: Problem) -> Roofline:
 def toy_cluster(*, devices=4, memory=6e8, link=FAST, nodes=1) -> Cluster:
     device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
                     flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    return Cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=devices // nodes,
+    return uniform_cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=devices // nodes,
                    intra_link=link, inter_link=SLOW)
 
 
@@ -144,7 +145,7 @@ def toy_problem(*, latency_s=math.inf, fixed=None, inputs=(40, 20, 80), outputs=
         inputs=truncated_normal(*inputs), outputs=truncated_normal(*outputs))
     return Problem(
         model=TOYS[model], cluster=toy_cluster(**cluster), lengths=lengths, dtype="float16",
-        constraint=Constraint(latency_s=latency_s, kind=kind, quantile=quantile),
+        constraint=latency_constraint(latency_s=latency_s, kind=kind, quantile=quantile),
         fixed=fixed or FixedSchedule(), num_queries=num_queries,
         default_max_tokens=lengths.outputs.max)
 
@@ -222,7 +223,7 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
     lengths = catalog.task(task)
     problem = Problem(
         model=catalog.model(model), cluster=catalog.cluster(PAPER[model]), lengths=lengths,
-        dtype="float16", num_queries=None, constraint=Constraint(
+        dtype="float16", num_queries=None, constraint=latency_constraint(
             latency_s=math.inf, kind=str(rng.choice(["sequence", "batch"]))),
         fixed=FixedSchedule(policy=policy), default_max_tokens=lengths.outputs.max)
     timing: TimingSource = roofline_of(problem)

@@ -34,12 +34,12 @@ def check(case: Case, seed: int) -> int:
             continue
         schedule = scheduler.find(bound_s)
         estimate = schedule.estimate
-        assert schedule.bound_qps >= optimum, where
-        assert optimum / (1 + GAP) <= estimate.throughput_qps <= optimum * (1 + 1e-9), where
-        assert schedule.gap <= GAP and schedule.status in ("optimal", "within gap"), where
-        assert estimate.throughput_qps * (1 + schedule.gap) >= optimum, where
-        assert estimate.latency_s <= bound_s * (1 + 1e-12) and estimate.fits, where
-        assert max(estimate.memory_bytes) <= estimate.memory_capacity_bytes, where
+        assert schedule.proof.bound_qps >= optimum, where
+        assert optimum / (1 + GAP) <= estimate.figures.throughput_qps <= optimum * (1 + 1e-9), where
+        assert schedule.proof.gap <= GAP and schedule.proof.status in ("optimal", "within gap"), where
+        assert estimate.figures.throughput_qps * (1 + schedule.proof.gap) >= optimum, where
+        assert estimate.figures.latency_s <= bound_s * (1 + 1e-12) and estimate.figures.fits, where
+        assert max(estimate.figures.memory_bytes) <= estimate.figures.memory_capacity_bytes, where
         found += 1
     return found
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from xgpt.core import catalog
@@ -14,7 +12,7 @@ from xsimulator import memory
 
 OPT = catalog.model("opt-13b")  # 40 layers
 T5 = catalog.model("t5-11b")
-NODE = replace(catalog.cluster("a40-4"), ssd_bytes_per_s=4e9, host_bytes_per_s=2e9)
+NODE = catalog.cluster("a40-4").with_nodes(ssd_bytes_per_s=4e9, host_bytes_per_s=2e9)
 
 
 def stages_of(counts, *, degree=1, role="both", first_rank=0, first_index=0, encoder=None):
@@ -31,7 +29,7 @@ def stages_of(counts, *, degree=1, role="both", first_rank=0, first_index=0, enc
 
 
 def two_nodes(**rates: float) -> Cluster:
-    return replace(NODE, num_nodes=2, devices_per_node=2, **rates)
+    return NODE.with_nodes(num_nodes=2, devices_per_node=2, **rates)
 
 
 @pytest.mark.parametrize("stages", [

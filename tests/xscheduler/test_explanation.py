@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
@@ -27,7 +26,7 @@ ROWS = (
 def sentences(problem=None, *, timing=None, rejected=ROWS, unbounded_qps=None, **figures):
     problem = problem or toy_problem(latency_s=2.0)
     figures = {"throughput_qps": 100.0, "latency_s": 1.0, **figures}
-    schedule = replace(schedule_of(problem, **figures), rejected=rejected,
+    schedule = schedule_of(problem, **figures).changed(rejected=rejected,
                        unbounded_qps=unbounded_qps)
     return explain_choice(schedule, problem, timing)
 
@@ -111,8 +110,8 @@ def test_what_binds_by_what_is_left(figures, binds):
 def test_memory_binds_where_another_query_would_not_find_room():
     problem = toy_problem()
     found = schedule_of(problem).estimate
-    weights = memory.weight_bytes(problem.model, found.stages, problem.dtype)[0]
-    room = found.memory_capacity_bytes - weights
+    weights = memory.weight_bytes(problem.model, found.deployment.stages, problem.dtype)[0]
+    room = found.figures.memory_capacity_bytes - weights
     # of two queries in a batch each takes half of what is not weights: a third needs as much
     for share, binds in ((0.70, ["memory"]), (0.62, [])):
         used = int(weights + room * share)
@@ -133,15 +132,15 @@ def test_with_times_the_next_batch_is_looked_at(policy):
     variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
     estimate = estimate_of(problem, policy, encode_batch=6, **variables)
     next_one = estimate_of(problem, policy, encode_batch=7, **variables)
-    between = (estimate.latency_s + next_one.latency_s) / 2
-    assert estimate.latency_s < next_one.latency_s
+    between = (estimate.figures.latency_s + next_one.latency_s) / 2
+    assert estimate.figures.latency_s < next_one.latency_s
     for bound_s, broken in ((between, ["the latency bound"]), (next_one.latency_s * 1.01, [])):
         bounded = toy_problem(latency_s=bound_s)
         schedule = schedule_of(bounded, estimate)
         assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken
         words = explain_choice(schedule, bounded, timing)[2]
         assert words.startswith("The latency bound binds" if broken else "No limit binds")
-    schedule = schedule_of(problem, estimate, memory_capacity_bytes=max(estimate.memory_bytes))
+    schedule = schedule_of(problem, estimate, memory_capacity_bytes=max(estimate.figures.memory_bytes))
     assert next_batch_breaks(schedule, problem, timing, math.inf) == ["memory"]
 
 

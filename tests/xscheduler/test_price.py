@@ -39,10 +39,10 @@ def test_each_offer_relaxes_one_limit_and_nothing_else():
     offers, asked = offers_of(problem)
     base, later, more, roomier = asked
     assert base == problem and len(offers) == 3
-    assert later == replace(problem, constraint=replace(problem.constraint, latency_s=2.0 * 1.1))
-    assert more == replace(problem, cluster=replace(problem.cluster, devices_per_node=5))
+    assert later == replace(problem, constraint=problem.constraint.with_latency(limit_s=2.0 * 1.1))
+    assert more == replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=5))
     device = replace(problem.cluster.device, memory_bytes=round(MEMORY * 1.1))
-    assert roomier == replace(problem, cluster=replace(problem.cluster, device=device))
+    assert roomier == replace(problem, cluster=problem.cluster.with_nodes(device=device))
     assert [offer.what.split(" (")[0] for offer in offers] == [
         "10% more latency", "one more GPU", "10% more memory"]
 
@@ -125,11 +125,10 @@ def test_what_the_job_fixes_may_not_go_with_another_gpu():
 def test_the_real_search_finds_each_offers_worth():
     fixed = FixedSchedule(policy="rra", tp_degree=1, tp_gpus=0, decode_iterations=4)
     free = find_schedule(toy_problem(fixed=fixed), roofline_of(toy_problem()))
-    problem = toy_problem(fixed=fixed, latency_s=free.estimate.latency_s / 3)
+    problem = toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3)
     later, gpu, memory = price(problem, searched)
-    relaxed = replace(problem, constraint=replace(
-        problem.constraint, latency_s=problem.constraint.latency_s * 1.1))
+    relaxed = replace(problem, constraint=problem.constraint.with_latency(limit_s=problem.constraint.latency_s * 1.1))
     timing = roofline_of(problem)
-    expected = find_schedule(relaxed, timing).estimate.throughput_qps
+    expected = find_schedule(relaxed, timing).estimate.figures.throughput_qps
     assert later.throughput_qps == expected and later.gain > 0.01
     assert gpu.gain is not None and memory.gain == pytest.approx(0.0, abs=0.006)

@@ -86,11 +86,11 @@ def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
         assert found.reason is not None and found.qps == 0.0
         return
     assert found.reason is None and found.estimate is not None
-    assert found.estimate.encode_batch > BATCHES[-1] or (
+    assert found.estimate.figures.encode_batch > BATCHES[-1] or (
         found.qps == pytest.approx(expected, rel=1e-9))
     assert found.qps >= expected * (1 - 1e-9)
-    assert found.estimate.latency_s <= problem.constraint.latency_s and found.estimate.fits
-    assert found.estimate.stages == deployed.stages and found.estimate.policy == deployed.policy
+    assert found.estimate.figures.latency_s <= problem.constraint.latency_s and found.estimate.figures.fits
+    assert found.estimate.deployment.stages == deployed.stages and found.estimate.policy == deployed.policy
 
 
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
@@ -103,7 +103,7 @@ def test_figures_on_given_stages_are_those_of_the_policy_itself(name):
 def test_stages_stay_where_new_lengths_would_place_layers_elsewhere():
     deployed = uneven()
     found = adjusted(deployed, toy_problem(outputs=LONGER))
-    assert found.estimate.stages == deployed.stages
+    assert found.estimate.deployment.stages == deployed.stages
     # the fullest stage holds half of the layers: an even split must be quicker
     even = adjusted(rra(), toy_problem(outputs=LONGER))
     assert even.qps > found.qps * 1.1
@@ -114,7 +114,7 @@ def test_out_of_reach_names_the_tightest_latency():
     deployed = rra()
     _, tightest_s = brute_force(deployed, problem)
     found = adjusted(deployed, toy_problem(outputs=LONGER, latency_s=tightest_s * 0.99))
-    assert found.estimate.latency_s == pytest.approx(tightest_s) and found.qps == 0.0
+    assert found.estimate.figures.latency_s == pytest.approx(tightest_s) and found.qps == 0.0
     assert f"{tightest_s:.4g} s" in found.reason
 
 
@@ -148,7 +148,7 @@ def test_break_even_is_where_both_have_answered_as_many():
 def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     problem = toy_problem(outputs=LONGER)
     # so slow that far more queries must be left than are ever present
-    problem = replace(problem, cluster=replace(problem.cluster, host_bytes_per_s=1e6))
+    problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
     better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
@@ -191,7 +191,7 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
     tighter = reschedule(old, problem, roofline_of(problem), best=none,
                          latency_limit_s=found.chosen.latency_s * 0.9)
-    assert tighter.adjust.estimate.latency_s <= found.chosen.latency_s * 0.9
+    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.latency_s * 0.9
     impossible = reschedule(old, problem, roofline_of(problem), best=none, latency_limit_s=1e-9)
     assert impossible.choice is None and impossible.chosen is None
     assert "No schedule meets the bound" in impossible.sentence

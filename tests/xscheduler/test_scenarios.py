@@ -41,10 +41,10 @@ def test_the_bounds_are_percentiles_of_what_ft_takes():
     for place, batch in ((0, 4), (-1, 4 * len(latencies))):
         own = ft.estimate(StaticConfig(encode_batch=batch, decode_micro_batches=1, tp_degree=4,
                                        tp_gpus=4))
-        assert latencies[place] == pytest.approx(own.latency_s) and own.fits
+        assert latencies[place] == pytest.approx(own.figures.latency_s) and own.figures.fits
     more = StaticConfig(encode_batch=4 * len(latencies) + 4, decode_micro_batches=1, tp_degree=4,
                         tp_gpus=4)
-    assert not ft.estimate(more).fits
+    assert not ft.estimate(more).figures.fits
     *bounds, last = paper_scenarios.bounds_of(problem, timing)
     assert math.isinf(last)
     for bound, percent in zip(bounds, (0.1, 0.3, 0.7), strict=True):
@@ -70,7 +70,7 @@ def test_ft_is_the_papers_and_its_best_is_no_worse(row):
 
 
 def test_the_schedule_meets_its_bound_and_gains(row):
-    assert row.found.estimate.latency_s <= row.bound_s and row.found.estimate.fits
+    assert row.found.estimate.figures.latency_s <= row.bound_s and row.found.estimate.figures.fits
     assert row.found.nodes > 0
     assert 1.5 < row.gain < 3.5 and 1.0 < row.gain_best <= row.gain
 

@@ -20,8 +20,9 @@ from problems_suite import (
 )
 
 from xgpt.core import catalog
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import schedule_from_dict
 from xprofiler.profile_timing import ProfileTiming
@@ -72,8 +73,8 @@ def test_the_best_of_all_policies_equals_brute_force(toy):
     for bound_s in (1.05 * tightest(grids), 1.7 * tightest(grids), math.inf):
         found, best = scheduler.find(bound_s), optimum(grids, bound_s)
         assert found.bound_qps >= best
-        assert best / 1.005 <= found.estimate.throughput_qps <= best * (1 + 1e-9)
-        assert found.estimate.latency_s <= bound_s and found.estimate.fits
+        assert best / 1.005 <= found.estimate.figures.throughput_qps <= best * (1 + 1e-9)
+        assert found.estimate.figures.latency_s <= bound_s and found.estimate.figures.fits
 
 
 def test_without_a_gap_it_is_the_optimum():
@@ -81,7 +82,7 @@ def test_without_a_gap_it_is_the_optimum():
     grids = oracles(problem, roofline_of(problem))
     bound_s = 1.4 * tightest(grids)
     found = Scheduler(problem, roofline_of(problem), Effort(gap=0.0)).find(bound_s)
-    assert found.estimate.throughput_qps == pytest.approx(optimum(grids, bound_s), rel=1e-9)
+    assert found.estimate.figures.throughput_qps == pytest.approx(optimum(grids, bound_s), rel=1e-9)
     assert found.status == "optimal" and found.gap <= 1e-9
 
 
@@ -90,7 +91,7 @@ def test_a_bound_costs_throughput_and_the_schedule_says_how_much():
     grids = oracles(problem, roofline_of(problem))
     found = Scheduler(problem, roofline_of(problem)).find(1.02 * tightest(grids))
     assert found.unbounded_qps == pytest.approx(optimum(grids), rel=0.02)
-    assert found.unbounded_qps > found.estimate.throughput_qps
+    assert found.unbounded_qps > found.estimate.figures.throughput_qps
     label = found.rejected[-1]
     assert label.label.startswith("without a latency bound") and "latency above" in label.reason
     assert label.throughput_qps == found.unbounded_qps
@@ -99,7 +100,7 @@ def test_a_bound_costs_throughput_and_the_schedule_says_how_much():
     assert others == {label.split()[1].rstrip(":") for label in labels
                       if label.startswith("policy")}
     degrees = {label.split()[1].rstrip(":") for label in labels if label.startswith("tp_degree")}
-    assert degrees | {str(found.estimate.tp_degree)} == {"1", "2", "4"}
+    assert degrees | {str(found.estimate.deployment.tp_degree)} == {"1", "2", "4"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -119,8 +120,8 @@ def test_of_several_bounds_each_has_the_answer_it_has_alone():
     swept = Scheduler(problem, timing)
     for bound_s in (1.1 * one, 2 * one, math.inf, 1.3 * one):
         ours, alone = (s.find(bound_s) for s in (swept, Scheduler(problem, timing)))
-        assert ours.estimate.throughput_qps == pytest.approx(
-            alone.estimate.throughput_qps, rel=0.005)
+        assert ours.estimate.figures.throughput_qps == pytest.approx(
+            alone.estimate.figures.throughput_qps, rel=0.005)
         assert ours.nodes >= alone.nodes
 
 
@@ -134,8 +135,8 @@ def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
     assert cut.status == "stopped at its limit"
     assert replace(cut, seconds=0) == replace(again, seconds=0)
     assert cut.nodes <= whole.nodes
-    assert cut.estimate.throughput_qps <= whole.estimate.throughput_qps <= cut.bound_qps
-    assert cut.gap == pytest.approx(cut.bound_qps / cut.estimate.throughput_qps - 1)
+    assert cut.estimate.figures.throughput_qps <= whole.estimate.figures.throughput_qps <= cut.bound_qps
+    assert cut.gap == pytest.approx(cut.bound_qps / cut.estimate.figures.throughput_qps - 1)
 
 
 def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
@@ -146,7 +147,7 @@ def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
         scheduler.find(0.9 * tightest(grids))
     named_s = float(str(raised.value).split("can be met is ")[1].split(" s,")[0])
     assert tightest(grids) <= named_s <= 1.001 * tightest(grids)
-    assert scheduler.find(named_s).estimate.latency_s <= named_s
+    assert scheduler.find(named_s).estimate.figures.latency_s <= named_s
 
 
 def test_a_model_too_large_names_memory():
@@ -172,7 +173,7 @@ def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
     best = optimum(oracles(problem, roofline_of(problem), policies))
     found = find_schedule(problem, roofline_of(problem))
     assert getattr(found.estimate, field) == value
-    assert best / 1.005 <= found.estimate.throughput_qps <= best * (1 + 1e-9) <= (
+    assert best / 1.005 <= found.estimate.figures.throughput_qps <= best * (1 + 1e-9) <= (
         found.bound_qps * (1 + 2e-9))
 
 
@@ -199,13 +200,13 @@ def test_one_device_cannot_be_divided():
 def test_a_finite_job_never_plans_more_queries_than_it_has():
     problem = toy_problem(num_queries=25)
     found = find_schedule(problem, roofline_of(problem))
-    assert found.estimate.decode_batch <= 25 and found.estimate.encode_batch <= 25
+    assert found.estimate.figures.decode_batch <= 25 and found.estimate.figures.encode_batch <= 25
 
 
 def test_a_noisy_profile_is_searched_as_far_as_it_reaches():
     problem = toy_problem(fixed=FixedSchedule(policy="rra"))
     found = find_schedule(problem, noisy_profile(np.random.default_rng(2), problem, noise=0.1))
-    assert found.gap <= 0.005 and math.isfinite(found.estimate.latency_s)
+    assert found.gap <= 0.005 and math.isfinite(found.estimate.figures.latency_s)
 
 
 @pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
@@ -237,7 +238,7 @@ def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
     bound_s = 1.25 * tightest(grids)
     found = Scheduler(problem, timing).find(bound_s)
     assert found.bound_qps >= optimum(grids, bound_s)
-    assert found.estimate.throughput_qps >= optimum(grids, bound_s) / 1.005
+    assert found.estimate.figures.throughput_qps >= optimum(grids, bound_s) / 1.005
 
 
 def test_schedule_survives_its_file_format():
@@ -250,19 +251,19 @@ def opt_13b(latency_s):
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"),
         lengths=catalog.task("S"), dtype="float16", num_queries=None, default_max_tokens=80,
-        constraint=Constraint(latency_s=latency_s), fixed=FixedSchedule(policy="rra"))
+        constraint=latency_constraint(latency_s=latency_s), fixed=FixedSchedule(policy="rra"))
 
 
 def test_opt_13b_summarising_on_four_a40_trades_as_in_the_papers_case_study():
     """Looser bounds: larger encode batches first; without one, far more frequent encoding."""
     schedules = [find_schedule(opt_13b(bound), roofline_of(opt_13b(bound)))
                  for bound in (3.1, 5.9, 11.5, math.inf)]
-    rates = [s.estimate.throughput_qps for s in schedules]
+    rates = [s.estimate.figures.throughput_qps for s in schedules]
     assert rates == sorted(rates)
-    batches = [s.estimate.encode_batch for s in schedules[:3]]
+    batches = [s.estimate.figures.encode_batch for s in schedules[:3]]
     assert batches == sorted(batches) and batches[0] < batches[2]
-    iterations = [s.estimate.decode_iterations for s in schedules]
+    iterations = [s.estimate.figures.decode_iterations for s in schedules]
     assert iterations[3] <= iterations[2] / 2
-    assert all(s.estimate.latency_s <= s.latency_bound_s and s.gap <= 0.005 for s in schedules)
+    assert all(s.estimate.figures.latency_s <= s.latency_bound_s and s.gap <= 0.005 for s in schedules)
     # summed over four searches: a machine-independent stand-in for "in a second"
     assert sum(s.nodes for s in schedules) < 8000

@@ -96,7 +96,7 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
         problem.lengths, outputs=truncated_normal(60, 10, 100)))
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
-                       ).stages != estimate.stages
+                       ).stages != estimate.deployment.stages
     doubts = Doubts(problem, roofline_of(problem))
     assert doubts.with_own_lengths(schedule_of(problem, estimate)).estimate == estimate
     expected = pinned_policy(estimate, other, roofline_of(problem)).evaluate(
@@ -227,7 +227,7 @@ def planned(problem: Problem, *, longer: bool = True, grid: RraConfigs = GRID):
     search = GridSearch(grid)
 
     def within(bound_s: float) -> Schedule:
-        return search(replace(problem, constraint=replace(problem.constraint, latency_s=bound_s)))
+        return search(replace(problem, constraint=problem.constraint.with_latency(limit_s=bound_s)))
 
     timing = roofline_of(problem)
     return plan_within(problem, timing, within,
@@ -250,11 +250,11 @@ def test_what_is_planned_keeps_the_bound_with_its_own_margin(longer: bool) -> No
     problem = observed(toy_problem(latency_s=BOUND_S), 200)
     found, _ = planned(problem, longer=longer)
     assert found.is_safe and found.margin.factor > 1 and 0 < found.cost < 0.8
-    assert found.schedule.estimate.latency_s * found.margin.factor <= BOUND_S
+    assert found.schedule.estimate.figures.latency_s * found.margin.factor <= BOUND_S
     assert found.schedule.latency_bound_s == BOUND_S
     again = margin(problem, roofline_of(problem), found.schedule.estimate)
     assert again == found.margin
-    assert found.schedule.bound_qps >= found.schedule.estimate.throughput_qps
+    assert found.schedule.bound_qps >= found.schedule.estimate.figures.throughput_qps
 
 
 def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
@@ -268,7 +268,7 @@ def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
 def test_a_bound_that_only_a_schedule_without_margin_keeps_is_infeasible() -> None:
     problem = observed(toy_problem(), 40)
     least = min(Rra(problem, roofline_of(problem)).evaluate(GRID).latency_s)
-    tight = replace(problem, constraint=replace(problem.constraint, latency_s=1.001 * float(least)))
+    tight = replace(problem, constraint=problem.constraint.with_latency(limit_s=1.001 * float(least)))
     with pytest.raises(InfeasibleError, match="with its margin") as raised:
         planned(tight)
     assert "40 queries" in str(raised.value)
@@ -282,7 +282,7 @@ def test_a_margin_beyond_the_profile_leaves_smaller_schedules(
 
     def limited(self: Doubts, estimate: Estimate) -> Margin:
         found = own(self, estimate)
-        return found if estimate.encode_batch <= reach else replace(
+        return found if estimate.figures.encode_batch <= reach else replace(
             found, factor=math.inf, timing=math.inf)
 
     monkeypatch.setattr(Doubts, "margin", limited)
@@ -290,7 +290,7 @@ def test_a_margin_beyond_the_profile_leaves_smaller_schedules(
     static = RraConfigs.of([RraConfig(encode_batch=b, decode_iterations=40) for b in range(2, 41)])
     problem = observed(toy_problem(latency_s=4 * BOUND_S), 200)
     found, search = planned(problem, longer=longer, grid=static)
-    assert found.is_safe and 1 < found.schedule.estimate.encode_batch <= reach
+    assert found.is_safe and 1 < found.schedule.estimate.figures.encode_batch <= reach
     assert search.calls > 2, "larger ones were found first"
 
 
@@ -363,8 +363,7 @@ def broken(seed: int, trials: int, confidence: float) -> tuple[int, int]:
         bound_s = problem.constraint.latency_s
 
         def within(bound_s: float, own: Problem = problem) -> Schedule:
-            return sketch_search(replace(own, constraint=replace(
-                own.constraint, latency_s=bound_s)))
+            return sketch_search(replace(own, constraint=own.constraint.with_latency(limit_s=bound_s)))
 
         found = plan_within(problem, roofline_of(problem), within,
                             search_problem=sketch_search)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from xgpt.core.cluster import Cluster, Device, Link
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.cluster import Device, Link, uniform_cluster
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.roofline import Roofline
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
@@ -27,13 +28,13 @@ def toy_problem(*, latency_s=math.inf, memory=MEMORY, kind="gpu", nodes=1, per_n
                 outputs=(9, 4, 20), num_queries=None, fixed=None) -> Problem:
     device = Device(name="toy", kind=kind, memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
                     flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    cluster = Cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=per_node,
+    cluster = uniform_cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=per_node,
                       intra_link=LINK, inter_link=LINK)
     return Problem(
         model=TOY, cluster=cluster, dtype="float16", num_queries=num_queries,
         lengths=JointLengths(inputs=truncated_normal(40, 20, 80),
                              outputs=truncated_normal(*outputs)),
-        constraint=Constraint(latency_s=latency_s), fixed=fixed or FixedSchedule(),
+        constraint=latency_constraint(latency_s=latency_s), fixed=fixed or FixedSchedule(),
         default_max_tokens=outputs[2])
 
 
@@ -50,9 +51,9 @@ def schedule_of(problem: Problem, estimate=None, **changes) -> Schedule:
     """A schedule as a search would answer; `changes`: of the estimate's figures."""
     if estimate is None:
         estimate = estimate_of(problem, encode_batch=4, decode_iterations=4)
-    estimate = replace(estimate, **changes)
-    return Schedule(
+    estimate = estimate.changed(**changes)
+    return schedule_from_flat(
         estimate=estimate, latency_bound_s=problem.constraint.latency_s,
         constraint_kind="sequence", quantile=0.99, status="optimal",
-        bound_qps=estimate.throughput_qps, gap=0.0, nodes=1, seconds=0.0,
+        bound_qps=estimate.figures.throughput_qps, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint)

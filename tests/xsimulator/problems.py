@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
@@ -24,7 +25,7 @@ def problem_of(model="opt-13b", cluster=None, lengths: JointLengths | str = "S",
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster or PAPER[model]),
         lengths=joint, dtype="float16", num_queries=None,
-        constraint=Constraint(latency_s=latency_s, kind=kind, quantile=quantile),
+        constraint=latency_constraint(latency_s=latency_s, kind=kind, quantile=quantile),
         fixed=FixedSchedule(), default_max_tokens=joint.outputs.max)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.spaces import grid as baselines
@@ -28,7 +29,7 @@ def problem_of(num_queries, kind="sequence"):
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), dtype="float16",
         lengths=catalog.task("S"), num_queries=num_queries, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=math.inf, kind=kind), default_max_tokens=1)
+        constraint=latency_constraint(latency_s=math.inf, kind=kind), default_max_tokens=1)
 
 
 def static_of(policy, num_queries, kind="sequence"):

@@ -10,7 +10,8 @@ from problems import roofline_of
 from timelines import phase_timeline
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
@@ -29,7 +30,7 @@ RAGGED = JointLengths(inputs=empirical([5, 80, 700]), outputs=empirical([2, 9, 9
 def problem_of(model, cluster, lengths):
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster), lengths=lengths,
-        dtype="float16", num_queries=None, constraint=Constraint(latency_s=math.inf),
+        dtype="float16", num_queries=None, constraint=latency_constraint(latency_s=math.inf),
         fixed=FixedSchedule(), default_max_tokens=1)
 
 

@@ -10,7 +10,8 @@ import pytest
 from problems import roofline_of
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xprofiler.timing import Reach
@@ -36,7 +37,7 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster), dtype="float16",
         lengths=lengths or catalog.task(task), num_queries=None, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=math.inf, kind=kind, quantile=quantile),
+        constraint=latency_constraint(latency_s=math.inf, kind=kind, quantile=quantile),
         default_max_tokens=1)
 
 

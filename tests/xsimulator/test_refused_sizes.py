@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from brute_force import evaluate_grid
 
-from xgpt.core.cluster import Cluster, Device, Link
+from xgpt.core.cluster import Device, Link, uniform_cluster
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
@@ -46,11 +47,11 @@ SMALL = {"queries": (1, 3, 8), "tokens": (8, 64, 256), "contexts": (10, 40, 100)
 def toy_problem(*, latency_s=math.inf, devices=2, memory=6e9, fixed=None):
     device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
                     flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    cluster = Cluster(name="toy", device=device, num_nodes=1, devices_per_node=devices,
+    cluster = uniform_cluster(name="toy", device=device, num_nodes=1, devices_per_node=devices,
                       intra_link=LINK, inter_link=LINK)
     lengths = JointLengths(inputs=truncated_normal(40, 20, 80), outputs=truncated_normal(9, 4, 20))
     return Problem(model=TOY, cluster=cluster, lengths=lengths, dtype="float16",
-                   constraint=Constraint(latency_s=latency_s),
+                   constraint=latency_constraint(latency_s=latency_s),
                    fixed=replace(fixed or FixedSchedule(), policy="rra"),
                    num_queries=None, default_max_tokens=20)
 
@@ -147,8 +148,8 @@ def oracle(problem, timing):
 
 
 def stretch_of(problem, timing, estimate):
-    config = RraConfig(encode_batch=estimate.encode_batch, tp_degree=estimate.tp_degree,
-                       decode_iterations=estimate.decode_iterations, tp_gpus=estimate.tp_gpus)
+    config = RraConfig(encode_batch=estimate.figures.encode_batch, tp_degree=estimate.deployment.tp_degree,
+                       decode_iterations=estimate.figures.decode_iterations, tp_gpus=estimate.deployment.tp_gpus)
     return Rra(problem, timing).room([config]).stretch[0]
 
 
@@ -160,18 +161,18 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
     timing = profiled(problem, **sizes)
     grid = oracle(problem, timing)
     if tightness < math.inf:
-        problem = replace(problem, constraint=Constraint(
+        problem = replace(problem, constraint=latency_constraint(
             latency_s=grid.tightest_latency_s * tightness))
     _, expected = grid.best(problem.constraint.latency_s)
     found = find_schedule(problem, timing, Effort(gap=0.0))
-    assert found.estimate.throughput_qps == pytest.approx(expected, rel=1e-9)
-    assert found.estimate.encode_batch < GRID[-1] and found.estimate.fits
+    assert found.estimate.figures.throughput_qps == pytest.approx(expected, rel=1e-9)
+    assert found.estimate.figures.encode_batch < GRID[-1] and found.estimate.figures.fits
     assert found.bound_qps >= expected
     stretch = stretch_of(problem, timing, found.estimate)
     assert stretch <= REFUSED_BEYOND
     if tightness == math.inf:
         # the range is what binds: one query more is beyond it
-        more = replace(found.estimate, encode_batch=found.estimate.encode_batch + 1)
+        more = replace(found.estimate, encode_batch=found.estimate.figures.encode_batch + 1)
         assert stretch > 0.9 * REFUSED_BEYOND
         assert stretch_of(problem, timing, more) > REFUSED_BEYOND
 
@@ -191,7 +192,7 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
     _, expected = evaluate_grid("rra", problem, timing, encode_batches=range(1, 140),
                                 others=range(1, outputs[-1])).best(math.inf)
     found = find_schedule(problem, timing, Effort(gap=0.0))
-    assert found.estimate.throughput_qps >= expected * (1 - 1e-9)
+    assert found.estimate.figures.throughput_qps >= expected * (1 - 1e-9)
     assert found.bound_qps >= expected
 
 
@@ -266,4 +267,4 @@ def test_a_refused_estimate_has_no_figure_that_is_no_number():
     problem = toy_problem()
     estimate = Rra(problem, profiled(problem)).estimate(
         RraConfig(encode_batch=1000, decode_iterations=4))
-    assert not math.isnan(estimate.decode_iteration_s)
+    assert not math.isnan(estimate.figures.decode_iteration_s)

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
-from xgpt.core.job import Constraint
 from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
@@ -177,5 +177,5 @@ def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() ->
                        last_token_s=start_s + latency_s)
     result = ReplayResult(pools=(), handovers=(), times=times, preemptions=0,
                           output_tokens=np.ones(501, np.int64))
-    constraint = Constraint(latency_s=math.inf, kind="queries", quantile=0.99)
+    constraint = latency_constraint(latency_s=math.inf, kind="queries", quantile=0.99)
     assert steady_figures(result, constraint, empirical(np.ones(3, np.int64))) is None

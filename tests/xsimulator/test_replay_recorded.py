@@ -77,7 +77,7 @@ def _doubled(found: object) -> object:
 def test_recorded_times_and_lengths_give_the_runs_makespan(config: RraConfig | WaaConfig,
                                                            tmp_path: Path) -> None:
     replayer, estimate, inputs = made(config, tmp_path)
-    recording = load_recording(tmp_path, estimate.stages)
+    recording = load_recording(tmp_path, estimate.deployment.stages)
     assert recording.inputs.tolist() == inputs.tolist()
     clocks = recording.clocks()
     timed = replayer.run(recording.inputs, recording.outputs, clocks=clocks)
@@ -95,16 +95,16 @@ def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     (tmp_path / "steps.jsonl").write_text("\n".join(lines[:-3]) + "\n")
     with pytest.raises(XgptError, match="every step"):
-        load_recording(tmp_path, estimate.stages)
+        load_recording(tmp_path, estimate.deployment.stages)
     (tmp_path / "measured.json").write_text(json.dumps(
         {"state": "stopped", "queries_before": 0, "wall_s": 1.0}))
     with pytest.raises(XgptError, match="whole run"):
-        load_recording(tmp_path, estimate.stages)
+        load_recording(tmp_path, estimate.deployment.stages)
 
 
 def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None:
     replayer, estimate, inputs = made(RRA, tmp_path)
-    recording = load_recording(tmp_path, estimate.stages)
+    recording = load_recording(tmp_path, estimate.deployment.stages)
     only_encodes = replace(recording, pools=tuple(
         tuple(step for step in pool if step.kind == "encode") for pool in recording.pools))
     with pytest.raises(XgptError, match="'decode'"):

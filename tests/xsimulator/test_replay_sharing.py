@@ -71,7 +71,7 @@ def replays(config, task="S", **changes):
         problem.model, device, problem.dtype)
     estimate = make_policy("waa-c" if isinstance(config, WaaConfig) else "rra", problem,
                            own).estimate(config)
-    estimate = replace(estimate, **changes)
+    estimate = estimate.changed(**changes)
     inputs, outputs = problem.lengths.sample(300, np.random.default_rng(0))
     jobs = [replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs).makespan_s
             for timing in (own, shared)]

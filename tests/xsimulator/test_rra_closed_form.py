@@ -10,8 +10,9 @@ import problems
 import pytest
 
 from xgpt.core import catalog
+from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError, UnknownNameError
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xrunner.rules.rra import RraRule, rra_rule
@@ -38,7 +39,7 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster),
         lengths=lengths or catalog.task(task), dtype="float16", num_queries=num_queries,
-        constraint=Constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
+        constraint=latency_constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
         default_max_tokens=1)
 
 

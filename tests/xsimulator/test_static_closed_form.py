@@ -11,7 +11,8 @@ import pytest
 from problems import roofline_of
 
 from xgpt.core import catalog
-from xgpt.core.job import Constraint, FixedSchedule
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xrunner.rules.static import StaticRule, static_rule
@@ -28,7 +29,7 @@ def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind
     return Problem(
         model=catalog.model(model), cluster=catalog.cluster(cluster), dtype="float16",
         lengths=lengths or catalog.task(task), num_queries=None, fixed=FixedSchedule(),
-        constraint=Constraint(latency_s=math.inf, kind=kind, quantile=quantile),
+        constraint=latency_constraint(latency_s=math.inf, kind=kind, quantile=quantile),
         default_max_tokens=1)
 
 
@@ -39,7 +40,7 @@ def policy_of(problem, policy=ft, *, padded=True):
 def replayed(policy, estimate, num_batches, *, seed=0):
     """A job of whole batches, in a row."""
     inputs, outputs = policy.problem.lengths.sample(
-        num_batches * estimate.encode_batch, np.random.default_rng(seed))
+        num_batches * estimate.figures.encode_batch, np.random.default_rng(seed))
     result = replay_job(policy.problem, policy.timing, estimate, inputs=inputs, outputs=outputs,
                         rules=[static_rule(estimate)])
     return result, outputs

@@ -50,7 +50,7 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
     resumed, or is longer than the log."""
     estimate = schedule.estimate
     try:
-        recording = load_recording(output, estimate.stages)
+        recording = load_recording(output, estimate.deployment.stages)
         replayer = Replayer(session.problem, timing, estimate)
         order = in_run_order(session.problem, estimate, len(recording.inputs))
         inputs, outputs = recording.inputs[order], recording.outputs[order]

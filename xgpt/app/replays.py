@@ -31,7 +31,7 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     known = problem.queries if num_queries is not None else None
     inputs = None if known is None else known.inputs[
         in_run_order(problem, estimate, len(known.inputs))]
-    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+    present = estimate.most_in_system
     count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
     own, outputs = sample_job(problem.lengths, count, rng, inputs)
     result = replay_job(problem, timing, estimate, inputs=own, outputs=outputs)
@@ -41,7 +41,7 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
 def names_of(session: Session, estimate: Estimate) -> list[str]:
     """Of the stages, for a picture."""
     kind = "GPU" if session.problem.cluster.device.kind == "gpu" else "worker"
-    return timeline.stage_names(estimate.stages, kind)
+    return timeline.stage_names(estimate.deployment.stages, kind)
 
 
 def steady_timeline(session: Session, estimate: Estimate, result: ReplayResult) -> Drawing:

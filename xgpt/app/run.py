@@ -6,7 +6,7 @@ import json
 import platform
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,12 @@ from xgpt.app.session import Session
 from xgpt.app.telling import Teller
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.job_file import CONTROLS
+from xgpt.core.job import Job
 from xgpt.core.json_values import plain
+from xgpt.core.policies import policy
 from xgpt.core.requests import Requests
-from xgpt.core.schedule import Estimate, Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.contention import Contention, in_words
 from xgpt.launch.launcher import RankProgram, threads_per_rank
@@ -106,7 +108,7 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     output = session.job.output
     session.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = account(output), load_schedule(output / "schedule.json")
-    is_same = (_controls(executed.estimate) == _controls(schedule.estimate)
+    is_same = (_executed(executed) == _executed(schedule)
                and engine_of(session.job).is_predicted)
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = (predict(session.problem, timing, executed.estimate)
@@ -118,10 +120,10 @@ def _take_over(session: Session, timing: TimingSource, schedule: Schedule) -> di
     return {**metrics, **_kept(session)}
 
 
-def _controls(estimate: Estimate) -> tuple[object, ...]:
+def _executed(schedule: Schedule) -> tuple[object, ...]:
     """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
-    names = {name for own in CONTROLS.values() for name in own}
-    return estimate.policy, estimate.stages, *(getattr(estimate, name) for name in sorted(names))
+    controls, names = schedule.controls, policy(schedule.controls.policy).variable_names
+    return schedule.deployment.stages, *(getattr(controls, name) for name in ("policy", *names))
 
 
 def _explain(metrics: dict[str, Any], session: Session, timing: TimingSource, schedule: Schedule,
@@ -156,8 +158,8 @@ def _plan(session: Session, schedule: Schedule, digest: str) -> RunPlan:
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
         write_random_model(files.directory, files.spec)
-    query_tokens = schedule.estimate.kv_tokens // schedule.estimate.decode_micro_batches
-    most_input = schedule.estimate.encode_kv_tokens
+    query_tokens = schedule.estimate.deployment.group_kv_tokens
+    most_input = schedule.estimate.deployment.encoding.kv_tokens
     # what no request needs decides nothing: a run may go on by another schedule
     if (longest := _longest(session)) is not None:
         query_tokens = min(query_tokens, longest.reserve_tokens)
@@ -170,7 +172,7 @@ def _plan(session: Session, schedule: Schedule, digest: str) -> RunPlan:
         top_k=job.run.top_k, top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(session.job, session.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
-        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.encode_batch),
+        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
         device_kind=session.problem.cluster.device.kind)
 
 
@@ -236,13 +238,13 @@ def _start(session: Session, schedule: Schedule, run_file: Path, lock: int,
     output, tell = session.job.output, session.tell
 
     def watch() -> None:
-        tell_run(tell, output / "progress.json", schedule.latency_bound_s)
+        tell_run(tell, output / "progress.json", schedule.bound.limit_s)
         if rescheduler is not None and rescheduler.update():
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
 
     ranks = RankProgram(module=engine_of(session.job).worker, argument=run_file,
-                  count=sum(stage.tp_degree for stage in schedule.estimate.stages),
+                  count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages),
                   inherited=(lock,))
     try:
         launcher_of(session.job, session.problem).run(
@@ -290,7 +292,7 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
         "queries": measured["queries_before"] + measured["queries"],
         "queries_held": measured["queries_held"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
-        "steady_state_qps": schedule.estimate.throughput_qps,
+        "steady_state_qps": schedule.estimate.figures.throughput_qps,
         "load_bytes_per_s": None if measured["load_s"] is None else (
             measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
         **{key: measured[key] for key in (
@@ -310,6 +312,14 @@ def _metrics(session: Session, schedule: Schedule, measured: Mapping[str, Any],
 def _job(session: Session) -> dict[str, Any]:
     job = session.job
     return {"name": job.name, "model": job.model, "cluster": job.cluster,
-            "workload": job.workload, "constraint": job.constraint, "schedule": job.schedule,
+            "workload": job.workload, "constraint": _constraint(job), "schedule": job.schedule,
             "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}
+
+
+def _constraint(job: Job) -> dict[str, Any]:
+    """The constraint by the keys of a job file."""
+    bound = job.constraint.latency
+    own = {field.name: getattr(job.constraint, field.name) for field in fields(job.constraint)
+           if field.name != "bounds"}
+    return {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile, **own}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.app.session import Session
+from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
@@ -146,7 +147,7 @@ class Rescheduler:
         finished, active = (_rows(part, since) for part in (state.finished, state.active))
         admitted = max((*state.finished, *state.active), default=-1) + 1
         waiting = self._num_queries - admitted
-        at_work = max(len(state.active), self._running.estimate.max_in_system)
+        at_work = max(len(state.active), max_in_system(self._running.estimate.controls))
         if waiting <= at_work:  # what is left is the job's drain
             return
         if len(finished) < self._needed:
@@ -188,7 +189,7 @@ class Rescheduler:
         now, record = self._running.estimate, work.record()
         is_early = work.is_observing and work.seen.num_finished < LEAST_QUERIES
         found = revise(self._running, problem, self._timing,
-                       most_present=now.decode_micro_batches * _mean_present(self.slots),
+                       most_present=now.deployment.num_groups * _mean_present(self.slots),
                        caution=CAUTION if is_early else 1.0)
         record |= {"choice": "keep", "reason": found.reason, "from": _variables(now),
                    "throughput_qps": {"before": found.keep.qps or None}}
@@ -196,13 +197,13 @@ class Rescheduler:
             return self._unchanged(work, record, found)
         changed = with_room_for(replace(self._running, estimate=found.estimate), problem,
                                 self._longest)
-        if changed.estimate.kv_tokens // changed.estimate.decode_micro_batches < self._longest:
+        if changed.estimate.deployment.group_kv_tokens < self._longest:
             record["reason"] = "other batch sizes leave no room for the longest request"
             return Decision(sentence=f"{work.sentence}; the schedule stays: {record['reason']}",
                             record=record)
         record |= {"choice": "adjust", "to": _variables(changed.estimate),
                    "revision": self._revision + 1}
-        record["throughput_qps"]["after"] = changed.estimate.throughput_qps
+        record["throughput_qps"]["after"] = changed.estimate.figures.throughput_qps
         return Decision(schedule=changed, record=record, is_kept=found.is_kept, sentence=(
             f"{work.sentence}; {_changed(now, changed.estimate)} ({found.reason})"))
 
@@ -219,7 +220,7 @@ class Rescheduler:
 
     def _ask(self, problem: Problem, work: _Work) -> Decision:
         """WAA: what a re-deployment would bring."""
-        limit_s = problem.constraint.latency_s / self._running.margin
+        limit_s = problem.constraint.latency_s / self._running.margin.factor
         ways = reschedule(self._running, problem, self._timing, latency_limit_s=limit_s)
         record = work.record() | {
             "choice": ways.choice, "reason": ways.sentence,
@@ -229,7 +230,7 @@ class Rescheduler:
             assert ways.chosen is not None
             record |= {"choice": "redeploy", "to": _variables(ways.chosen), "cost_s": ways.cost_s,
                        "break_even_queries": ways.break_even_queries}
-            record["throughput_qps"]["after"] = ways.chosen.throughput_qps
+            record["throughput_qps"]["after"] = ways.chosen.figures.throughput_qps
         return Decision(sentence=f"{work.sentence}. {_advice(ways)}", record=record)
 
 
@@ -290,14 +291,14 @@ def rescheduler_of(session: Session, timing: TimingSource,
 def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float) -> int:
     """Queries that a group's cache has room for: `times` those planned, as far as the memory of
     every rank and the number of queries go; never fewer than planned."""
-    planned, groups = most_active(estimate), estimate.decode_micro_batches
+    planned, groups = most_active(estimate), estimate.deployment.num_groups
     per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
     fits = []
-    for stage in estimate.stages:
+    for stage in estimate.deployment.stages:
         token_bytes = per_layer * stage.num_layers / stage.tp_degree
         for rank in stage.ranks:
-            free = estimate.memory_capacity_bytes - estimate.memory_bytes[rank]
-            free += int(estimate.kv_tokens * token_bytes)
+            free = estimate.figures.memory_capacity_bytes - estimate.figures.memory_bytes[rank]
+            free += int(estimate.deployment.kv_tokens * token_bytes)
             fits.append(free / max(groups * longest * token_bytes, 1))
     wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / groups))
     return max(planned, min(wanted, int(min(fits))))
@@ -314,7 +315,7 @@ def decisions_with_phases(decisions: Sequence[Decision],
 
 def _longest(reserves: IntArray, estimate: Estimate) -> int:
     """Of the requests that the schedule can hold; the others become error records."""
-    held = reserves[reserves <= estimate.kv_tokens // estimate.decode_micro_batches]
+    held = reserves[reserves <= estimate.deployment.group_kv_tokens]
     return int(held.max(initial=1))
 
 
@@ -334,10 +335,10 @@ def _figure(value: float) -> str:
 
 
 def _variables(estimate: Estimate) -> dict[str, int]:
-    iterations = {"decode_iterations": estimate.decode_iterations}
-    return {"encode_batch": estimate.encode_batch,
+    iterations = {"decode_iterations": estimate.figures.decode_iterations}
+    return {"encode_batch": estimate.figures.encode_batch,
             **(iterations if estimate.policy == "rra" else {}),
-            "decode_micro_batches": estimate.decode_micro_batches}
+            "decode_micro_batches": estimate.deployment.num_groups}
 
 
 def _changed(old: Estimate, new: Estimate) -> str:

@@ -19,7 +19,8 @@ from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job_file import load_job
-from xgpt.core.schedule import Schedule, load_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xgpt.report.table import schedule_table
 from xprofiler.timing import TimingSource
 

@@ -14,7 +14,8 @@ from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.json_values import plain
-from xgpt.core.schedule import Schedule, load_schedule, save_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat, load_schedule, save_schedule
 from xgpt.core.units import parse_share
 from xgpt.report.choice_table import choice_table
 from xgpt.report.table import schedule_table, stage_table
@@ -41,7 +42,7 @@ class _Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat object: the schedule's keys, then those asked for."""
-        found: dict[str, Any] = {} if self.schedule is None else self.schedule.to_dict()
+        found: dict[str, Any] = {} if self.schedule is None else flat(self.schedule)
         if self.infeasible is not None:
             found["infeasible"] = str(self.infeasible)
         for key, value in (("price", self.offers), ("drift", self.drift),
@@ -130,7 +131,7 @@ def _ways(planner: Planner, current: Schedule) -> Reschedule:
     except InfeasibleError as why:
         steady = why
     limit_s = None if isinstance(steady, InfeasibleError) else (
-        planner.problem.constraint.latency_s / steady.margin)
+        planner.problem.constraint.latency_s / steady.margin.factor)
     return reschedule(current, planner.problem, planner.timing, best=steady,
                       latency_limit_s=limit_s)
 
@@ -140,9 +141,8 @@ def _write(session: Session, answer: _Answer, out: Path) -> None:
     if found is None:
         return
     if ways is not None and ways.chosen is not None and ways.choice != "redeploy":
-        qps = ways.chosen.throughput_qps
-        found = with_room(replace(
-            found, estimate=ways.chosen, gap=found.bound_qps / qps - 1, explanation=(),
+        qps = ways.chosen.figures.throughput_qps
+        found = with_room(found.changed(estimate=ways.chosen, gap=found.proof.bound_qps / qps - 1, explanation=(),
             rejected=()), session.problem)
     save_schedule(found, out)
     say(f"schedule written to {out}")

@@ -17,7 +17,8 @@ from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
-from xgpt.core.schedule import Estimate, load_schedule
+from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import load_schedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -72,7 +73,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
     if given is None and fixed == FixedSchedule():
         return find(session, timing).estimate
     name = given.policy if given is not None else fixed.policy or "rra"
-    source: object = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
+    source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
@@ -85,7 +86,7 @@ def _estimate(session: Session, timing: TimingSource, schedule_file: Path | None
             allowed="simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
     estimate: Estimate = policy.estimate(config)
-    if math.isinf(estimate.latency_s):
+    if math.isinf(estimate.figures.latency_s):
         words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
             "a size of this schedule lies beyond that"]
         raise InputError([Mistake(

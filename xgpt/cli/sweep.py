@@ -12,6 +12,7 @@ from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat
 from xgpt.core.units import parse_seconds
 from xgpt.report.sweep_table import sweep_table
 from xscheduler.planner import Planner, PlanOptions
@@ -31,7 +32,7 @@ def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str
     rows = [(bound, _at(planner, bound)) for bound in given]
     if as_json:
         print_json({"bounds": [
-            {"bound_s": bound, **(found.to_dict() if isinstance(found, Schedule)
+            {"bound_s": bound, **(flat(found) if isinstance(found, Schedule)
                                   else {"infeasible": found})} for bound, found in rows]})
         return
     click.echo(sweep_table(rows))
@@ -49,7 +50,7 @@ def _default_bounds(planner: Planner) -> list[float]:
     best = _at(planner, math.inf)
     if isinstance(best, str):
         raise InfeasibleError(best)
-    return [float(f"{share * best.estimate.latency_s:.3g}") for share in _SHARES] + [math.inf]
+    return [float(f"{share * best.estimate.figures.latency_s:.3g}") for share in _SHARES] + [math.inf]
 
 
 def _parse(text: str) -> list[float]:

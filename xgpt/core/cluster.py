@@ -6,8 +6,8 @@ business (xprofiler), not the cluster's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +47,57 @@ HOST_BYTES_PER_S = 5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class NodeGroup:
     """`num_nodes` equal nodes of `devices_per_node` equal devices. Weights are loaded from a node's
     SSD at `ssd_bytes_per_s` for all its devices together, and from its DRAM at `host_bytes_per_s`
     into each device, into all at once."""
 
-    name: str
     device: Device
     num_nodes: int
     devices_per_node: int
     intra_link: Link
-    inter_link: Link
     ssd_bytes_per_s: float = SSD_BYTES_PER_S
     host_bytes_per_s: float = HOST_BYTES_PER_S
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Groups of nodes, joined by `inter_link`. Planning takes clusters of one group so far; the
+    properties below are of that group."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    inter_link: Link
+
+    @property
+    def only(self) -> NodeGroup:
+        """The group of a cluster whose nodes are all alike."""
+        assert len(self.groups) == 1, f"{self.name} has {len(self.groups)} groups of nodes"
+        return self.groups[0]
+
+    @property
+    def device(self) -> Device:
+        return self.only.device
+
+    @property
+    def num_nodes(self) -> int:
+        return self.only.num_nodes
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.only.devices_per_node
+
+    @property
+    def intra_link(self) -> Link:
+        return self.only.intra_link
+
     @property
     def num_devices(self) -> int:
-        return self.num_nodes * self.devices_per_node
+        return sum(group.num_nodes * group.devices_per_node for group in self.groups)
+
+    def with_nodes(self, **changes: Any) -> Cluster:
+        """The same cluster with some fields of its one group of nodes changed."""
+        return replace(self, groups=(replace(self.only, **changes),))
 
     def node_of(self, rank: int) -> int:
         """Node that holds `rank`; ranks fill a node before the next."""
@@ -72,3 +106,8 @@ class Cluster:
 
     def link_between(self, rank_a: int, rank_b: int) -> Link:
         return self.intra_link if self.node_of(rank_a) == self.node_of(rank_b) else self.inter_link
+
+
+def uniform_cluster(*, name: str, inter_link: Link, **group: Any) -> Cluster:
+    """A cluster of equal nodes; `group` are the fields of NodeGroup."""
+    return Cluster(name=name, groups=(NodeGroup(**group),), inter_link=inter_link)

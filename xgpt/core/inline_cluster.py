@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device, Link
+from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
 from xgpt.core.sections import Section
 from xgpt.core.units import DTYPE_BYTES, parse_bytes, parse_seconds
 
@@ -102,7 +102,7 @@ def _required_amount(section: Section, key: str, parse: Callable[[str | int | fl
 def build_cluster(mapping: Mapping[str, Any]) -> Cluster:
     """The Cluster of a mapping that `read_inline_cluster` accepted."""
     device, intra, inter = mapping["device"], mapping["intra_link"], mapping["inter_link"]
-    return Cluster(
+    return uniform_cluster(
         name="inline",
         device=catalog.device(device) if isinstance(device, str) else _build_device(device),
         num_nodes=mapping["num_nodes"], devices_per_node=mapping["devices_per_node"],

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from xgpt.core.constraint import Constraint
 from xgpt.core.engines import OWN_ENGINE
 
-ConstraintKind = Literal["sequence", "queries"]
 SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
 
 
@@ -41,20 +41,6 @@ class WorkloadSpec:
     output_tokens: LengthSpec
     max_tokens: int | None = None  # cap on generated tokens of requests that name none
     chat: bool = True  # apply the tokenizer's chat template, if it has one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constraint:
-    """Bound on the latency of a query (`math.inf` for none), how surely it is to be kept, and what
-    of the cluster may be used."""
-
-    latency_s: float
-    kind: ConstraintKind = "sequence"
-    quantile: float = 0.99
-    confidence: float = 0.95  # least P(latency <= latency_s), given what is uncertain
-    drift: float = 0.0  # share by which the mean output length may turn out longer or shorter
-    memory_bytes: int | None = None  # of each device; None: all it has
-    max_gpus: int | None = None  # devices; None: all of the cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

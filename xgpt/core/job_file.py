@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from xgpt.core import catalog
+from xgpt.core.constraint import BoundKind, Constraint, latency_constraint
 from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.errors import InputError, Mistake, nearest
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import (
     RESCHEDULE,
     Adjustment,
-    Constraint,
-    ConstraintKind,
     FixedSchedule,
     Job,
     LengthSpec,
@@ -258,11 +257,11 @@ def _read_normal(section: Section) -> LengthSpec:
 def _read_constraint(top: Section) -> Constraint:
     section = top.section("constraint", "a mapping, for example {latency_s: 11.5}")
     if section is None:
-        return Constraint(latency_s=math.inf)
-    constraint = Constraint(
+        return latency_constraint(latency_s=math.inf)
+    constraint = latency_constraint(
         latency_s=section.amount("latency_s", math.inf, parse_seconds, lambda x: x > 0,
                                  "seconds > 0, '90 s', '2 min', or inf"),
-        kind=cast(ConstraintKind, section.choice("kind", "sequence", ("sequence", "queries"))),
+        kind=cast(BoundKind, section.choice("kind", "sequence", ("sequence", "queries"))),
         quantile=section.number("quantile", 0.99, lambda x: 0 < x < 1, "between 0 and 1"),
         confidence=section.number("confidence", 0.95, lambda x: 0.5 <= x < 1,
                                   "at least 0.5 and below 1"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device, Link
+from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.units import MIB
 
@@ -57,7 +57,8 @@ def detect(num_workers: int | None = None, num_hosts: int = 1) -> Cluster:
     gpus = visible_gpus(_query_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     each = None if num_workers is None else max(num_workers // num_hosts, 1)
     node = gpu_cluster(gpus, each) if gpus else cpu_cluster(each)
-    return node if num_hosts == 1 else replace(node, num_nodes=num_hosts, inter_link=_NETWORK)
+    return node if num_hosts == 1 else replace(
+        node.with_nodes(num_nodes=num_hosts), inter_link=_NETWORK)
 
 
 def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:
@@ -68,7 +69,7 @@ def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:
     workers = num_workers or count
     if workers > count:
         device, link = _part_of(device, -(-workers // count)), _SHARED_MEMORY
-    return Cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
+    return uniform_cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
                    intra_link=link, inter_link=link)
 
 
@@ -77,7 +78,7 @@ def cpu_cluster(num_workers: int | None, root: Path = Path("/")) -> Cluster:
     cores = usable_cores(root)
     workers = num_workers or min(cores, MAX_DEFAULT_WORKERS)
     device = _cpu_device(cores, workers, available_memory_bytes(root), _cpuinfo(root))
-    return Cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
+    return uniform_cluster(name="local", device=device, num_nodes=1, devices_per_node=workers,
                    intra_link=_SHARED_MEMORY, inter_link=_SHARED_MEMORY)
 
 

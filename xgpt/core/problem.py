@@ -16,9 +16,10 @@ import numpy as np
 
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
+from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.inline_cluster import build_cluster
-from xgpt.core.job import Adjustment, Constraint, FixedSchedule, Job
+from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_file import LOCAL_CLUSTER
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
@@ -127,7 +128,7 @@ def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
     largest number of whole or evenly used nodes within it)."""
     if constraint.memory_bytes is not None and (
             constraint.memory_bytes < cluster.device.memory_bytes):
-        cluster = replace(cluster, device=replace(cluster.device,
+        cluster = cluster.with_nodes(device=replace(cluster.device,
                                                   memory_bytes=constraint.memory_bytes))
     most = constraint.max_gpus
     if most is None or most >= cluster.num_devices:
@@ -135,7 +136,7 @@ def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
     used = max(count for count in range(1, most + 1)
                if count % -(-count // cluster.devices_per_node) == 0)
     nodes = -(-used // cluster.devices_per_node)
-    return replace(cluster, num_nodes=nodes, devices_per_node=used // nodes)
+    return cluster.with_nodes(num_nodes=nodes, devices_per_node=used // nodes)
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:
@@ -157,7 +158,7 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
     if ranks % nodes:
         raise _bad(source, "run.ranks", ranks,
                    f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
-    return replace(cluster, num_nodes=nodes, devices_per_node=ranks // nodes)
+    return cluster.with_nodes(num_nodes=nodes, devices_per_node=ranks // nodes)
 
 
 def known_model(job: Job) -> ModelSpec:

@@ -1,29 +1,23 @@
-"""The artefacts the scheduler hands to the runner: `Estimate` and `Schedule`, as readable JSON.
+"""The artefacts the scheduler hands to the runner: `Estimate` and `Schedule`.
 
 The runner executes a Schedule wherever it came from; it never imports the planner.
+xgpt.core.schedule_file reads and writes schedules.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.constraint import Bound
+from xgpt.core.controls import Controls, max_in_system
+from xgpt.core.policies import Role as Role
 from xgpt.core.status import Status
 
-# History of the file format.
-#   1: first version
-#   2: pruned, margin, explanation
-SCHEDULE_VERSION = 2
+_Part = TypeVar("_Part")
 # of a schedule that a short job is done with soonest, though others are quicker in steady state
 JOB_STATUS = Status.JOB
-
-Role = Literal["both", "encode", "decode"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,43 +42,145 @@ class StageAssignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What a schedule is expected to do in steady state (keys of `--json`, design.md section 5).
+class Pool:
+    """Stages that work one phase, or both, on queries split into `num_groups` groups.
 
-    `latency_s` is for the bound's kind and quantile; `decode_batch` is the mean number of active
-    queries at the first decode iteration of a phase; `memory_bytes` is per rank, in rank order.
-    """
+    `kv_tokens`: KV entries (tokens) reserved at most, over the whole pool. `replicas`: copies of
+    the pool; `device_group`: the cluster's group of nodes it lies on."""
 
-    policy: str
-    encode_batch: int
-    decode_batch: float
-    decode_iterations: int
-    decode_micro_batches: int
+    name: str
+    role: Role
+    stages: tuple[StageAssignment, ...]
+    num_groups: int
+    kv_tokens: int
+    replicas: int = 1
+    device_group: int = 0
+
+    @property
+    def group_kv_tokens(self) -> int:
+        return self.kv_tokens // self.num_groups
+
+    @property
+    def num_devices(self) -> int:
+        return sum(stage.tp_degree for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Which layers lie where. The first `tp_gpus` devices form groups of `tp_degree`, the others
+    are single. `pools` are in the order of their ranks."""
+
+    pools: tuple[Pool, ...]
     tp_degree: int
     tp_gpus: int
+
+    @property
+    def stages(self) -> tuple[StageAssignment, ...]:
+        """Of all pools, in the order of their ranks."""
+        return tuple(stage for pool in self.pools for stage in pool.stages)
+
+    @property
+    def encoding(self) -> Pool:
+        """The pool that encodes."""
+        return next(pool for pool in self.pools if pool.role != "decode")
+
+    @property
+    def decoding(self) -> Pool:
+        """The pool that decodes: the one that encodes as well, but for WAA."""
+        return next(pool for pool in self.pools if pool.role != "encode")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the pool that decodes."""
+        return self.decoding.num_groups
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV entries (tokens) of the pool that decodes."""
+        return self.decoding.kv_tokens
+
+    @property
+    def group_kv_tokens(self) -> int:
+        """KV entries (tokens) of each group of the pool that decodes."""
+        return self.decoding.group_kv_tokens
+
+    @property
+    def num_devices(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What is expected in steady state.
+
+    `latency_s` is for the bound's kind and quantile. `encode_batch` and `decode_batch` are means:
+    the queries encoded together, and those active at the first decode iteration of a phase.
+    `decode_iterations` lie between two encodings (static batches: in the life of a batch).
+    `memory_bytes` is per rank, in rank order; `fits`: whether all that is needed has room.
+    """
+
     throughput_qps: float
     output_tokens_per_s: float
     latency_s: float
     encode_s: float
     decode_iteration_s: float
     period_s: float
+    encode_batch: int
+    decode_batch: float
+    decode_iterations: int
     memory_bytes: tuple[int, ...]
     memory_capacity_bytes: int
-    kv_tokens: int  # KV entries (tokens) the schedule reserves at most, over the whole pool
     fits: bool
-    stages: tuple[StageAssignment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """One configuration: what is executed, where, and what is expected of it."""
+
+    controls: Controls
+    deployment: Deployment
+    figures: Figures
     notes: tuple[str, ...] = ()
-    # of some policies alone; 0 elsewhere
-    encode_micro_batches: int = 0  # DSI: groups a batch is encoded in
-    token_budget: int = 0  # vLLM, Sarathi: most tokens of one step
-    max_active: int = 0  # ORCA, vLLM, Sarathi: most queries at a time over all groups
-    max_in_system: int = 0  # WAA: queries between the start of encoding and the last token
-    encode_kv_tokens: int = 0  # WAA: KV entries in the encode pool at most
-    adjustment: float = 0.0  # share by which an encode batch's tokens may leave their mean
-    mean_input_tokens: float = 0.0  # what that mean is reckoned by
-    # active queries (RRA: when a phase begins; WAA: in the decode pool) that encode batches lead
-    # back to; 0: they do not
-    steered_to: float = 0.0
+
+    @property
+    def policy(self) -> str:
+        return self.controls.policy
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """The values of its control variables and of its tensor plan, by name."""
+        own = {field.name: getattr(self.controls, field.name)
+               for field in fields(self.controls)}  # type: ignore[arg-type]
+        return {**own, "tp_degree": self.deployment.tp_degree, "tp_gpus": self.deployment.tp_gpus}
+
+    @property
+    def most_in_system(self) -> float:
+        """Queries between the start of encoding and the last token, at most, as planned."""
+        figures = self.figures
+        return max(figures.decode_batch + figures.encode_batch,
+                   max_in_system(self.controls))
+
+    def changed(self, **changes: Any) -> Estimate:
+        """The same with fields replaced in whichever parts have them; `kv_tokens` is the decoding
+        pool's. Raises TypeError for a name that no part has."""
+        if "decode_micro_batches" in changes:
+            changes["num_groups"] = changes["decode_micro_batches"]
+        left = dict(changes)
+        left.pop("decode_micro_batches", None)
+        controls = _replaced(self.controls, changes, left)
+        if (even := getattr(controls, "even", None)) is not None:
+            controls = replace(controls, even=_replaced(even, changes, left))  # type: ignore[type-var]
+        figures = _replaced(self.figures, changes, left)
+        decoding = _replaced(self.deployment.decoding, changes, left)
+        pools = tuple(decoding if pool.name == decoding.name else pool
+                      for pool in self.deployment.pools)
+        deployment = _replaced(self.deployment, changes, left)
+        if "pools" not in changes:
+            deployment = replace(deployment, pools=pools)
+        own = _replaced(self, changes, left)
+        if left:
+            raise TypeError(f"no part of an estimate has {', '.join(sorted(left))}")
+        return replace(own, controls=controls, figures=figures, deployment=deployment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,91 +194,80 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What the search proved. `bound_qps` is an upper bound on the throughput of any admissible
+    configuration, `gap` what it is above the schedule's, as a share; `nodes` the configurations
+    evaluated; `unbounded_qps` the best throughput with no latency bound; `pruned` the boxes given
+    up, by reason."""
+
+    status: str
+    bound_qps: float
+    gap: float
+    nodes: int
+    seconds: float
+    unbounded_qps: float | None = None
+    pruned: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """What is kept back for what is uncertain: the schedule is planned for the bound divided by
+    `factor`; one without it has more throughput by the share `cost`."""
+
+    factor: float = 1.0
+    cost: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The chosen configuration with what the search proved about it."""
+    """The chosen configuration with what the search proved about it. `fingerprint`: of the Problem
+    it answers; the runner refuses another one."""
 
     estimate: Estimate
-    latency_bound_s: float
-    constraint_kind: str
-    quantile: float
-    status: str
-    bound_qps: float  # proved upper bound on the throughput of any admissible configuration
-    gap: float  # (bound_qps - throughput) / throughput
-    nodes: int  # configurations evaluated
-    seconds: float
-    fingerprint: str  # of the Problem it answers; the runner refuses another one
-    unbounded_qps: float | None = None  # best throughput with no latency bound
+    bounds: tuple[Bound, ...]
+    proof: Proof
+    fingerprint: str
+    margin: Margin = Margin()
     rejected: tuple[Rejected, ...] = ()
-    pruned: tuple[tuple[str, int], ...] = ()  # boxes given up by the search, by reason
-    margin: float = 1.0  # planned for latency_bound_s / margin, for what is uncertain
-    margin_cost: float = 0.0  # share of the throughput that a schedule without it has more
-    margin_note: str = ""
     explanation: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Flat: the Estimate's keys, then the Schedule's own. Infinity is the string "inf"."""
-        own = asdict(self)
-        flat = {"version": SCHEDULE_VERSION, **own.pop("estimate"), **own}
-        return {k: _infinities_to_text(v) for k, v in flat.items()}
+    @property
+    def controls(self) -> Controls:
+        return self.estimate.controls
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.estimate.deployment
+
+    @property
+    def figures(self) -> Figures:
+        return self.estimate.figures
+
+    @property
+    def bound(self) -> Bound:
+        """The bound on latency."""
+        return next(bound for bound in self.bounds if bound.metric == "latency")
+
+    def changed(self, **changes: Any) -> Schedule:
+        """The same with fields of its proof, its latency bound, its estimate or its own replaced.
+        Raises TypeError for a name that no part has."""
+        left = dict(changes)
+        proof = _replaced(self.proof, changes, left)
+        bound = _replaced(self.bound, changes, left)
+        own = _replaced(self, changes, left)
+        if "bounds" not in changes:
+            own = replace(own, bounds=tuple(bound if each is self.bound else each
+                                            for each in self.bounds))
+        if "proof" not in changes:
+            own = replace(own, proof=proof)
+        return replace(own, estimate=own.estimate.changed(**left)) if left else own
 
 
-def save_schedule(schedule: Schedule, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(schedule.to_dict(), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def load_schedule(path: Path) -> Schedule:
-    """Raises InputError for a file that is no schedule of a known version."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise _bad(path, "schedule", None, f"not a readable schedule file: {cause}") from None
-    if not isinstance(raw, dict) or raw.get("version") != SCHEDULE_VERSION:
-        version = raw.get("version") if isinstance(raw, dict) else None
-        raise _bad(path, "version", version, f"this xgpt reads version {SCHEDULE_VERSION}")
-    try:
-        return schedule_from_dict(raw)
-    except (KeyError, TypeError, ValueError) as cause:
-        raise _bad(path, "schedule", None, f"missing or wrong key: {cause}") from None
-
-
-def schedule_from_dict(raw: Mapping[str, Any]) -> Schedule:
-    """Inverse of `Schedule.to_dict`. Raises KeyError/TypeError on missing or foreign keys."""
-    data = {k: _text_to_infinities(v) for k, v in raw.items() if k != "version"}
-    stages = tuple(StageAssignment(**{**s, "ranks": tuple(s["ranks"])}) for s in data.pop("stages"))
-    rejected = tuple(Rejected(**r) for r in data.pop("rejected"))
-    pruned = tuple((str(reason), int(count)) for reason, count in data.pop("pruned"))
-    explanation = tuple(map(str, data.pop("explanation")))
-    names = set(Estimate.__dataclass_fields__)
-    estimate: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v
-                                for k, v in data.items() if k in names}
-    own = {k: v for k, v in data.items() if k not in names}
-    return Schedule(estimate=Estimate(stages=stages, **estimate), rejected=rejected,
-                    pruned=pruned, explanation=explanation, **own)
-
-
-def with_estimate(schedule: Schedule, **changes: Any) -> Schedule:
-    """`schedule` with some of its estimate's fields replaced."""
-    return replace(schedule, estimate=replace(schedule.estimate, **changes))
-
-
-def _infinities_to_text(value: Any) -> Any:
-    # NOTE: JSON has no infinity, and json.dumps would write a token other readers refuse.
-    if isinstance(value, dict):
-        return {k: _infinities_to_text(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_infinities_to_text(v) for v in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
-
-
-def _text_to_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _text_to_infinities(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_text_to_infinities(v) for v in value]
-    return math.inf if value == "inf" else value
-
-
-def _bad(path: Path, key: str, value: object, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)])
+def _replaced(part: _Part, changes: dict[str, Any], left: dict[str, Any]) -> _Part:
+    """`part` with those of its fields that are among the changes; they are taken out of `left`."""
+    own = {field.name: changes[field.name] for field in fields(part)  # type: ignore[arg-type]
+           if field.name in changes}
+    for name in own:
+        left.pop(name, None)
+    return replace(part, **own) if own else part  # type: ignore[type-var]

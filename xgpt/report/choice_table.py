@@ -36,7 +36,7 @@ def _alternative(row: Rejected, schedule: Schedule) -> str:
     if row.throughput_qps is None:
         return f"{row.reason} ({point})" if point else row.reason
     share = lost_to(row, schedule)
-    more = row.throughput_qps / schedule.estimate.throughput_qps - 1
+    more = row.throughput_qps / schedule.estimate.figures.throughput_qps - 1
     words = [f"{plain(row.throughput_qps)} queries/s",
              f"{percent(share, digits=1)} less" if share is not None else
              f"{percent(more, digits=1)} more" if more > 5e-4 else "as many"]

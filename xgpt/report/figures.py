@@ -80,19 +80,19 @@ def lost_to(row: Rejected, schedule: Schedule) -> float | None:
     """Share of the schedule's throughput that an alternative loses; None where it loses none."""
     if row.throughput_qps is None:
         return None
-    share = 1 - row.throughput_qps / schedule.estimate.throughput_qps
+    share = 1 - row.throughput_qps / schedule.estimate.figures.throughput_qps
     return share if share > 0 else None
 
 
 def lost_to_bound(schedule: Schedule) -> float | None:
     """Share of the throughput that the latency bound costs; None where that is not known, or not
     what the schedule was chosen by."""
-    if math.isinf(schedule.latency_bound_s) and schedule.status != JOB_STATUS:
+    if math.isinf(schedule.bound.limit_s) and schedule.proof.status != JOB_STATUS:
         return 0.0
-    free = schedule.unbounded_qps
-    if free is None or free <= 0 or schedule.status == JOB_STATUS:
+    free = schedule.proof.unbounded_qps
+    if free is None or free <= 0 or schedule.proof.status == JOB_STATUS:
         return None
-    lost = 1 - schedule.estimate.throughput_qps / free
+    lost = 1 - schedule.estimate.figures.throughput_qps / free
     return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent
 
 
@@ -126,8 +126,8 @@ def check_bound(output: Output) -> BoundCheck:
     quantile = number(output.job, "constraint", "quantile") or 0.99
     kind = output.job.get("constraint", {}).get("kind", "sequence") if bound_s is not None else None
     if output.schedule is not None:
-        bound_s = output.schedule.latency_bound_s
-        quantile, kind = output.schedule.quantile, output.schedule.constraint_kind
+        bound_s = output.schedule.bound.limit_s
+        quantile, kind = output.schedule.bound.quantile, output.schedule.bound.kind
     if bound_s is None:
         return BoundCheck(is_kept=None, sentence="the latency bound is not known")
     if math.isinf(bound_s):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.schedule import Schedule, load_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
 
 EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do

@@ -127,34 +127,34 @@ def _schedule_facts(schedule: Schedule | None) -> list[tuple[str, str]]:
     if schedule is None:
         return []
     e = schedule.estimate
-    of_latencies = ("of all latencies" if schedule.constraint_kind == "queries"
+    of_latencies = ("of all latencies" if schedule.bound.kind == "queries"
                     else "of the output lengths")
     facts = [
         ("Policy", e.policy.upper()),
-        ("Encode batch", str(e.encode_batch)),
-        ("Decode batch", f"{e.decode_batch:.1f} on average"),
-        ("Decode iterations", str(e.decode_iterations)) if e.decode_iterations else None,
-        ("Micro-batches", str(e.decode_micro_batches)) if e.decode_micro_batches > 1 else None,
-        ("Tensor parallel", f"degree {e.tp_degree} on {e.tp_gpus} devices")
-        if e.tp_degree > 1 and e.tp_gpus else None,
-        ("Predicted throughput", f"{plain(e.throughput_qps)} queries/s, "
-                                 f"{plain(e.output_tokens_per_s)} tokens/s"),
-        ("Predicted latency", format_seconds(e.latency_s)),
-        ("Latency bound", "none" if math.isinf(schedule.latency_bound_s) else
-         f"{format_seconds(schedule.latency_bound_s)} for {schedule.quantile * 100:g} % "
+        ("Encode batch", str(e.figures.encode_batch)),
+        ("Decode batch", f"{e.figures.decode_batch:.1f} on average"),
+        ("Decode iterations", str(e.figures.decode_iterations)) if e.figures.decode_iterations else None,
+        ("Micro-batches", str(e.deployment.num_groups)) if e.deployment.num_groups > 1 else None,
+        ("Tensor parallel", f"degree {e.deployment.tp_degree} on {e.deployment.tp_gpus} devices")
+        if e.deployment.tp_degree > 1 and e.deployment.tp_gpus else None,
+        ("Predicted throughput", f"{plain(e.figures.throughput_qps)} queries/s, "
+                                 f"{plain(e.figures.output_tokens_per_s)} tokens/s"),
+        ("Predicted latency", format_seconds(e.figures.latency_s)),
+        ("Latency bound", "none" if math.isinf(schedule.bound.limit_s) else
+         f"{format_seconds(schedule.bound.limit_s)} for {schedule.bound.quantile * 100:g} % "
          f"{of_latencies}"),
-        ("One period", format_seconds(e.period_s)) if e.decode_iterations else None,
-        ("Encoding", format_seconds(e.encode_s)),
-        ("Decode iteration", format_seconds(e.decode_iteration_s)),
-        ("KV reserved", f"{e.kv_tokens:,} tokens at most"),
-        ("Margin", f"{percent(schedule.margin - 1, digits=1)} of the latency, costs "
-                   f"{percent(schedule.margin_cost, digits=1)} of the throughput")
-        if schedule.margin > 1 else None,
-        ("Search", schedule.status),
-        ("Proved at most", f"{plain(schedule.bound_qps)} queries/s")
-        if math.isfinite(schedule.bound_qps) else None,
-        ("Gap", percent(schedule.gap, digits=2)) if math.isfinite(schedule.gap) else None,
-        ("Configurations", f"{schedule.nodes:,} evaluated"),
+        ("One period", format_seconds(e.figures.period_s)) if e.figures.decode_iterations else None,
+        ("Encoding", format_seconds(e.figures.encode_s)),
+        ("Decode iteration", format_seconds(e.figures.decode_iteration_s)),
+        ("KV reserved", f"{e.deployment.kv_tokens:,} tokens at most"),
+        ("Margin", f"{percent(schedule.margin.factor - 1, digits=1)} of the latency, costs "
+                   f"{percent(schedule.margin.cost, digits=1)} of the throughput")
+        if schedule.margin.factor > 1 else None,
+        ("Search", schedule.proof.status),
+        ("Proved at most", f"{plain(schedule.proof.bound_qps)} queries/s")
+        if math.isfinite(schedule.proof.bound_qps) else None,
+        ("Gap", percent(schedule.proof.gap, digits=2)) if math.isfinite(schedule.proof.gap) else None,
+        ("Configurations", f"{schedule.proof.nodes:,} evaluated"),
     ]
     return [fact for fact in facts if fact is not None]
 
@@ -168,10 +168,10 @@ def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
     """Captioned plots; empty without matplotlib or without results."""
     if not plots.can_plot():
         return []
-    bound_s = (output.schedule.latency_bound_s if output.schedule
+    bound_s = (output.schedule.bound.limit_s if output.schedule
                else number(output.job, "constraint", "latency_s"))
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
-    predicted_qps = output.schedule.estimate.throughput_qps if output.schedule and is_own else None
+    predicted_qps = output.schedule.estimate.figures.throughput_qps if output.schedule and is_own else None
     expected = expected_output_lengths(output.job)
     note = "" if expected is None else f" Expected: {expected.note}."
     latency = plots.latency_histogram(output.queries, bound_s,
@@ -191,7 +191,7 @@ def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _timeline(output: Output) -> dict[str, Any] | None:
     """The middle of the run, a few periods long, stage by stage."""
-    period_s = output.schedule.estimate.period_s if output.schedule else None
+    period_s = output.schedule.estimate.figures.period_s if output.schedule else None
     window = middle_window(output.steps, 3 * period_s if period_s else None)
     if window is None:
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xgpt.core.job import Constraint
+from xgpt.core.constraint import Constraint
+from xgpt.core.controls import ContinuousControls, RraControls, StaticControls
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import percent, plain
@@ -43,14 +44,14 @@ def replay_table(estimate: Estimate, found: ReplayFigures) -> str:
         lines.append(("steady", "the job is too short to have a steady state"))
     else:
         text = (f"{plain(found.steady_throughput_qps)} queries/s "
-                f"({_against(estimate.throughput_qps, found.steady_throughput_qps)})")
+                f"({_against(estimate.figures.throughput_qps, found.steady_throughput_qps)})")
         if found.steady_latency_s is not None:
             text += (f"; latency {format_seconds(found.steady_latency_s)} "
-                     f"({_against(estimate.latency_s, found.steady_latency_s)})")
+                     f"({_against(estimate.figures.latency_s, found.steady_latency_s)})")
         lines.append(("steady", text))
     lines.append(("busy", _busy(found.utilisation)))
-    share = found.kv_peak_tokens / max(estimate.kv_tokens, 1)
-    memory = f"at most {found.kv_peak_tokens} of {estimate.kv_tokens} tokens ({percent(share)})"
+    share = found.kv_peak_tokens / max(estimate.deployment.kv_tokens, 1)
+    memory = f"at most {found.kv_peak_tokens} of {estimate.deployment.kv_tokens} tokens ({percent(share)})"
     if found.preemptions:
         memory += f"; {found.preemptions} preemptions"
     lines.append(("KV held", memory))
@@ -66,15 +67,15 @@ def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Cons
     body = []
 
     def over(e: Estimate) -> str:
-        return " OVER" if e.latency_s > constraint.latency_s else ""
+        return " OVER" if e.figures.latency_s > constraint.latency_s else ""
 
     for name, e in rows:
         if e is None:
             body.append((name.upper(), "-", "-", "-", "none fits and keeps the bound"))
             continue
-        body.append((name.upper(), plain(e.throughput_qps),
-                     f"{e.throughput_qps / first.throughput_qps:.2f}",
-                     format_seconds(e.latency_s) + over(e),
+        body.append((name.upper(), plain(e.figures.throughput_qps),
+                     f"{e.figures.throughput_qps / first.figures.throughput_qps:.2f}",
+                     format_seconds(e.figures.latency_s) + over(e),
                      _controls(e)))
     return table(("policy", "queries/s", "share", "latency", "configuration"), body,
                  right=(1, 2, 3))
@@ -82,19 +83,21 @@ def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Cons
 
 def _controls(e: Estimate) -> str:
     """Control variables, short enough for a column."""
-    if e.max_active:
-        words = [f"{e.max_active} at a time"]
-        if e.token_budget:
-            words.append(counted(e.token_budget, "token"))
+    controls, deployment = e.controls, e.deployment
+    if isinstance(controls, ContinuousControls):
+        words = [f"{controls.max_active} at a time"]
+        if controls.token_budget:
+            words.append(counted(controls.token_budget, "token"))
     else:
-        parts = e.encode_micro_batches > e.decode_micro_batches
-        words = [f"{e.encode_batch} encoded" + (f" in {e.encode_micro_batches}" if parts else "")]
-        if e.policy == "rra":
-            words.append(counted(e.decode_iterations, "iteration"))
-    if e.decode_micro_batches > 1:
-        words.append(f"{e.decode_micro_batches} groups")
-    if e.tp_degree > 1:
-        words.append(f"TP {e.tp_degree} on {e.tp_gpus}")
+        words = [f"{e.figures.encode_batch} encoded"]
+    if isinstance(controls, StaticControls) and controls.encode_micro_batches > deployment.num_groups:
+        words[0] += f" in {controls.encode_micro_batches}"
+    if isinstance(controls, RraControls):
+        words.append(counted(controls.decode_iterations, "iteration"))
+    if deployment.num_groups > 1:
+        words.append(f"{deployment.num_groups} groups")
+    if deployment.tp_degree > 1:
+        words.append(f"TP {deployment.tp_degree} on {deployment.tp_gpus}")
     return ", ".join(words)
 
 

@@ -11,7 +11,7 @@ from xgpt.report.table import fact, table
 
 def sweep_table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
     """A line a bound (in seconds): its schedule, or why there is none."""
-    has_margin = any(isinstance(answer, Schedule) and answer.margin > 1 for _, answer in rows)
+    has_margin = any(isinstance(answer, Schedule) and answer.margin.factor > 1 for _, answer in rows)
     header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups",
               "TP", *(("margin",) if has_margin else ()))
     body = [_row(bound_s, answer, has_margin) for bound_s, answer in rows]
@@ -24,8 +24,8 @@ def _row(bound_s: float, answer: Schedule | str, has_margin: bool) -> tuple[str,
     if isinstance(answer, str):
         return (format_seconds(bound_s), "infeasible", *("-",) * (7 if has_margin else 6))
     e = answer.estimate
-    shared = (format_seconds(bound_s), e.policy, f"{e.throughput_qps:.4g}",
-              format_seconds(e.latency_s), str(e.encode_batch),
-              str(e.decode_iterations) if e.policy == "rra" else "-", str(e.decode_micro_batches),
-              f"{e.tp_degree} x {e.tp_gpus}" if e.tp_degree > 1 else "-")
-    return (*shared, f"{answer.margin - 1:.1%}") if has_margin else shared
+    shared = (format_seconds(bound_s), e.policy, f"{e.figures.throughput_qps:.4g}",
+              format_seconds(e.figures.latency_s), str(e.figures.encode_batch),
+              str(e.figures.decode_iterations) if e.policy == "rra" else "-", str(e.deployment.num_groups),
+              f"{e.deployment.tp_degree} x {e.deployment.tp_gpus}" if e.deployment.tp_degree > 1 else "-")
+    return (*shared, f"{answer.margin.factor - 1:.1%}") if has_margin else shared

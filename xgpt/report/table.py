@@ -7,7 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xgpt.core.job import Constraint
+from xgpt.core.constraint import Constraint
+from xgpt.core.controls import ContinuousControls, RraControls, StaticControls
+from xgpt.core.policies import policy
 from xgpt.core.schedule import JOB_STATUS, Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
@@ -37,14 +39,14 @@ def schedule_table(schedule: Schedule) -> str:
         ("parallel", _parallel(e)),
         ("throughput", _throughput(e)),
         ("latency", _latency(schedule)),
-        ("this job", schedule.explanation[0]) if schedule.status == JOB_STATUS
+        ("this job", schedule.explanation[0]) if schedule.proof.status == JOB_STATUS
         and schedule.explanation else ("the bound", _bound_cost(schedule)),
-        *([("margin", margin_words(schedule))] if schedule.margin_note else []),
+        *([("margin", margin_words(schedule))] if schedule.margin.note else []),
         ("step times", _step_times(e)),
         ("memory", _memory(e)),
-        ("search", f"{_status(schedule)}, {counted(schedule.nodes, 'configuration')} in "
-                   f"{format_seconds(schedule.seconds)}"),
-        *([("given up", pruned_words(schedule))] if schedule.pruned else []),
+        ("search", f"{_status(schedule)}, {counted(schedule.proof.nodes, 'configuration')} in "
+                   f"{format_seconds(schedule.proof.seconds)}"),
+        *([("given up", pruned_words(schedule))] if schedule.proof.pruned else []),
         *_marks(e),
     ]
     return "\n".join(fact(label, value) for label, value in facts)
@@ -56,7 +58,7 @@ def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
         ("simulated", _chosen(estimate)),
         ("parallel", _parallel(estimate)),
         ("throughput", _throughput(estimate)),
-        ("latency", _latency_against(estimate.latency_s, constraint.latency_s, constraint.kind,
+        ("latency", _latency_against(estimate.figures.latency_s, constraint.latency_s, constraint.kind,
                                      constraint.quantile)),
         ("step times", _step_times(estimate)),
         ("memory", _memory(estimate)),
@@ -88,8 +90,8 @@ def stage_table(schedule: Schedule) -> str:
     """One line a stage: its ranks, layers, phase and memory."""
     e = schedule.estimate
     body = []
-    for stage in e.stages:
-        held = [e.memory_bytes[rank] for rank in stage.ranks if rank < len(e.memory_bytes)]
+    for stage in e.deployment.stages:
+        held = [e.figures.memory_bytes[rank] for rank in stage.ranks if rank < len(e.figures.memory_bytes)]
         memory = format_bytes(max(held)) if held else "-"
         phase = {"both": "encode, decode"}.get(stage.role, stage.role)
         body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
@@ -102,47 +104,47 @@ def _marks(e: Estimate) -> list[tuple[str, str]]:
 
 
 def _throughput(e: Estimate) -> str:
-    return (f"{plain(e.throughput_qps)} queries/s, {plain(e.output_tokens_per_s)} output tokens/s "
+    return (f"{plain(e.figures.throughput_qps)} queries/s, {plain(e.figures.output_tokens_per_s)} output tokens/s "
             "in steady state")
 
 
 def _step_times(e: Estimate) -> str:
-    return (f"encode {format_seconds(e.encode_s)}, decode iteration "
-            f"{format_seconds(e.decode_iteration_s)}, period {format_seconds(e.period_s)}")
+    return (f"encode {format_seconds(e.figures.encode_s)}, decode iteration "
+            f"{format_seconds(e.figures.decode_iteration_s)}, period {format_seconds(e.figures.period_s)}")
 
 
 def _controls(e: Estimate) -> str:
     """Policy and control variables in a few words."""
-    name = e.policy.upper()
-    groups = f", in {e.decode_micro_batches} micro-batches" if e.decode_micro_batches > 1 else ""
-    if e.max_active:  # iteration level
-        budget = f", {e.token_budget} tokens a step" if e.token_budget else ""
-        return f"{name}: up to {counted(e.max_active, 'query')} at a time{budget}{groups}"
-    text = f"{name}: encode {e.encode_batch} together"
-    if e.encode_micro_batches > e.decode_micro_batches:
-        text += f" in {e.encode_micro_batches} micro-batches"
-    if e.policy == "rra":
-        text += f", then {counted(e.decode_iterations, 'decode iteration')}"
-    return text + groups
+    name, controls, groups = policy(e.policy).title, e.controls, e.deployment.num_groups
+    in_groups = f", in {groups} micro-batches" if groups > 1 else ""
+    if isinstance(controls, ContinuousControls):
+        budget = f", {controls.token_budget} tokens a step" if controls.token_budget else ""
+        return f"{name}: up to {counted(controls.max_active, 'query')} at a time{budget}{in_groups}"
+    text = f"{name}: encode {e.figures.encode_batch} together"
+    if isinstance(controls, StaticControls) and controls.encode_micro_batches > groups:
+        text += f" in {controls.encode_micro_batches} micro-batches"
+    if isinstance(controls, RraControls):
+        text += f", then {counted(controls.decode_iterations, 'decode iteration')}"
+    return text + in_groups
 
 
 def _chosen(e: Estimate) -> str:
-    return f"{_controls(e)}; {e.decode_batch:.1f} queries decode at once"
+    return f"{_controls(e)}; {e.figures.decode_batch:.1f} queries decode at once"
 
 
 def _parallel(e: Estimate) -> str:
-    stages = counted(len(e.stages), "stage")
-    encode = sum(stage.role == "encode" for stage in e.stages)
+    stages = counted(len(e.deployment.stages), "stage")
+    encode = sum(stage.role == "encode" for stage in e.deployment.stages)
     if encode:
-        stages = f"{counted(encode, 'stage')} to encode, {len(e.stages) - encode} to decode"
-    if e.tp_degree > 1 and e.tp_gpus:
-        return f"{stages}; tensor parallelism of {e.tp_degree} on {e.tp_gpus} devices"
+        stages = f"{counted(encode, 'stage')} to encode, {len(e.deployment.stages) - encode} to decode"
+    if e.deployment.tp_degree > 1 and e.deployment.tp_gpus:
+        return f"{stages}; tensor parallelism of {e.deployment.tp_degree} on {e.deployment.tp_gpus} devices"
     return f"{stages}; no tensor parallelism"
 
 
 def _latency(schedule: Schedule) -> str:
-    return _latency_against(schedule.estimate.latency_s, schedule.latency_bound_s,
-                            schedule.constraint_kind, schedule.quantile)
+    return _latency_against(schedule.estimate.figures.latency_s, schedule.bound.limit_s,
+                            schedule.bound.kind, schedule.bound.quantile)
 
 
 def _latency_against(latency_s: float, bound_s: float, kind: str, quantile: float) -> str:
@@ -156,9 +158,9 @@ def _latency_against(latency_s: float, bound_s: float, kind: str, quantile: floa
 
 
 def _bound_cost(schedule: Schedule) -> str:
-    if math.isinf(schedule.latency_bound_s):
+    if math.isinf(schedule.bound.limit_s):
         return "none was set"
-    lost, free = lost_to_bound(schedule), schedule.unbounded_qps
+    lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
     if lost is None or free is None:
         return "its cost was not computed"
     if not lost:
@@ -168,25 +170,25 @@ def _bound_cost(schedule: Schedule) -> str:
 
 
 def _status(schedule: Schedule) -> str:
-    if schedule.status == JOB_STATUS:
-        return schedule.status if math.isinf(schedule.bound_qps) else (
-            f"{schedule.status} (the steady state gives at most {plain(schedule.bound_qps)} "
+    if schedule.proof.status == JOB_STATUS:
+        return schedule.proof.status if math.isinf(schedule.proof.bound_qps) else (
+            f"{schedule.proof.status} (the steady state gives at most {plain(schedule.proof.bound_qps)} "
             "queries/s)")
-    if not math.isfinite(schedule.gap):
-        return f"{schedule.status}, no gap proved"
-    gap = f"gap {percent(schedule.gap, digits=2)}"
-    status = schedule.status.removesuffix(" gap")  # "within gap", "optimal", ...
-    return (f"{schedule.status}, {gap}" if status == schedule.status else
+    if not math.isfinite(schedule.proof.gap):
+        return f"{schedule.proof.status}, no gap proved"
+    gap = f"gap {percent(schedule.proof.gap, digits=2)}"
+    status = schedule.proof.status.removesuffix(" gap")  # "within gap", "optimal", ...
+    return (f"{schedule.proof.status}, {gap}" if status == schedule.proof.status else
             f"{status} {gap}{proved_against(schedule)}")
 
 
 def _memory(e: Estimate) -> str:
-    if not e.memory_bytes:
+    if not e.figures.memory_bytes:
         return "-"
-    least, most = format_bytes(min(e.memory_bytes)), format_bytes(max(e.memory_bytes))
+    least, most = format_bytes(min(e.figures.memory_bytes)), format_bytes(max(e.figures.memory_bytes))
     spread = most if least == most else f"{least} to {most}"
-    fits = "" if e.fits else ": DOES NOT FIT"
-    return f"{spread} of {format_bytes(e.memory_capacity_bytes)} per rank{fits}"
+    fits = "" if e.figures.fits else ": DOES NOT FIT"
+    return f"{spread} of {format_bytes(e.figures.memory_capacity_bytes)} per rank{fits}"
 
 
 def fact(label: str, value: str) -> str:

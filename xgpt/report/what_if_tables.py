@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from xgpt.core.job import Constraint
+from xgpt.core.constraint import Constraint
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
 from xgpt.report.table import WIDTH, fact, table
@@ -37,7 +37,7 @@ def _way(way: Way) -> str:
     if way.estimate is None:
         return way.reason or "-"
     e = way.estimate
-    text = (f"{plain(e.throughput_qps)} queries/s, latency {format_seconds(e.latency_s)}: "
+    text = (f"{plain(e.figures.throughput_qps)} queries/s, latency {format_seconds(e.figures.latency_s)}: "
             f"{variables(e)}")
     return text if way.reason is None else f"not admissible, {way.reason} ({text})"
 

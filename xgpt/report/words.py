@@ -80,9 +80,9 @@ def headline(output: Output, metrics: dict[str, object]) -> str:
 
 def bound_cost(schedule: Schedule) -> str:
     """What the latency bound costs in throughput, against the best schedule without one."""
-    if math.isinf(schedule.latency_bound_s):
+    if math.isinf(schedule.bound.limit_s):
         return "No latency bound was set, so nothing was given up for one."
-    lost, free = lost_to_bound(schedule), schedule.unbounded_qps
+    lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
     if lost is None or free is None:
         return "What the bound costs was not computed."
     if not lost:
@@ -93,34 +93,34 @@ def bound_cost(schedule: Schedule) -> str:
 
 def proof(schedule: Schedule) -> str:
     """What the search proved, in one sentence."""
-    looked = f"{counted(schedule.nodes, 'configuration')} in {format_seconds(schedule.seconds)}"
-    if schedule.status == JOB_STATUS:
+    looked = f"{counted(schedule.proof.nodes, 'configuration')} in {format_seconds(schedule.proof.seconds)}"
+    if schedule.proof.status == JOB_STATUS:
         quality = " ".join(schedule.explanation).rstrip(".")
-    elif not math.isfinite(schedule.gap):
+    elif not math.isfinite(schedule.proof.gap):
         quality = "how much faster another schedule could be is not proved"
-    elif schedule.gap <= 1e-9:
+    elif schedule.proof.gap <= 1e-9:
         quality = "no admissible schedule is faster, by the same estimates"
     else:
-        margin = "with its margin or without, " if schedule.margin_cost > 0 else ""
+        margin = "with its margin or without, " if schedule.margin.cost > 0 else ""
         quality = (f"{margin}no admissible schedule is more than "
-                   f"{percent(schedule.gap, digits=2)} faster (at most "
-                   f"{plain(schedule.bound_qps)} queries/s), by the same estimates")
-    gave_up = f" Given up: {pruned_words(schedule)}." if schedule.pruned else ""
-    return f"Search status {schedule.status}, after {looked}: {quality}.{gave_up}"
+                   f"{percent(schedule.proof.gap, digits=2)} faster (at most "
+                   f"{plain(schedule.proof.bound_qps)} queries/s), by the same estimates")
+    gave_up = f" Given up: {pruned_words(schedule)}." if schedule.proof.pruned else ""
+    return f"Search status {schedule.proof.status}, after {looked}: {quality}.{gave_up}"
 
 
 def proved_against(schedule: Schedule) -> str:
     """What a gap is to, where that is not plain."""
-    return " (to schedules without a margin)" if schedule.margin_cost > 0 else ""
+    return " (to schedules without a margin)" if schedule.margin.cost > 0 else ""
 
 
 def margin_words(schedule: Schedule) -> str:
     """What was planned for, why, and what it cost in throughput."""
-    note = schedule.margin_note
-    if schedule.margin <= 1:
+    note = schedule.margin.note
+    if schedule.margin.factor <= 1:
         return note
-    cost = ("costs nothing: the schedule without it keeps it too" if schedule.margin_cost <= 0 else
-            f"costs {percent(schedule.margin_cost, digits=1)} of the throughput")
+    cost = ("costs nothing: the schedule without it keeps it too" if schedule.margin.cost <= 0 else
+            f"costs {percent(schedule.margin.cost, digits=1)} of the throughput")
     return f"{note}; the margin {cost}"
 
 
@@ -132,7 +132,7 @@ def sentence(text: str) -> str:
 def pruned_words(schedule: Schedule) -> str:
     """How many boxes of configurations the search gave up, by reason, of all policies."""
     counts: Counter[str] = Counter()
-    for label, count in schedule.pruned:
+    for label, count in schedule.proof.pruned:
         _, _, reason = label.rpartition(": ")
         counts[_REASONS.get(reason, reason)] += count
     parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
@@ -147,16 +147,16 @@ def schedule_in_words(schedule: Schedule) -> tuple[str, ...]:
     sentences = [f"Policy: {policy}."]
     if e.policy.lower() == "rra":
         sentences.append(
-            f"Each period encodes {counted(e.encode_batch, 'query')} together and then decodes "
-            f"{counted(e.decode_iterations, 'iteration')} before the next encoding; "
-            f"{e.decode_batch:.1f} queries decode at once on average. One period takes "
-            f"{format_seconds(e.period_s)}, of which encoding takes {format_seconds(e.encode_s)}.")
+            f"Each period encodes {counted(e.figures.encode_batch, 'query')} together and then decodes "
+            f"{counted(e.figures.decode_iterations, 'iteration')} before the next encoding; "
+            f"{e.figures.decode_batch:.1f} queries decode at once on average. One period takes "
+            f"{format_seconds(e.figures.period_s)}, of which encoding takes {format_seconds(e.figures.encode_s)}.")
     else:
         sentences.append(
-            f"{counted(e.encode_batch, 'query')} are encoded together, {e.decode_batch:.1f} decode "
-            f"at once on average; a decode iteration takes {format_seconds(e.decode_iteration_s)}.")
-    if e.decode_micro_batches > 1:
-        sentences.append(f"The decode batch is split into {e.decode_micro_batches} micro-batches, "
+            f"{counted(e.figures.encode_batch, 'query')} are encoded together, {e.figures.decode_batch:.1f} decode "
+            f"at once on average; a decode iteration takes {format_seconds(e.figures.decode_iteration_s)}.")
+    if e.deployment.num_groups > 1:
+        sentences.append(f"The decode batch is split into {e.deployment.num_groups} micro-batches, "
                          f"so that stages work while others hand over.")
     sentences.append(_stages_in_words(e))
     return tuple(sentences)
@@ -199,7 +199,7 @@ def banner(output: Output) -> str | None:
 def _place(output: Output, metrics: dict[str, object]) -> str:
     ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
     if ranks is None and output.schedule is not None:
-        ranks = float(len(output.schedule.estimate.memory_bytes))
+        ranks = float(len(output.schedule.estimate.figures.memory_bytes))
     cluster = output.job.get("cluster")
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
@@ -207,12 +207,12 @@ def _place(output: Output, metrics: dict[str, object]) -> str:
 
 
 def _stages_in_words(e: Estimate) -> str:
-    if e.tp_gpus and e.tp_degree > 1:
-        parallel = (f"the first {e.tp_gpus} devices work in tensor-parallel groups of "
-                    f"{e.tp_degree}")
+    if e.deployment.tp_gpus and e.deployment.tp_degree > 1:
+        parallel = (f"the first {e.deployment.tp_gpus} devices work in tensor-parallel groups of "
+                    f"{e.deployment.tp_degree}")
     else:
         parallel = "no tensor parallelism"
-    return f"The layers are spread over {counted(len(e.stages), 'stage')}, {parallel}."
+    return f"The layers are spread over {counted(len(e.deployment.stages), 'stage')}, {parallel}."
 
 
 def _span(first: int, count: int) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from xgpt.core.errors import XgptError
-from xgpt.core.schedule import Schedule, load_schedule
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
 from xrunner.checkpoint.source import read_spec
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
@@ -49,7 +50,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     sink = RunSink(plan, num_queries=len(queries), before=before)
     head = Head(
         rule=static_rule(schedule.estimate), executor=executor, sink=sink, clock=clock,
-        neighbours=Neighbours(world.comm, routes(schedule.estimate.stages)[0]),
+        neighbours=Neighbours(world.comm, routes(schedule.deployment.pools)[0]),
         vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                               decode_text=TextTokenizer(plan.model_dir).decode))
     for place in order_of(len(queries), plan, before):
@@ -63,7 +64,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
     clock, rank = Stopwatch(), world.comm.rank
     executor, load_s = _load(plan, world, clock)
-    neighbours = Neighbours(world.comm, routes(schedule.estimate.stages)[rank])
+    neighbours = Neighbours(world.comm, routes(schedule.deployment.pools)[rank])
     await_start(neighbours, executor)
     world.barrier()
     clock.restart()
@@ -85,7 +86,7 @@ def _check_fits(schedule: Schedule, world: World) -> None:
     estimate = schedule.estimate
     if estimate.policy not in ("ft", "dsi"):
         raise XgptError(f"policy {estimate.policy!r}: DeepSpeed works static batches, ft or dsi")
-    ranks = [list(stage.ranks) for stage in estimate.stages]
+    ranks = [list(stage.ranks) for stage in estimate.deployment.stages]
     if ranks != [list(range(world.comm.size))]:
         raise XgptError(f"the schedule's stages have the ranks {ranks}; DeepSpeed takes the "
                         f"{world.comm.size} that the launcher started as one group")

@@ -7,21 +7,19 @@ from dataclasses import replace
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job
+from xgpt.core.policies import policies, policy_names
+from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xrunner.engines.engine import Engine, mistake
-from xrunner.rules.registry import DECODER_ONLY, EXECUTED
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
     """Every policy that its own kind of model allows, every layout."""
     fixed = problem.fixed
     policy = fixed.policy if schedule is None else schedule.estimate.policy
-    if policy not in (None, *EXECUTED):  # of a schedule file
-        raise InputError([mistake(job, "schedule.policy", policy,
-                                  f"one of {', '.join(EXECUTED)}")])
-    if policy in DECODER_ONLY and problem.model.is_encoder_decoder:
-        able = [name for name in EXECUTED if name not in DECODER_ONLY]
+    if policy is not None and row_of(policy).is_decoder_only and problem.model.is_encoder_decoder:
+        able = [row.name for row in policies() if not row.is_decoder_only]
         raise InputError([mistake(
             job, "schedule.policy", policy,
             f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
@@ -29,12 +27,12 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
             "through the same layers")])
     fixed = replace(fixed, policy=policy)
     if schedule is not None:
-        fixed = replace(fixed, tp_degree=schedule.estimate.tp_degree,
-                        tp_gpus=schedule.estimate.tp_gpus)
+        fixed = replace(fixed, tp_degree=schedule.estimate.deployment.tp_degree,
+                        tp_gpus=schedule.estimate.deployment.tp_gpus)
     elif fixed.tp_degree == 1 or fixed.tp_gpus == 0:
         fixed = replace(fixed, tp_degree=1, tp_gpus=0)
     return replace(problem, fixed=fixed)
 
 
-ENGINE = Engine(name=OWN_ENGINE, worker="xrunner.worker", policies=EXECUTED,
+ENGINE = Engine(name=OWN_ENGINE, worker="xrunner.worker", policies=policy_names(),
                 restricted=_restricted, is_predicted=True, is_changeable=True)

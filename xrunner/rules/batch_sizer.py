@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xgpt.core.controls import EvenBatches
 from xgpt.core.job import Adjustment
 
 # Small enough that uneven batches no longer hold up a pipeline, large enough that most batches of
@@ -82,3 +83,8 @@ class BatchSizer:
 def share_of(asked: Adjustment) -> float:
     """The share that a job asks for, or the usual one."""
     return ADJUSTMENT if asked.share is None else asked.share
+
+
+def sizer_of(even: EvenBatches) -> BatchSizer:
+    """The sizer of a schedule's encode batches."""
+    return BatchSizer(mean_input=even.mean_input_tokens, adjustment=even.adjustment)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
@@ -111,5 +112,7 @@ class OrcaRule:
 
 def orca_rule(estimate: Estimate) -> OrcaRule:
     """The rule that executes `estimate`."""
-    return OrcaRule(num_groups=estimate.decode_micro_batches, max_active=estimate.max_active,
-                    kv_tokens=estimate.kv_tokens)
+    controls, deployment = estimate.controls, estimate.deployment
+    assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
+    return OrcaRule(num_groups=deployment.num_groups, max_active=controls.max_active,
+                    kv_tokens=deployment.kv_tokens)

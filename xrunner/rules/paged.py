@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import Turns, slot_shares
 from xrunner.rules.slots import SlotUse
@@ -239,11 +240,18 @@ def sarathi(*, num_groups: int, max_active: int, kv_tokens: int, token_budget: i
 
 def vllm_rule(estimate: Estimate) -> PagedRule:
     """The rule that executes `estimate`."""
-    return vllm(num_groups=estimate.decode_micro_batches, max_active=estimate.max_active,
-                kv_tokens=estimate.kv_tokens, token_budget=estimate.token_budget)
+    return vllm(**_of(estimate))
 
 
 def sarathi_rule(estimate: Estimate) -> PagedRule:
     """The rule that executes `estimate`."""
-    return sarathi(num_groups=estimate.decode_micro_batches, max_active=estimate.max_active,
-                   kv_tokens=estimate.kv_tokens, token_budget=estimate.token_budget)
+    return sarathi(**_of(estimate))
+
+
+def _of(estimate: Estimate) -> dict[str, int]:
+    """What both rules are told."""
+    controls, deployment = estimate.controls, estimate.deployment
+    assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
+    assert controls.token_budget is not None, f"{controls = }"
+    return {"num_groups": deployment.num_groups, "max_active": controls.max_active,
+            "kv_tokens": deployment.kv_tokens, "token_budget": controls.token_budget}

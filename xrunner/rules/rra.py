@@ -15,15 +15,16 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
+from xgpt.core.controls import RraControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseControls:
-    """RRA's control variables, and a group's limits, as they hold within a phase. `steered_to`:
+    """RRA's control variables, and a group's limits, as they hold within a phase. `target_active`:
     queries still active when a phase begins, to which they are led back (0: they are left as they
     come)."""
 
@@ -31,7 +32,7 @@ class PhaseControls:
     decode_iterations: int
     group_max_active: int
     group_kv_tokens: int
-    steered_to: float = 0.0
+    target_active: float = 0.0
 
 
 class RraRule:
@@ -42,16 +43,16 @@ class RraRule:
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
-                 steered_to: float = 0.0) -> None:
+                 target_active: float = 0.0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
         `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries).
-        `steered_to`: see PhaseControls."""
+        `target_active`: see PhaseControls."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.num_groups = num_groups
         self.controls = PhaseControls(  # of this phase
             encode_batch=encode_batch, decode_iterations=decode_iterations,
             group_max_active=max(math.ceil(max_active / num_groups), 1),
-            group_kv_tokens=kv_tokens // num_groups, steered_to=steered_to)
+            group_kv_tokens=kv_tokens // num_groups, target_active=target_active)
         self.group_max_active = self.controls.group_max_active  # in any phase
         self._sizer = sizer or BatchSizer(mean_input=0.0)
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
@@ -145,9 +146,9 @@ class RraRule:
     def _lean(self, group: int) -> int:
         """Queries more, or fewer, that would bring the group's decode batch back to its mean."""
         controls = self.controls
-        if not controls.steered_to or len(self._waiting) < controls.encode_batch:
+        if not controls.target_active or len(self._waiting) < controls.encode_batch:
             return 0  # of a job's last queries every group gets its even share
-        carried = controls.steered_to / self.num_groups
+        carried = controls.target_active / self.num_groups
         return self._sizer.lean(len(self._active[group]) - carried,
                                 carried + controls.encode_batch / self.num_groups)
 
@@ -167,21 +168,24 @@ class RraRule:
 
 def rra_rule(estimate: Estimate) -> RraRule:
     """The rule that executes `estimate`."""
-    groups = estimate.decode_micro_batches
+    controls, deployment = _controls(estimate), estimate.deployment
+    groups = deployment.num_groups
     return RraRule(
-        encode_batch=estimate.encode_batch, decode_iterations=estimate.decode_iterations,
+        encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
         num_groups=groups, max_active=groups * most_active(estimate),
-        kv_tokens=estimate.kv_tokens, sizer=_sizer(estimate), steered_to=estimate.steered_to)
+        kv_tokens=deployment.kv_tokens, sizer=sizer_of(controls.even),
+        target_active=controls.even.target_active)
 
 
 def phase_controls(estimate: Estimate, *, slots: int) -> PhaseControls:
     """What turns a rule of the same groups, with room for `slots`, into that of `estimate`."""
+    controls = _controls(estimate)
     return PhaseControls(
-        encode_batch=estimate.encode_batch,
-        decode_iterations=estimate.decode_iterations,
+        encode_batch=controls.encode_batch,
+        decode_iterations=controls.decode_iterations,
         group_max_active=min(most_active(estimate), slots),
-        group_kv_tokens=estimate.kv_tokens // estimate.decode_micro_batches,
-        steered_to=estimate.steered_to)
+        group_kv_tokens=estimate.deployment.group_kv_tokens,
+        target_active=controls.even.target_active)
 
 
 def most_active(estimate: Estimate) -> int:
@@ -191,11 +195,12 @@ def most_active(estimate: Estimate) -> int:
     deviations above it are room for a steady state's spread, and none for drift. Every group can
     always take one phase's new queries.
     """
-    groups = estimate.decode_micro_batches
-    mean = estimate.decode_batch / groups
-    new = _sizer(estimate).most(math.ceil(estimate.encode_batch / groups))
+    controls, groups = _controls(estimate), estimate.deployment.num_groups
+    mean = estimate.figures.decode_batch / groups
+    new = sizer_of(controls.even).most(math.ceil(controls.encode_batch / groups))
     return math.ceil(mean + 3 * math.sqrt(mean)) + new
 
 
-def _sizer(estimate: Estimate) -> BatchSizer:
-    return BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
+def _controls(estimate: Estimate) -> RraControls:
+    assert isinstance(estimate.controls, RraControls), f"{estimate.policy = }"
+    return estimate.controls

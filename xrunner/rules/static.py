@@ -11,6 +11,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+from xgpt.core.controls import StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
@@ -162,7 +163,8 @@ class StaticRule:
 
 def static_rule(estimate: Estimate) -> StaticRule:
     """The rule that executes `estimate` of policy "ft" or "dsi"."""
+    controls, deployment = estimate.controls, estimate.deployment
+    assert isinstance(controls, StaticControls), f"{estimate.policy = }"
     return StaticRule(
-        encode_batch=estimate.encode_batch, num_groups=estimate.decode_micro_batches,
-        encode_micro_batches=estimate.encode_micro_batches or estimate.decode_micro_batches,
-        kv_tokens=estimate.kv_tokens)
+        encode_batch=controls.encode_batch, num_groups=deployment.num_groups,
+        encode_micro_batches=controls.encode_micro_batches, kv_tokens=deployment.kv_tokens)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.batch_sizer import BatchSizer
+from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
 
@@ -27,15 +28,15 @@ class WaaEncodeRule:
     slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
-                 encode_kv_tokens: int, sizer: BatchSizer, steered_to: float = 0.0) -> None:
-        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's. `steered_to`: the
-        decode batch that encode batches lead back to (0: none); what is encoded together then
-        depends on the clock."""
+                 encode_kv_tokens: int, sizer: BatchSizer, target_active: float = 0.0) -> None:
+        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's.
+        `target_active`: the decode batch that encode batches lead back to (0: none); what is
+        encoded together then depends on the clock."""
         assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
         self.encode_batch, self.num_groups = encode_batch, num_groups
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
-        self._sizer, self._steered_to = sizer, steered_to
+        self._sizer, self._target_active = sizer, target_active
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
@@ -108,10 +109,10 @@ class WaaEncodeRule:
 
     def _lean(self) -> int:
         """Queries more, or fewer, that would bring the decode batch back to its mean."""
-        if not self._steered_to:
+        if not self._target_active:
             return 0
         decoding = len(self._in_system) - len(self._encoding)
-        return self._sizer.lean(decoding - self._steered_to, self._steered_to)
+        return self._sizer.lean(decoding - self._target_active, self._target_active)
 
     def _trimmed(self, batch: list[tuple[int, int, int]]) -> tuple[int, int, int]:
         """As much of a batch as the budgets can ever hold; one query always fits."""
@@ -174,14 +175,14 @@ class WaaDecodeRule:
 
 def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     """The rules that execute `estimate`."""
-    stages = sum(stage.role == "encode" for stage in estimate.stages)
-    groups = estimate.decode_micro_batches
-    sizer = BatchSizer(mean_input=estimate.mean_input_tokens, adjustment=estimate.adjustment)
+    controls, deployment = estimate.controls, estimate.deployment
+    assert isinstance(controls, WaaControls), f"{estimate.policy = }"
+    encoding, groups = deployment.encoding, deployment.num_groups
     return (
-        WaaEncodeRule(encode_batch=estimate.encode_batch, num_groups=stages + 2, sizer=sizer,
-                      max_in_system=estimate.max_in_system, kv_tokens=estimate.kv_tokens,
-                      encode_kv_tokens=estimate.encode_kv_tokens,
-                      steered_to=estimate.steered_to),
+        WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
+                      sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
+                      kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
+                      target_active=controls.even.target_active),
         WaaDecodeRule(num_groups=groups,
-                      group_max_active=math.ceil(estimate.max_in_system / groups)),
+                      group_max_active=math.ceil(controls.max_in_system / groups)),
     )

@@ -31,10 +31,10 @@ class Transfer(NamedTuple):
     target_heads: slice = _ALL
 
 
-def transfers(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Transfer]:
-    """Of all ranks of an encode and a decode pool. Every entry a decode rank holds comes once."""
-    encode = [stage for stage in stages if stage.role == "encode"]
-    decode = [stage for stage in stages if stage.role == "decode"]
+def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignment],
+              spec: ModelSpec) -> list[Transfer]:
+    """What all ranks of an encode pool's stages send to those of a decode pool's. Every entry that
+    a decode rank holds comes once."""
     if spec.is_encoder_decoder:  # every rank of the last encode stage has the encoder's output
         givers = encode[-1].ranks
         return [Transfer(source=givers[i % len(givers)], target=rank)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ class Way:
     @property
     def qps(self) -> float:
         """Throughput of an admissible way, else 0."""
-        return self.estimate.throughput_qps if self.estimate and self.reason is None else 0.0
+        return self.estimate.figures.throughput_qps if self.estimate and self.reason is None else 0.0
 
 
 class PinnedPlans(Plans):
@@ -81,7 +81,6 @@ class PinnedPlans(Plans):
 class PinnedWaa(Waa):
     """WAA whose devices stay divided as they are."""
 
-    name = "waa"
     encode_devices = 0
 
     def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
@@ -93,13 +92,13 @@ def pinned_policy(deployed: Estimate, problem: Problem,
     """The closed form of the schedule's policy on its stages (a baseline's: on its own)."""
     if deployed.policy in BASELINES:
         return make_policy(deployed.policy, problem, timing)
-    plans = PinnedPlans(problem, timing, deployed.stages)
+    plans = PinnedPlans(problem, timing, deployed.deployment.stages)
     made: Rra | PinnedWaa
     if deployed.policy == "rra":
         made = Rra(problem, timing, plans=plans)
     else:
         made = PinnedWaa(problem, timing, plans=plans)
-        made.encode_devices = len({rank for stage in deployed.stages if stage.role == "encode"
+        made.encode_devices = len({rank for stage in deployed.deployment.stages if stage.role == "encode"
                                    for rank in stage.ranks})
     return made
 
@@ -114,13 +113,13 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
     if deployed.policy not in POLICIES:
         refuse("policy", deployed.policy, f"one of {', '.join(POLICIES)}: others have no schedule "
                                           "to change")
-    ranks = sorted(rank for stage in deployed.stages for rank in stage.ranks)
+    ranks = sorted(rank for stage in deployed.deployment.stages for rank in stage.ranks)
     if ranks != list(range(problem.cluster.num_devices)):
         refuse("stages", f"{len(ranks)} ranks", f"{problem.cluster.num_devices}, the devices of "
                                                 f"cluster {problem.cluster.name}")
-    for role in dict.fromkeys(stage.role for stage in deployed.stages):
+    for role in dict.fromkeys(stage.role for stage in deployed.deployment.stages):
         wanted = pool_layers(problem.model, role)
-        pool = [stage for stage in deployed.stages if stage.role == role]
+        pool = [stage for stage in deployed.deployment.stages if stage.role == role]
         held = (sum(s.num_layers for s in pool), sum(s.num_encoder_layers for s in pool))
         if held != wanted:
             refuse("stages", f"{held[0]} + {held[1]} layers",
@@ -147,8 +146,8 @@ class PinnedSearch:
         self._deployed, self._problem = deployed, problem
         self._limit_s = latency_limit_s
         self._policy: Any = pinned_policy(deployed, problem, timing)
-        stages = [stage for stage in deployed.stages if stage.role != "encode"]
-        self._groups = sorted({*group_counts(len(stages)), deployed.decode_micro_batches})
+        stages = [stage for stage in deployed.deployment.stages if stage.role != "encode"]
+        self._groups = sorted({*group_counts(len(stages)), deployed.deployment.num_groups})
         fixed = problem.fixed.encode_batch
         self._batches = (fixed, fixed) if fixed else (1, min(problem.num_queries or MAX_BATCH,
                                                              MAX_BATCH))
@@ -157,10 +156,10 @@ class PinnedSearch:
     def current(self) -> Way:
         """The control variables as they are."""
         now = self._deployed
-        line = (now.decode_iterations, now.decode_micro_batches)
-        self._evaluate([(line, now.encode_batch)])
-        reason = self._reason(self._known[line, now.encode_batch])
-        return Way(estimate=self._estimate(line, now.encode_batch),
+        line = (now.figures.decode_iterations, now.deployment.num_groups)
+        self._evaluate([(line, now.figures.encode_batch)])
+        reason = self._reason(self._known[line, now.figures.encode_batch])
+        return Way(estimate=self._estimate(line, now.figures.encode_batch),
                    reason=self._excluded() or reason)
 
     def best(self) -> Way:
@@ -199,7 +198,7 @@ class PinnedSearch:
         if now.policy != "rra":
             return [(1, count) for count in groups]
         most = max(self._policy.flow.max_iterations, 1)
-        iterations = sorted({*geometric(most), min(now.decode_iterations, most)})
+        iterations = sorted({*geometric(most), min(now.figures.decode_iterations, most)})
         if fixed.decode_iterations is not None:
             iterations = [fixed.decode_iterations]
         return [(n, count) for n in iterations for count in groups]
@@ -307,21 +306,21 @@ class PinnedSearch:
             why = self._reason(self._known[min(seen), self._batches[0]])
             return Way(estimate=None, reason=f"even the smallest batch is too large ({why})")
         found = self._estimate(*point)
-        iterations = (f"decode_iterations {found.decode_iterations}, "
+        iterations = (f"decode_iterations {found.figures.decode_iterations}, "
                       if found.policy == "rra" else "")
         return Way(estimate=found, reason=(
-            f"the tightest latency on these stages is {found.latency_s:.4g} s, with encode_batch "
-            f"{found.encode_batch}, {iterations}decode_micro_batches "
-            f"{found.decode_micro_batches}; the limit is {self._limit_s:.4g} s"))
+            f"the tightest latency on these stages is {found.figures.latency_s:.4g} s, with encode_batch "
+            f"{found.figures.encode_batch}, {iterations}decode_micro_batches "
+            f"{found.deployment.num_groups}; the limit is {self._limit_s:.4g} s"))
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
         found: Estimate = self._policy.estimate(self._config(line, batch))
-        return replace(found, policy=self._deployed.policy)
+        return found.changed(policy=self._deployed.policy)
 
     def _config(self, line: Line, batch: int) -> RraConfig | WaaConfig:
         now = self._deployed
         if now.policy == "rra":
-            return RraConfig(encode_batch=batch, decode_iterations=line[0], tp_degree=now.tp_degree,
-                             tp_gpus=now.tp_gpus, decode_micro_batches=line[1])
+            return RraConfig(encode_batch=batch, decode_iterations=line[0], tp_degree=now.deployment.tp_degree,
+                             tp_gpus=now.deployment.tp_gpus, decode_micro_batches=line[1])
         return WaaConfig(encode_batch=batch, decode_micro_batches=line[1],
-                         tp_degree=now.tp_degree, tp_gpus=now.tp_gpus)
+                         tp_degree=now.deployment.tp_degree, tp_gpus=now.deployment.tp_gpus)

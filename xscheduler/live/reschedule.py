@@ -77,7 +77,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     redeploy = _searched(problem, timing) if best is None else _way_of(best)
     loading = None
     if redeploy.estimate is not None:
-        loading = _loading_of(deployed.stages, redeploy.estimate.stages, problem)
+        loading = _loading_of(deployed.deployment.stages, redeploy.estimate.deployment.stages, problem)
         if loading.total_bytes == 0:  # the best has the layers where they are
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
             redeploy, loading = Way(estimate=None, reason="no layer would move"), None
@@ -158,8 +158,8 @@ def _redeploy_words(found: Reschedule) -> str:
 
 def variables(estimate: Estimate) -> str:
     """The control variables in words."""
-    iterations = f"decode_iterations {estimate.decode_iterations}, " if (
+    iterations = f"decode_iterations {estimate.figures.decode_iterations}, " if (
         estimate.policy == "rra") else ""
-    return (f"{estimate.policy}, encode_batch {estimate.encode_batch}, {iterations}"
-            f"decode_micro_batches {estimate.decode_micro_batches}, tp_degree "
-            f"{estimate.tp_degree}, tp_gpus {estimate.tp_gpus}")
+    return (f"{estimate.policy}, encode_batch {estimate.figures.encode_batch}, {iterations}"
+            f"decode_micro_batches {estimate.deployment.num_groups}, tp_degree "
+            f"{estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}")

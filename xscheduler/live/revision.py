@@ -40,8 +40,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     bound that a change is planned for."""
     now = running.estimate
     assert now.policy == "rra", f"{now.policy = }"
-    fixed = replace(problem.fixed, policy="rra", tp_degree=now.tp_degree, tp_gpus=now.tp_gpus,
-                    decode_micro_batches=now.decode_micro_batches)
+    fixed = replace(problem.fixed, policy="rra", tp_degree=now.deployment.tp_degree, tp_gpus=now.deployment.tp_gpus,
+                    decode_micro_batches=now.deployment.num_groups)
     most = [count for count in (problem.num_queries, most_present) if count is not None]
     problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
     keep = _keep(now, problem, timing)
@@ -50,26 +50,26 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
         way = PinnedSearch(now, other, timing, other.constraint.latency_s).best()
         if way.estimate is None or way.reason is not None:
             raise InfeasibleError(way.reason or "nothing is admissible")
-        return replace(running, estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
+        return running.changed(estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
 
     def within(latency_s: float) -> Schedule:
-        return find(replace(problem, constraint=replace(problem.constraint, latency_s=latency_s)))
+        return find(replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_s)))
 
     def stays(reason: str) -> Revised:
         return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
 
-    constraint = replace(problem.constraint, latency_s=caution * problem.constraint.latency_s)
+    constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
     try:
         planned = plan_within(replace(problem, constraint=constraint), timing, within,
                               search_problem=find)
     except InfeasibleError as cause:
         return stays(f"no other batch sizes do: {cause}")
     found = planned.schedule.estimate
-    if keep.qps and found.throughput_qps <= keep.qps * (1 + WORTH):
+    if keep.qps and found.figures.throughput_qps <= keep.qps * (1 + WORTH):
         return stays(f"other batch sizes bring no more than {WORTH:.0%}")
-    if not keep.qps and not planned.is_safe and found.latency_s >= _latency_s(keep):
+    if not keep.qps and not planned.is_safe and found.figures.latency_s >= _latency_s(keep):
         return stays(f"no other batch sizes do: {planned.margin.sentence}")
-    gain = (f"{found.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
+    gain = (f"{found.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
     return Revised(keep=keep, estimate=found, reason=gain, is_kept=planned.is_safe)
 
@@ -81,11 +81,11 @@ def _keep(now: Estimate, problem: Problem, timing: TimingSource) -> Way:
     if keep.estimate is None or keep.reason is not None:
         return keep
     own = Doubts(problem, timing).margin(keep.estimate)
-    if keep.estimate.latency_s * own.factor <= bound_s:
+    if keep.estimate.figures.latency_s * own.factor <= bound_s:
         return keep
-    return replace(keep, reason=f"its latency of {keep.estimate.latency_s:.3g} s keeps the bound "
+    return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the bound "
                                 f"of {bound_s:.3g} s with less than the confidence asked for")
 
 
 def _latency_s(way: Way) -> float:
-    return way.estimate.latency_s if way.estimate is not None else float("inf")
+    return way.estimate.figures.latency_s if way.estimate is not None else float("inf")

@@ -16,6 +16,7 @@ from xgpt.core.job_file import CONTROLS
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
@@ -51,7 +52,7 @@ class BaselineSearch:
         if found is None:
             raise InfeasibleError(self._refusal(bound_s))
         constraint = problem.constraint
-        return Schedule(
+        return schedule_from_flat(
             estimate=found, latency_bound_s=bound_s, constraint_kind=constraint.kind,
             quantile=constraint.quantile, status=Status.GRID, bound_qps=math.inf, gap=math.inf,
             nodes=self._policy.num_evaluated, seconds=0.0, fingerprint=problem.fingerprint)

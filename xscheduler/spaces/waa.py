@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from xgpt.core.controls import max_in_system
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.remembered import Remembered
@@ -52,7 +53,7 @@ class WaaSpace:
         return ""
 
     def present(self, tight: Tight) -> float:
-        return float(self.estimate(tight.plan, tight.point).max_in_system)
+        return float(max_in_system(self.estimate(tight.plan, tight.point).controls))
 
     def easiest(self) -> list[Tight]:
         least, most = batch_range(self.problem.fixed, self.problem.num_queries)

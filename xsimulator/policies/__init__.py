@@ -6,12 +6,13 @@ its own kind and `evaluate(configs)` for many.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any, Protocol
 
 from xgpt.core.errors import UnknownNameError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -53,15 +54,17 @@ def make_policy(name: str, problem: Problem, timing: TimingSource) -> Policy:
     return made
 
 
-def make_config(name: str, source: object) -> tuple[Any, list[str]]:
+def make_config(name: str, source: Estimate | FixedSchedule) -> tuple[Any, list[str]]:
     """(configuration, names of control variables that are missing) from the attributes of
     `source` (an Estimate, a FixedSchedule); the configuration is None where any is missing."""
     config = _attribute(name, 2)
+    values = source.variables if isinstance(source, Estimate) else {
+        field.name: getattr(source, field.name) for field in fields(source)}
     given, missing = {}, []
     for field in fields(config):
         # 0 in an Estimate, and None in a job, stand for a variable that is not set
-        value = (_encode_parts(name, source) if field.name == "encode_parts"
-                 else getattr(source, field.name, None))
+        value = (_encode_parts(name, values) if field.name == "encode_parts"
+                 else values.get(field.name))
         if value or (field.name == "tp_gpus" and value is not None):
             given[field.name] = value
         elif field.default is MISSING:
@@ -69,10 +72,10 @@ def make_config(name: str, source: object) -> tuple[Any, list[str]]:
     return (None if missing else config(**given)), missing
 
 
-def _encode_parts(name: str, source: object) -> int | None:
+def _encode_parts(name: str, values: Mapping[str, Any]) -> int | None:
     """DSI's encode steps of each decode group; FT has no such variable."""
-    parts = getattr(source, "encode_micro_batches", None)
-    groups = getattr(source, "decode_micro_batches", None)
+    parts = values.get("encode_micro_batches")
+    groups = values.get("decode_micro_batches")
     return max(parts // groups, 1) if name == "dsi" and parts and groups else None
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule_file import estimate_from_flat
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 
@@ -88,7 +89,7 @@ class Assembler:
             "throughput_qps", "latency_s", "encode_s", "decode_iteration_s", "period_s",
             "decode_batch")}
         fits = figures.get("fits", max(by_rank.values()) <= self.capacity_bytes)
-        return Estimate(
+        return estimate_from_flat(
             tp_degree=config.tp_degree, tp_gpus=config.tp_gpus, **taken, **controls,
             output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
             memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),

@@ -12,8 +12,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.registry import rules_for
-from xrunner.rules.steps import BatchingRule
+from xrunner.rules.steps import BatchingRule, rules_for
 from xrunner.rules.waa import WaaEncodeRule
 from xsimulator.handover import HandoverCost
 from xsimulator.layer_times import LayerTimes
@@ -33,11 +32,11 @@ class Replayer:
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate) -> None:
         self._problem, self._estimate = problem, estimate
         self._pools = [(role, tuple(stages)) for role, stages in groupby(
-            estimate.stages, key=lambda stage: stage.role)]
+            estimate.deployment.stages, key=lambda stage: stage.role)]
         layers = LayerTimes.of(problem, timing)
         self._times = [StageTimes(layers, problem.cluster, stages) for _, stages in self._pools]
         self._handover = None if len(self._pools) == 1 else HandoverCost(
-            problem, timing, estimate.stages)
+            problem, timing, estimate.deployment.stages)
         self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []
         self._max_context = 0
@@ -63,14 +62,14 @@ class Replayer:
     def _sharing_cores(self, inputs: IntArray, outputs: IntArray, most: IntArray) -> ReplayResult:
         """See xsimulator.replay.sharing."""
         clocks = self._ready(inputs, np.maximum(outputs, most))
-        cores = sum(stage.tp_degree for stage in self._estimate.stages) / self._sharing
+        cores = sum(stage.tp_degree for stage in self._estimate.deployment.stages) / self._sharing
         factors = [[1.0] * len(stages) for _, stages in self._pools]
         for left in reversed(range(ROUNDS)):
             result = self._once(inputs, outputs, most, rules_for(self._estimate), [
                 SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
             if left:
                 factors = [[slow / self._sharing for slow in own] for own in slow_downs(
-                    result, self._estimate.stages, cores)]
+                    result, self._estimate.deployment.stages, cores)]
         return result
 
     def _once(self, inputs: IntArray, outputs: IntArray, most: IntArray,
@@ -98,8 +97,8 @@ class Replayer:
 
     def _kv_tokens(self) -> tuple[int, ...]:
         estimate = self._estimate
-        return (estimate.kv_tokens,) if len(self._pools) == 1 else (
-            estimate.encode_kv_tokens, estimate.kv_tokens)
+        return (estimate.deployment.kv_tokens,) if len(self._pools) == 1 else (
+            estimate.deployment.encoding.kv_tokens, estimate.deployment.kv_tokens)
 
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, *, inputs: IntArray,

@@ -38,7 +38,7 @@ def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate,
                      seed: int) -> float:
     """The steady state's latency of the bound's kind and quantile in a replay of sampled queries;
     nan where none is long enough to count."""
-    present = max(estimate.decode_batch + estimate.encode_batch, estimate.max_in_system)
+    present = estimate.most_in_system
     count = min(max(CHECKED_QUERIES, math.ceil(CHECKED_ROUNDS * present)), MOST_CHECKED)
     inputs, outputs = sample_job(problem.lengths, count, np.random.default_rng(seed), None)
     result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.core.job import Constraint
+from xgpt.core.constraint import Constraint
 from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xsimulator.replay.records import PoolRecords, ReplayResult
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.schedule import Estimate, Rejected, Schedule, StageAssignment, save_schedule
+from xgpt.core.schedule import Rejected, Schedule, StageAssignment
+from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
 from xgpt.core.spool import Record, SpoolWriter
 
 HOSTILE_TEXTS = (
@@ -27,7 +28,7 @@ NUM_LAYERS, ENCODE_BATCH, DECODE_ITERATIONS, NUM_GROUPS = 30, 8, 12, 2
 
 
 def fake_schedule(**changes: Any) -> Schedule:
-    estimate = Estimate(
+    estimate = estimate_from_flat(
         policy="rra", encode_batch=2 * ENCODE_BATCH, decode_batch=52.4,
         decode_iterations=DECODE_ITERATIONS, decode_micro_batches=NUM_GROUPS, tp_degree=1,
         tp_gpus=0, throughput_qps=2.31, output_tokens_per_s=134.0, latency_s=27.6, encode_s=1.31,
@@ -61,7 +62,7 @@ def fake_schedule(**changes: Any) -> Schedule:
                      reason="lower throughput"),
             Rejected(label="encode 64, 1 iteration", throughput_qps=None, latency_s=None,
                      reason="does not fit: rank 0 would hold 13.1 GiB of 11.2 GiB"))}
-    return Schedule(**{**own, **changes})
+    return schedule_from_flat(**{**own, **changes})
 
 
 def write_fake_run(directory: Path, num_queries: int = 72, answers: dict[str, str] | None = None,

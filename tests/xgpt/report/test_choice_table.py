@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 from fake_run import fake_schedule
 
-from xgpt.core.schedule import Rejected
+from xgpt.core.schedule import Margin, Rejected
 from xgpt.report.choice_table import choice_table
 from xgpt.report.table import WIDTH, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
@@ -75,14 +74,14 @@ def test_boxes_given_up_are_counted_by_reason_over_policies() -> None:
 
 @pytest.mark.parametrize(("changes", "expected"), [
     ({}, "optimal, gap 1.30 %, 214 configurations in 380 ms"),
-    ({"status": "within gap", "margin_cost": 0.0}, "within gap 1.30 %, 214 configurations"),
+    ({"status": "within gap", "margin": Margin(factor=1.065)}, "within gap 1.30 %, 214 configurations"),
     ({"status": "within gap"}, "within gap 1.30 % (to schedules without a margin), 214"),
     ({"status": "stopped at its limit"}, "stopped at its limit, gap 1.30 %, 214"),
     ({"status": "stopped at its limit", "gap": math.inf}, "limit, no gap proved, 214"),
 ])
 def test_the_status_and_the_gap_are_one_statement(changes: dict[str, object],
                                                   expected: str) -> None:
-    assert expected in joined(schedule_table(dataclasses.replace(fake_schedule(), **changes)))
+    assert expected in joined(schedule_table(fake_schedule().changed(**changes)))
 
 
 def test_what_is_proved_is_told_with_and_without_a_margin() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fake_run import write_fake_run, write_spool
 
 from xgpt.core.errors import InputError
-from xgpt.core.schedule import SCHEDULE_VERSION
+from xgpt.core.schedule_file import SCHEDULE_VERSION
 from xgpt.core.spool import Record
 from xgpt.report.output import number, read_output
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import sys
 import pytest
 from fake_run import fake_schedule
 
-from xgpt.core.schedule import Schedule, StageAssignment, with_estimate
+from xgpt.core.schedule import Schedule, StageAssignment
 from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table
 
 METRICS = {"queries": 72, "errors": 1, "status": "done",
@@ -23,7 +22,7 @@ def huge_schedule() -> Schedule:
     stages = tuple(StageAssignment(index=i, ranks=tuple(range(8 * i, 8 * i + 8, 2)),
                                    first_layer=6 * i, num_layers=6, first_encoder_layer=100 * i,
                                    num_encoder_layers=100) for i in range(16))
-    return with_estimate(fake_schedule(), policy="waa-m", stages=stages, tp_degree=8, tp_gpus=128,
+    return fake_schedule().changed(policy="waa-m", stages=stages, tp_degree=8, tp_gpus=128,
                          memory_bytes=tuple(10**10 + i for i in range(128)),
                          encode_batch=10**6, throughput_qps=123456.7)
 
@@ -49,9 +48,9 @@ def test_the_schedule_says_what_was_chosen_and_what_the_bound_cost() -> None:
 
 
 def test_a_schedule_over_its_bound_or_memory_says_so_loudly() -> None:
-    over = dataclasses.replace(fake_schedule(), latency_bound_s=20.0)
+    over = fake_schedule().changed(limit_s=20.0)
     assert "OVER the bound of 20.0 s" in schedule_table(over)
-    assert "DOES NOT FIT" in schedule_table(with_estimate(fake_schedule(), fits=False))
+    assert "DOES NOT FIT" in schedule_table(fake_schedule().changed(fits=False))
 
 
 def test_without_a_bound_there_is_none_to_cost_anything() -> None:

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import yaml
 
-from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster, Device, Link
+from xgpt.core.cluster import (
+    HOST_BYTES_PER_S,
+    SSD_BYTES_PER_S,
+    Cluster,
+    Device,
+    Link,
+    uniform_cluster,
+)
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec
@@ -98,7 +105,7 @@ def link(name: str) -> Link:
 @cache
 def cluster(name: str) -> Cluster:
     row = _row("cluster", name)
-    return Cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
+    return uniform_cluster(name=name, device=device(row["device"]), num_nodes=row["num_nodes"],
                    devices_per_node=row["devices_per_node"], intra_link=link(row["intra_link"]),
                    inter_link=link(row["inter_link"]),
                    ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from xgpt.core.errors import InputError, Mistake
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_from_flat
 from xprofiler.timing import Operator, TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
@@ -87,7 +88,7 @@ class Waa(ABC):
     """Evaluates configurations of one problem; keeps what they share. What divides the devices is
     the subclasses' business."""
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, problem: Problem, timing: TimingSource, *,
                  adjustment: float | None = None, plans: Plans | None = None) -> None:
@@ -139,7 +140,7 @@ class Waa(ABC):
                  f"{problem.cluster.num_devices - int(devices[0])} decode"]
         if figures["stretch"] > 1:
             notes.append(f"extrapolated: sizes up to {figures['stretch']:.2g} times those measured")
-        return Estimate(
+        return estimate_from_flat(
             policy=self.name, encode_batch=config.encode_batch,
             decode_batch=figures["decode_batch"], decode_iterations=1,
             decode_micro_batches=config.decode_micro_batches, tp_degree=config.tp_degree,

@@ -1,0 +1,80 @@
+"""Control variables of a schedule: what a policy's batching rule is told (paper sections 4 and 5).
+
+Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Controls(Protocol):
+    """What all have in common: a frozen dataclass of plain values that names its policy."""
+
+    @property
+    def policy(self) -> str:
+        """The name of the policy's row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvenBatches:
+    """How encode batches are kept even while a job runs (paper section 5.2): their tokens may leave
+    the mean, of `mean_input_tokens` a query, by the share `adjustment`, and they lead the number of
+    active queries (RRA: when a phase begins; WAA: in the decode pool) back to `target_active`.
+    0: they do not."""
+
+    adjustment: float = 0.0
+    mean_input_tokens: float = 0.0
+    target_active: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RraControls:
+    """RRA: B_E queries are encoded together, then N_D decode iterations, in G groups."""
+
+    policy: str = "rra"
+    encode_batch: int
+    decode_iterations: int
+    decode_micro_batches: int
+    even: EvenBatches = EvenBatches()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaaControls:
+    """WAA: B_E queries are encoded together in the encode pool, decoded in G groups in the decode
+    pool; `max_in_system` queries are between the start of encoding and the last token."""
+
+    policy: str
+    encode_batch: int
+    decode_micro_batches: int
+    max_in_system: int
+    even: EvenBatches = EvenBatches()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticControls:
+    """FT, DSI: a batch is encoded in `encode_micro_batches` steps and decoded in
+    `decode_micro_batches` groups until its longest query is done."""
+
+    policy: str
+    encode_batch: int
+    decode_micro_batches: int
+    encode_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousControls:
+    """ORCA, vLLM, Sarathi: at most `max_active` queries at a time over all groups, and at most
+    `token_budget` tokens in a step (None: no limit)."""
+
+    policy: str
+    max_active: int
+    token_budget: int | None = None
+
+
+def max_in_system(controls: Controls) -> int:
+    """Queries that may be between the start of encoding and the last token; 0 where the policy has
+    no such variable."""
+    return controls.max_in_system if isinstance(controls, WaaControls) else 0

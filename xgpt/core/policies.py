@@ -1,0 +1,168 @@
+"""The scheduling policies: one row each. Whoever wants to know something of a policy asks its row.
+
+A row says in words what the policy is, which control variables it has, what pools of stages it
+needs, what it is able to do, and where its parts are. A package outside of xgpt adds a row through
+the entry point group `xgpt.policies`: an object of type Policy under the policy's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from xgpt.core.errors import UnknownNameError
+
+Role = Literal["both", "encode", "decode"]
+GROUP = "xgpt.policies"  # of entry points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """A control variable that a job may fix: what it counts, in words, and its least value."""
+
+    name: str
+    words: str
+    least: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One policy. `pools` are the phases that its pools of stages work, in the order of the ranks.
+
+    The parts are named as "module:attribute" and imported on demand:
+    controls: dataclass of its control variables, as a schedule holds them.
+    rules: function from an Estimate to its batching rule, or one rule a pool (torch-free).
+    closed_form: class made of (problem, timing), with the policy's steady state.
+    config: dataclass of the configurations that the closed form evaluates.
+    space: class of the search over them; None: a grid and its best points' neighbours.
+    """
+
+    name: str
+    title: str
+    words: str
+    variables: tuple[Variable, ...]
+    controls: str
+    rules: str
+    closed_form: str
+    config: str
+    space: str | None = None
+    pools: tuple[Role, ...] = ("both",)
+    is_searched: bool = False  # where the job leaves the policy open
+    has_even_batches: bool = False  # encode batches are kept even while a job runs
+    is_changeable: bool = False  # control variables may change while a job runs
+    # One pass encodes some queries beside decoding others, or encodes a query again with what it
+    # has generated: an encoder-decoder model would need two passes, through different layers.
+    is_decoder_only: bool = False
+
+    @property
+    def variable_names(self) -> tuple[str, ...]:
+        return tuple(variable.name for variable in self.variables)
+
+    def load(self, part: Literal["controls", "rules", "closed_form", "config", "space"]) -> Any:
+        """One of its parts, imported; None for a policy that has none."""
+        where: str | None = getattr(self, part)
+        if where is None:
+            return None
+        module, _, attribute = where.partition(":")
+        return getattr(import_module(module), attribute)
+
+
+_ENCODE_BATCH = Variable(name="encode_batch", words="queries encoded together")
+_ITERATIONS = Variable(name="decode_iterations", words="decode iterations between two encodings")
+_GROUPS = Variable(name="decode_micro_batches", words="groups the decode batch is split into")
+_PARTS = Variable(name="encode_micro_batches", words="steps in which a batch is encoded")
+_ACTIVE = Variable(name="max_active", words="queries at a time, over all groups")
+_BUDGET = Variable(name="token_budget", words="tokens of a step")
+
+_FORMS = "xsimulator.policies"
+
+
+def _waa(name: str, title: str, words: str, closed_form: str) -> Policy:
+    return Policy(
+        name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS),
+        controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
+        closed_form=f"{_FORMS}.waa.divisions:{closed_form}",
+        config=f"{_FORMS}.waa.divisions:WaaConfig", space="xscheduler.spaces.policy_search:WaaPolicySearch",
+        pools=("encode", "decode"), is_searched=True, has_even_batches=True)
+
+
+def _static(name: str, title: str, words: str, closed_form: str, *more: Variable) -> Policy:
+    return Policy(
+        name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS, *more),
+        controls="xgpt.core.controls:StaticControls", rules="xrunner.rules.static:static_rule",
+        closed_form=f"{_FORMS}.static.closed_form:{closed_form}",
+        config=f"{_FORMS}.static.closed_form:StaticConfig")
+
+
+def _continuous(name: str, title: str, words: str, rules: str, closed_form: str,
+                *more: Variable) -> Policy:
+    return Policy(
+        name=name, title=title, words=words, variables=(_ACTIVE, *more),
+        controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
+        closed_form=f"{_FORMS}.continuous.closed_form:{closed_form}",
+        config=f"{_FORMS}.continuous.closed_form:IterationConfig", is_decoder_only=True)
+
+
+_ROWS = (
+    Policy(name="rra", title="RRA",
+           words="round-robin allocation: all devices encode a batch, then decode for some "
+                 "iterations",
+           variables=(_ENCODE_BATCH, _ITERATIONS, _GROUPS),
+           controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
+           closed_form=f"{_FORMS}.rra.closed_form:Rra",
+           config=f"{_FORMS}.rra.closed_form:RraConfig",
+           space="xscheduler.spaces.policy_search:RraPolicySearch", is_searched=True, has_even_batches=True,
+           is_changeable=True),
+    _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
+         "divided by computing time", "WaaC"),
+    _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "
+         "divided by memory", "WaaM"),
+    _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done",
+            "Ft"),
+    _static("dsi", "DSI", "DeepSpeed-Inference: static batches, encoded in smaller micro-batches "
+            "than they are decoded in", "Dsi", _PARTS),
+    _continuous("orca", "ORCA", "iteration-level scheduling: a query joins as soon as one leaves",
+                "iteration:orca_rule", "Orca"),
+    _continuous("vllm", "VLLM", "vLLM: iteration-level scheduling with paged memory; steps encode "
+                "or decode", "paged:vllm_rule", "Vllm", _BUDGET),
+    _continuous("sarathi", "SARATHI", "Sarathi: every step decodes and encodes chunks beside it, "
+                "within a budget of tokens", "paged:sarathi_rule", "Sarathi", _BUDGET),
+)
+_OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}
+
+
+@cache
+def _rows() -> Mapping[str, Policy]:
+    """Own rows first; another package cannot replace one."""
+    return {**{point.name: point.load() for point in entry_points(group=GROUP)}, **_OWN}
+
+
+def policy(name: str) -> Policy:
+    """The row of that name. Raises UnknownNameError, which lists the known names."""
+    row = _OWN.get(name) or _rows().get(name)
+    if row is None:
+        raise UnknownNameError("policy", name, _rows())
+    return row
+
+
+def policies() -> tuple[Policy, ...]:
+    """All rows: our own in the order of the paper, then those of other packages."""
+    return (*_ROWS, *(row for name, row in _rows().items() if name not in _OWN))
+
+
+def policy_names() -> tuple[str, ...]:
+    return tuple(row.name for row in policies())
+
+
+def searched_policies() -> tuple[str, ...]:
+    """Names of those that a search looks at where the job leaves the policy open."""
+    return tuple(row.name for row in policies() if row.is_searched)
+
+
+def baselines() -> tuple[str, ...]:
+    """Names of the others: planned where a job names them, and for comparison."""
+    return tuple(row.name for row in policies() if not row.is_searched)
