@@ -48,5 +48,5 @@ def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     reports = world.gather(report()) or []
     write_measured(sink.output, Outcome(
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
-        num_held=sink.num_held, changes=sink.watched.taken if sink.watched is not None else ()),
+        num_held=sink.num_held, changes=sink.launcher.taken if sink.launcher is not None else ()),
         sink.tally, reports)

@@ -13,7 +13,8 @@ from xgpt.core.engines import OWN_ENGINE
 
 # History of the file format.
 #   1: first version
-PLAN_VERSION = 1
+#   2: the requests lie in the spool; `requests` tells them apart
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ from xrunner.engine.head import Head, Link
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.query import Vocabulary
+from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
-from xrunner.io.watched import WatchedRun
 from xrunner.lead import conduct, order_of, read_work
 from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
@@ -94,7 +94,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> 
         changeable.make_room(plan.slots)
     order = order_of(len(queries), plan, before)
     if plan.is_watched:
-        sink.watched = WatchedRun(plan.output, rule=changeable, first_query=before.total,
+        sink.launcher = LauncherLink(plan.output, rule=changeable, first_query=before.total,
                                   at_work=None if changeable is None else head.lengths_so_far,
                                   order=order if plan.shuffle_window > 1 or before.held else None)
     for place in order:

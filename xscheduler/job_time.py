@@ -122,7 +122,7 @@ def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
         if NEARLY * count / entry.throughput_qps > least_s:
             break
         own = entry.selection
-        estimate = replace(own.closed_form.estimate(entry.config), policy=own.policy)
+        estimate = own.closed_form.estimate(entry.config).changed(policy=own.policy)
         found.append((clock(estimate, 1), estimate))
         least_s = min(least_s, found[-1][0])
     found.sort(key=lambda pair: pair[0])
@@ -149,5 +149,5 @@ def _words(estimate: Estimate) -> str:
     """Policy and control variables."""
     names = ("encode_batch", "decode_iterations") if estimate.policy == "rra" else (
         "max_active", "token_budget", "encode_batch", "decode_micro_batches")
-    values = [f"{name} {value}" for name in names if (value := getattr(estimate, name))]
+    values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     return ", ".join([estimate.policy, *values])

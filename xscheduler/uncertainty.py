@@ -167,7 +167,7 @@ class Doubts:
         estimate = schedule.estimate
         policy: Any = pinned_policy(estimate, self.problem, self._timing)
         own = policy.estimate(make_config(estimate.policy, estimate)[0])
-        return replace(schedule, estimate=replace(own, policy=estimate.policy))
+        return replace(schedule, estimate=own.changed(policy=estimate.policy))
 
     # --- causes -------------------------------------------------------------------------------
 

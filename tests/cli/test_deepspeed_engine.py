@@ -63,7 +63,7 @@ def test_a_batch_that_the_job_fixes_is_taken_as_it_is(tmp_path: Path) -> None:
     given = found(session_of(tmp_path, schedule="policy: dsi, encode_batch: 6, "
                                                 "encode_micro_batches: 3", bound="0.001"))
     assert (given.estimate.policy, given.estimate.figures.encode_batch) == ("dsi", 6)
-    assert given.estimate.encode_micro_batches == 3 and math.isinf(given.gap)
+    assert given.estimate.controls.encode_micro_batches == 3 and math.isinf(given.proof.gap)
     with pytest.raises(InputError, match=r"schedule\.encode_batch: required"):
         found(session_of(tmp_path, schedule="policy: ft, decode_micro_batches: 2"))
 

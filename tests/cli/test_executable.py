@@ -88,7 +88,7 @@ def test_a_baselines_schedule_has_the_jobs_variables_and_the_best_of_the_others(
         tmp_path: Path, schedule: str, chosen: dict[str, int]) -> None:
     session = executable(session_of(tmp_path, schedule, cluster="a40-4"))
     found = find(session, timing_of(session))
-    assert {name: getattr(found.estimate, name) for name in chosen} == chosen
+    assert {name: found.estimate.variables[name] for name in chosen} == chosen
     assert found.estimate.policy == session.problem.fixed.policy and found.estimate.figures.fits
     assert found.fingerprint == session.problem.fingerprint
     free = session_of(tmp_path, f"policy: {found.estimate.policy}", cluster="a40-4")
@@ -108,7 +108,7 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
         return replace(session, problem=replace(session.problem, constraint=constraint))
 
     found = find(bounded(bound_s), timing)
-    assert found.estimate.figures.latency_s * found.margin <= bound_s
+    assert found.estimate.figures.latency_s * found.margin.factor <= bound_s
     assert found.estimate.figures.throughput_qps < free.estimate.figures.throughput_qps
     assert found.estimate.figures.encode_batch < free.estimate.figures.encode_batch
     with pytest.raises(InfeasibleError, match="no configuration of ft keeps .* quickest seen"):

@@ -40,7 +40,7 @@ def test_what_only_the_number_of_queries_forbids_is_planned(
     assert NOTE not in capsys.readouterr().err
     for name in ("policy", "encode_batch", "decode_iterations", "max_active", "token_budget"):
         if f"{name}: " in schedule:
-            assert getattr(few, name) == getattr(many, name), name
+            assert few.variables[name] == many.variables[name], name
 
 
 def test_nothing_changes_where_nothing_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -23,7 +23,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
-from xrunner.io.watched import OBSERVED_FILE, load_change
+from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
@@ -51,7 +51,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     session, schedule = begun
     estimate = schedule.estimate
-    assert schedule.status == Status.BEGINNING and schedule.latency_bound_s == BOUND_S
+    assert schedule.proof.status == Status.BEGINNING and schedule.bound.limit_s == BOUND_S
     said = said_of(schedule)
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
@@ -110,7 +110,7 @@ def test_what_the_job_fixes_stays(tmp_path: Path, schedule: str, fixed: dict[str
     session = observing(tmp_path, schedule=schedule)
     found = find(session, timing_of(session))
     assert said_of(found) is not None
-    assert {key: getattr(found.estimate, key) for key in fixed} == fixed
+    assert {key: found.estimate.variables[key] for key in fixed} == fixed
 
 
 def refused(folder: Path) -> str:
@@ -131,7 +131,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
         begun: tuple[Session, Schedule]) -> None:
     session, schedule = begun
     small = observing_slots(session, schedule, encode_batch=1)
-    assert small > 8 * most_active(replace(schedule.estimate, encode_batch=1, decode_batch=1.0))
+    assert small > 8 * most_active(schedule.estimate.changed(encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
     per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
     weights = max(estimate.figures.memory_bytes) - estimate.deployment.kv_tokens * per_token
@@ -141,7 +141,7 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
 
 
 def observing_slots(session: Session, schedule: Schedule, **changes: Any) -> int:
-    tiny = replace(schedule, estimate=replace(schedule.estimate, decode_batch=1.0, **changes))
+    tiny = replace(schedule, estimate=schedule.estimate.changed(decode_batch=1.0, **changes))
     made = rescheduler_of(session, timing_of(session), tiny)
     assert made is not None
     return made.slots
@@ -212,7 +212,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]
     assert job.result.makespan_s < 0.35 * job.without.makespan_s
     assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
     assert not job.own._is_observing, "settled, and watching for drift"
-    told = load_change(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
     assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
 
@@ -262,11 +262,11 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert back.schedule is not None and back.schedule.estimate == start
     assert back.record["choice"] == "adjust" and back.record["revision"] == 1
     assert "back to the beginning, encode_batch" in back.sentence
-    told = load_change(own._output)
+    told = load_change_order(own._output)
     assert told is not None and told.revision == 1
     controls = told.controls
     assert (controls.encode_batch, controls.decode_iterations) == (
-        start.encode_batch, start.decode_iterations)
+        start.figures.encode_batch, start.figures.decode_iterations)
     assert own._is_observing, "it looks again"
 
 
@@ -282,7 +282,7 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
     assert at(own, begun, long[:150]) is False, "until as many again are done"
     assert at(own, begun, long[:200]) is False, "which is nothing new"
     assert own._needed == 400 and len(own.decisions) == 1
-    assert load_change(own._output) is None
+    assert load_change_order(own._output) is None
 
 
 def test_one_that_is_longer_than_any_is_waited_for(begun: tuple[Session, Schedule],

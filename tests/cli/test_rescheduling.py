@@ -20,7 +20,7 @@ from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
-from xrunner.io.watched import OBSERVED_FILE, load_change
+from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
 
 PLANNED_MEAN = 30.0
@@ -98,7 +98,7 @@ def test_as_planned_nothing_happens(planned: tuple[Session, Schedule]) -> None:
         write_state(session, session.problem.lengths.outputs.sample(
             3000, np.random.default_rng(phases)).tolist(), phases=phases)
         assert own.update() is False
-    assert not own.decisions and load_change(session.job.output) is None
+    assert not own.decisions and load_change_order(session.job.output) is None
 
 
 @pytest.mark.parametrize("mean", [45.0, 18.0])
@@ -128,11 +128,11 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     else:
         assert found.record["throughput_qps"]["after"] > 1.02 * (
             found.record["throughput_qps"]["before"])
-    told = load_change(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == 1
     controls = told.controls
     assert (controls.encode_batch, controls.decode_iterations) == (
-        after.encode_batch, after.decode_iterations)
+        after.figures.encode_batch, after.figures.decode_iterations)
     assert told.controls.group_max_active <= own.slots
     assert told.controls.group_kv_tokens >= own._longest
     assert own.update() is False, "once"
@@ -161,7 +161,7 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     write_state(session, outputs_of(48, seed=4), first=960)
     assert own.update() is True and own.decisions[1].record["cause"] == "drift"
     assert own.decisions[1].record["mean_output_tokens"]["planned"] == pytest.approx(30, rel=0.06)
-    told = load_change(session.job.output)
+    told = load_change_order(session.job.output)
     assert told is not None and told.revision == 2
     rows = decisions_with_phases(own.decisions, [{"revision": 2, "phase": 31, "elapsed_s": 9.5}])
     assert [row["phase"] for row in rows] == [None, 31]
@@ -215,7 +215,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
         {"first": 0, "finished": finished, "active": []}))
     assert own.update() is True
     (found,) = own.decisions
-    assert found.schedule is None and load_change(session.job.output) is None
+    assert found.schedule is None and load_change_order(session.job.output) is None
     assert found.record["choice"] == "redeploy" and found.record["to"]
     assert "Ctrl-C" in found.sentence and "drifted" in found.sentence
     assert found.record["throughput_qps"]["after"] > 0

@@ -103,7 +103,7 @@ def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
     for bound_s in (20.0, 8.0):
         together = planner.steady(bound_s)
         alone = planned(job, constraint__drift="10%", constraint__latency_s=bound_s)
-        assert together.latency_bound_s == bound_s
+        assert together.bound.limit_s == bound_s
         assert together.estimate.figures.throughput_qps == pytest.approx(
             alone.estimate.figures.throughput_qps, rel=0.006)
         assert f"bound of {bound_s:.3g}" in together.explanation[2].replace(".00 s", " s")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from xgpt.core import catalog, local
@@ -15,7 +16,7 @@ from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
 from xgpt.core.problem import Problem, resolve, resolve_dtype
-from xgpt.core.requests import requests_of
+from xgpt.core.requests import Requests
 from xgpt.core.workload import Request, read_requests
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
@@ -53,7 +54,15 @@ def _resolved(job: Job, token_lengths: Sequence[int] | None = None) -> Problem:
     if job.workload.requests is None:
         return resolve(job)
     rows = [row for row in read_requests(job.workload.requests) if isinstance(row, Request)]
-    return resolve(job, requests=requests_of(rows, token_lengths))
+    lengths = token_lengths
+    if lengths is None and all(row.tokens is not None for row in rows):
+        lengths = [len(row.tokens or ()) for row in rows]
+    return resolve(job, requests=Requests(
+        input_tokens=None if lengths is None else np.array(lengths, np.int64),
+        are_tokenised=token_lengths is not None,
+        caps=np.array([row.output_cap(0) for row in rows], np.int64),
+        forced=np.array([row.forced_tokens or 0 for row in rows], np.int64),
+        may_stop=np.array([bool(row.stop) for row in rows], bool)))
 
 
 def _refused(folder: Path, *overrides: str) -> str:

@@ -19,7 +19,7 @@ from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 
 from xprofiler.roofline import Roofline
-from xrunner.io.watched import Change, WatchedRun, read_observed
+from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
 from xsimulator.policies.rra.closed_form import Rra
@@ -161,35 +161,35 @@ def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Pat
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900)
     rule.make_room(12)
     rule.submit(9, 50)
-    watched = WatchedRun(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
-    watched.finished(result(0, 4))
-    watched.finished(result(1, 2))
-    watched.look(0.1)
+    link = LauncherLink(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
+    link.finished(result(0, 4))
+    link.finished(result(1, 2))
+    link.look(0.1)
     assert read_observed(tmp_path) is None, "not yet"
-    watched.look(1.0)
+    link.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.finished == {0: (2, 4), 1: (2, 2)}
     assert state.active == {2: (5, 3), 3: (6, 1)}
-    assert not watched.taken
-    Change(revision=1, controls=PhaseControls(
+    assert not link.taken
+    ChangeOrder(revision=1, controls=PhaseControls(
         encode_batch=6, decode_iterations=3, group_max_active=12,
         group_kv_tokens=800)).save(tmp_path)
     for at_s in (2.0, 3.0, 4.0):
-        watched.look(at_s)
-    assert watched.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
+        link.look(at_s)
+    assert link.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
                                "decode_iterations": 3, "group_max_active": 12,
                                "group_kv_tokens": 800, "target_active": 0.0}]
-    assert json.loads(json.dumps(watched.taken)) == watched.taken
+    assert json.loads(json.dumps(link.taken)) == link.taken
 
 
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.io.watched._LEAST_KEPT", 50)
-    watched = WatchedRun(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
+    monkeypatch.setattr("xrunner.io.launcher_link._LEAST_KEPT", 50)
+    link = LauncherLink(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
     for index in range(298):
         if index != 3:
-            watched.finished(result(index, 2))
-        watched.look(float(index))
+            link.finished(result(index, 2))
+        link.look(float(index))
     state = read_observed(tmp_path)
     assert state is not None and min(state.finished) == state.first > 150
     assert state.active == {3: (5, 90), 299: (6, 1)} and max(state.finished) == 297
@@ -199,23 +199,23 @@ def test_only_the_latest_queries_are_told_of(tmp_path: Path,
 def test_queries_taken_in_another_order_are_told_of_by_their_places(tmp_path: Path) -> None:
     """Of 300 queries in random order the 64 first may have any index; what is told is how many."""
     order = [7, 299, 4, 150]
-    watched = WatchedRun(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
+    link = LauncherLink(tmp_path, first_query=2, order=order, at_work=lambda: {150: (6, 1)})
     for index in (299, 7):
-        watched.finished(result(index, 3))
-    watched.look(1.0)
+        link.finished(result(index, 3))
+    link.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.finished == {2: (2, 3), 3: (2, 3)}
     assert state.active == {5: (6, 1)}
 
 
 def test_where_nobody_knows_who_is_at_work_only_a_whole_beginning_is_told(tmp_path: Path) -> None:
-    watched = WatchedRun(tmp_path, first_query=10)
+    link = LauncherLink(tmp_path, first_query=10)
     for index, tokens in ((11, 3), (12, 5), (14, 2), (10, 30)):
-        watched.look(math.inf)
-        watched._last_s = -math.inf
+        link.look(math.inf)
+        link._last_s = -math.inf
         state = read_observed(tmp_path)
         assert state is not None and not state.finished and not state.active
-        watched.finished(result(index, tokens))
-    watched.look(1.0)
+        link.finished(result(index, tokens))
+    link.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.finished == {10: (2, 30), 11: (2, 3), 12: (2, 5)}

@@ -23,7 +23,7 @@ from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
 from xrunner.engine.query import Vocabulary
 from xrunner.engine.stage import StageExecutor
-from xrunner.io.intake import KnownVocabulary, take_in
+from xrunner.io.intake import ModelTokeniser, take_in
 from xrunner.io.prepare import hand_on
 from xrunner.io.tokenizer import TextTokenizer, start_token
 from xrunner.models.encoder_decoder import load_stage
@@ -137,8 +137,8 @@ def spec_of(directory: Path) -> ModelSpec:
 def write_spool(plan: RunPlan, requests: Path) -> None:
     """What the launcher hands on of a file of requests."""
     spec, spool = spec_of(plan.model_dir), SpoolWriter()
-    vocabulary = KnownVocabulary(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
-    hand_on(take_in(requests, vocabulary, spool), spool, plan, spec)
+    tokeniser = ModelTokeniser(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
+    hand_on(take_in(requests, tokeniser, spool), spool, plan, spec)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:

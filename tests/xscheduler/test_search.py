@@ -24,7 +24,7 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import schedule_from_dict
+from xgpt.core.schedule_file import from_json, to_json
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xscheduler.search import Scheduler, find_schedule
@@ -244,7 +244,7 @@ def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
 def test_schedule_survives_its_file_format():
     problem = toy_problem(latency_s=0.05, num_queries=QUERIES)
     found = find_schedule(problem, roofline_of(problem))
-    assert schedule_from_dict(found.to_dict()) == found
+    assert from_json(to_json(found)) == found
 
 
 def opt_13b(latency_s):

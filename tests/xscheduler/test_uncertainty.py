@@ -298,7 +298,7 @@ def test_no_safe_schedule_found_is_said() -> None:
     problem = observed(toy_problem(latency_s=BOUND_S), 40)
     estimate = estimate_of(problem, **CONFIG)
     stubborn: Callable[[float], Schedule] = lambda bound_s: schedule_of(  # noqa: E731
-        problem, replace(estimate, latency_s=BOUND_S))
+        problem, estimate.changed(latency_s=BOUND_S))
     found = plan_within(problem, roofline_of(problem), stubborn)
     assert not found.is_safe and found.margin.sentence.startswith("NOT kept")
 

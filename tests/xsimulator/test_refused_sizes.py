@@ -172,7 +172,7 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
     assert stretch <= REFUSED_BEYOND
     if tightness == math.inf:
         # the range is what binds: one query more is beyond it
-        more = replace(found.estimate, encode_batch=found.estimate.figures.encode_batch + 1)
+        more = found.estimate.changed(encode_batch=found.estimate.figures.encode_batch + 1)
         assert stretch > 0.9 * REFUSED_BEYOND
         assert stretch_of(problem, timing, more) > REFUSED_BEYOND
 

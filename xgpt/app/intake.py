@@ -16,7 +16,7 @@ from xgpt.core.spool import SpoolWriter
 from xgpt.core.workload import Request
 from xrunner.checkpoint.random_model import SERVED_BY
 from xrunner.checkpoint.source import ModelFiles, find_model
-from xrunner.io.intake import KnownVocabulary, Tokenised, make, take_in
+from xrunner.io.intake import ModelTokeniser, Tokenised, make, take_in
 from xrunner.io.tokenizer import TextTokenizer
 
 
@@ -61,7 +61,7 @@ class _Model:
         self._is_random = job.run.weights == "random"
         self._is_needed = fetch or self._is_random or _is_unknown_shape(job)
         self._files: ModelFiles | None = None
-        self._known: KnownVocabulary | None = None
+        self._known: ModelTokeniser | None = None
 
     def files(self) -> ModelFiles | None:
         """None where neither the job nor a request needs them."""
@@ -81,13 +81,13 @@ class _Model:
         files = self.files()
         if files is None:
             return None
-        self._known = self._known or KnownVocabulary(
+        self._known = self._known or ModelTokeniser(
             TextTokenizer(files.directory), self._job.workload.chat, files.spec.vocab_size)
         return self._known.tokenise(requests)
 
     @property
-    def size(self) -> int | None:
-        return None if self._known is None else self._known.size
+    def vocab_size(self) -> int | None:
+        return None if self._known is None else self._known.vocab_size
 
 
 def _random_model(job: Job) -> ModelFiles:

@@ -41,10 +41,10 @@ from xprofiler.timing import TimingSource
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.engines.engine import engine_of
 from xrunner.io.held import HELD_FILE
+from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
 from xrunner.io.prepare import hand_on
 from xrunner.io.results import answered
-from xrunner.io.watched import ADJUST_FILE, OBSERVED_FILE
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of
 from xscheduler.beginning import said_of

@@ -28,7 +28,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
-from xrunner.io.watched import Change, LengthsSoFar, ObservedState, read_observed
+from xrunner.io.launcher_link import ChangeOrder, LengthsSoFar, ObservedState, read_observed
 from xrunner.rules.rra import most_active, phase_controls
 from xscheduler.beginning import FIRST_QUERIES, can_settle, headroom
 from xscheduler.live.observed import (
@@ -121,7 +121,7 @@ class Rescheduler:
         if found.schedule is not None:
             self._running = found.schedule
             self._revision += 1
-            Change(revision=self._revision, controls=phase_controls(
+            ChangeOrder(revision=self._revision, controls=phase_controls(
                 found.schedule.estimate, slots=self.slots)).save(self._output)
         self.decisions.append(found)
         return True

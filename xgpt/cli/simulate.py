@@ -18,7 +18,7 @@ from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Estimate
-from xgpt.core.schedule_file import load_schedule
+from xgpt.core.schedule_file import estimate_keys, load_schedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -53,8 +53,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     others = _baselines(session, timing, found.policy) if baselines else {}
     files = _draw(session, found, result, _picture_files(timeline_file))
     if as_json:
-        print_json({**asdict(found), "replay": asdict(figures),
-                    **({"baselines": {name: None if e is None else asdict(e)
+        print_json({**estimate_keys(found), "replay": asdict(figures),
+                    **({"baselines": {name: None if e is None else estimate_keys(e)
                                       for name, e in others.items()}} if baselines else {})})
         return
     constraint = session.problem.constraint

@@ -27,7 +27,7 @@ _Row: TypeAlias = "tuple[int, Mapping[str, Any]]"  # line, values by column
 
 
 def read_lengths(path: Path, side: Side) -> IntArray:
-    """One side's lengths, [num_rows]: the column of that name, or the file's only column."""
+    """Reads one side's lengths, [num_rows]: the column of that name, or the file's only column."""
     rows = _read_rows(path)
     key = _column(rows[0][1], side)
     if key is None and len(rows[0][1]) == 1 and not any(
@@ -39,7 +39,7 @@ def read_lengths(path: Path, side: Side) -> IntArray:
 
 
 def read_length_pairs(path: Path) -> IntArray | None:
-    """(input, output) of every row, [num_rows, 2]; None where the file lacks one of the two."""
+    """Reads (input, output) of every row, [num_rows, 2]; None where the file lacks one of them."""
     rows = _read_rows(path)
     inputs, outputs = _column(rows[0][1], "input"), _column(rows[0][1], "output")
     if inputs is None or outputs is None:

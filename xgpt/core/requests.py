@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.lengths import IntArray
-from xgpt.core.workload import Request, RequestError
+from xgpt.core.workload import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,15 +37,3 @@ class Requests:
     def are_forced(self) -> bool:
         """Whether all their output lengths are known."""
         return bool((self.forced > 0).all()) and not self.may_stop.any()
-
-
-def requests_of(rows: Sequence[Request], input_tokens: Sequence[int] | None = None) -> Requests:
-    """Of requests in memory. `input_tokens`: as tokenised, else of those that give tokens."""
-    are_tokenised = input_tokens is not None
-    if input_tokens is None and all(row.tokens is not None for row in rows):
-        input_tokens = [len(row.tokens or ()) for row in rows]
-    return Requests(
-        input_tokens=None if input_tokens is None else np.array(input_tokens, np.int64),
-        caps=np.array([row.output_cap(0) for row in rows], np.int64),
-        forced=np.array([row.forced_tokens or 0 for row in rows], np.int64),
-        may_stop=np.array([bool(row.stop) for row in rows], bool), are_tokenised=are_tokenised)

@@ -107,7 +107,7 @@ def estimate_keys(estimate: Estimate) -> dict[str, Any]:
     controls = asdict(estimate.controls)  # type: ignore[call-overload]
     deployment = estimate.deployment
     figures = asdict(estimate.figures)
-    return {
+    flat_keys = {
         **figures, "decode_micro_batches": deployment.num_groups,
         **controls.pop("even", {}), **controls, "kv_tokens": deployment.kv_tokens,
         "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
@@ -115,6 +115,7 @@ def estimate_keys(estimate: Estimate) -> dict[str, Any]:
                    "num_groups": pool.num_groups, "stages": len(pool.stages)}
                   for pool in deployment.pools],
         "stages": [asdict(stage) for stage in deployment.stages], "notes": estimate.notes}
+    return {key: flat_keys[key] for key in sorted(flat_keys, key=lambda key: key != "policy")}
 
 
 def _controls(name: str, raw: Mapping[str, Any]) -> Any:

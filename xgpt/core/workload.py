@@ -69,14 +69,14 @@ class RequestError:
 
 
 class _BadLine(Exception):
-    """Why a line cannot be used."""
+    """Says why a line cannot be used."""
 
 
 def read_requests(path: Path, see: Callable[[bytes], object] = lambda raw: None,
                   ) -> Iterator[Request | RequestError]:
-    """The usable requests of a file in its order, and the lines that are none. Blank lines are
-    skipped; an id that is missing is the line's number. `see` is shown every line as it is. Raises
-    InputError for an unreadable file."""
+    """Yields the usable requests of a file in its order, and the lines that are none. Blank lines
+    are skipped; an id that is missing is the line's number. `see` is shown every line as it is.
+    Raises InputError for an unreadable file."""
     try:
         with path.open("rb") as file:
             yield from _requests_of(file, see)

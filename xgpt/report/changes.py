@@ -13,10 +13,10 @@ _DONE = {"keep": "kept as it is", "redeploy": "re-deployment recommended"}
 
 
 def change_rows(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
-    """One a decision of metrics.json's `rescheduling`, whatever it lacks."""
-    found = metrics.get("rescheduling")
-    return [_row(row) for row in found if isinstance(row, Mapping)] if isinstance(
-        found, list) else []
+    """Makes a row of each decision in metrics.json's `rescheduling`, whatever it lacks."""
+    decisions = metrics.get("rescheduling")
+    return [_row(row) for row in decisions if isinstance(row, Mapping)] if isinstance(
+        decisions, list) else []
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, str]:

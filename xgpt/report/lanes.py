@@ -50,6 +50,11 @@ class Lane:
     pool: str = ""
 
 
+def stage_label(stage: int, pool: str) -> str:
+    """'stage 3 · decode', without the pool where there is one alone."""
+    return f"stage {stage}" if pool == "both" else f"stage {stage} · {pool}"
+
+
 def draw_lanes(lanes: Sequence[Lane], start_s: float, end_s: float, *, origin_s: float = 0.0,
                since: str, arrows: Sequence[tuple[float, float]] = ()) -> Drawing:
     """The lanes between two times; the axis counts from `origin_s`, which `since` describes.

@@ -19,6 +19,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
 
+ALONE = "both"  # the pool that works both phases: there is no other
 EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do
 
 
@@ -51,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One micro-batch on one stage, from `start_s` to `end_s`."""
+    """One micro-batch on one stage, from `start_s` to `end_s`. `pool`: by its name."""
 
     stage: int
     kind: str
@@ -59,11 +60,12 @@ class StepRecord:
     tokens: int
     start_s: float
     end_s: float
+    pool: str = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything found in one output folder; None or empty for what is not there."""
+    """Everything that lies in one output folder; None or empty for what is not there."""
 
     directory: Path
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -196,7 +198,7 @@ def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
 
 def _read_results(path: Path, max_answers: int, remarks: list[str],
                   ) -> tuple[list[QueryFigures], dict[int, Answer]]:
-    """(figures of all; the first answers, by their query)"""
+    """Reads (the figures of all; the first answers, by their query)."""
     queries: list[QueryFigures] = []
     answers: dict[int, Answer] = {}
     foreign = 0
@@ -261,11 +263,12 @@ def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:
             continue
         yield StepRecord(stage=int(stage), kind=str(row.get("kind")),
                          queries=int(number(row, "queries") or 0),
-                         tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s)
+                         tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s,
+                         pool=text_at(row, "pool") or text_at(row, "role") or ALONE)
 
 
 def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:
-    """Of the first `most` queries, in their order."""
+    """Reads the prompts of the first `most` queries, in their order."""
     if not most:
         return []
     try:

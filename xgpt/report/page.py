@@ -35,7 +35,7 @@ from xgpt.report.figures import (
     plain,
     quantity,
 )
-from xgpt.report.output import Answer, Output, number, read_output, text_at
+from xgpt.report.output import ALONE, Answer, Output, number, read_output, text_at
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -198,9 +198,10 @@ def _timeline(output: Output) -> dict[str, Any] | None:
     start_s, end_s = window
     origin_s = min(step.start_s for step in output.steps)
     busy = busy_shares(output.steps, start_s, end_s)
+    pools = {step.stage: f" ({step.pool})" for step in output.steps if step.pool != ALONE}
     return {"svg": plots.timeline(output.steps, start_s, end_s, origin_s),
             "length": format_seconds(end_s - start_s),
-            "busy": [f"stage {stage} works {percent(share)} of the time"
+            "busy": [f"stage {stage}{pools.get(stage, '')} works {percent(share)} of the time"
                      for stage, share in busy.items()]}
 
 
@@ -244,8 +245,8 @@ def _profile_facts(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
         name, _, rest = key.partition(" ")  # "layer_rest tp=2", in version 1 "layer_rest"
         if isinstance(points, list):
             by_name.setdefault(name, []).append((rest, len(points)))
-    return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(found))
-                    for name, found in by_name.items()][:_MAX_FACTS]
+    return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(counts))
+                    for name, counts in by_name.items()][:_MAX_FACTS]
 
 
 def _points_text(tables: Sequence[tuple[str, int]]) -> str:
@@ -258,16 +259,16 @@ def _points_text(tables: Sequence[tuple[str, int]]) -> str:
 
 def _facts(source: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """The plain values of `source`, one level of nesting deep; tables are only counted."""
-    found: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
     for key, value in source.items():
         label = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping) and not prefix:
-            found += _facts(value, f"{key}: ")
+            facts += _facts(value, f"{key}: ")
         elif isinstance(value, (list, tuple, Mapping)):
-            found.append((label, f"{len(value)} entries"))
+            facts.append((label, f"{len(value)} entries"))
         elif (text := _as_text(value)) is not None:
-            found.append((label, text))
-    return found[:_MAX_FACTS]
+            facts.append((label, text))
+    return facts[:_MAX_FACTS]
 
 
 def _as_text(value: object) -> str | None:

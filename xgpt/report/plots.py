@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from xgpt.core.lengths import Lengths
 from xgpt.core.units import format_seconds
-from xgpt.report.lanes import KINDS, Lane, draw_lanes
-from xgpt.report.output import QueryFigures, StepRecord
+from xgpt.report.lanes import KINDS, Lane, draw_lanes, stage_label
+from xgpt.report.output import ALONE, QueryFigures, StepRecord
 from xgpt.report.svg import (
     BAD,
     DECODE,
@@ -136,7 +136,8 @@ def timeline(steps: Sequence[StepRecord], start_s: float, end_s: float,
 
 
 def _measured_lane(stage: int, steps: Sequence[StepRecord]) -> Lane:
-    return Lane(label=f"stage {stage}", kinds=[s.kind for s in steps],
+    pool = steps[0].pool if steps else ALONE
+    return Lane(label=stage_label(stage, pool), pool=pool, kinds=[s.kind for s in steps],
                 start_s=np.array([s.start_s for s in steps], dtype=np.float64),
                 end_s=np.array([s.end_s for s in steps], dtype=np.float64))
 

@@ -34,26 +34,26 @@ class ReplayFigures:
     preemptions: int
 
 
-def replay_table(estimate: Estimate, found: ReplayFigures) -> str:
+def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
     """The figures as lines of at most 80 columns."""
-    lines = [("replay", f"{found.queries} queries: {plain(found.throughput_qps)} queries/s, "
-              f"{plain(found.output_tokens_per_s)} tokens/s, start and end included; latency p50 "
-              f"{format_seconds(found.latency_p50_s)}, p99 {format_seconds(found.latency_p99_s)}; "
-              f"{format_seconds(found.wall_s)} in all")]
-    if found.steady_throughput_qps is None:
+    lines = [("replay", f"{replay.queries} queries: {plain(replay.throughput_qps)} queries/s, "
+              f"{plain(replay.output_tokens_per_s)} tokens/s, start and end included; latency p50 "
+              f"{format_seconds(replay.latency_p50_s)}, p99 "
+              f"{format_seconds(replay.latency_p99_s)}; {format_seconds(replay.wall_s)} in all")]
+    if replay.steady_throughput_qps is None:
         lines.append(("steady", "the job is too short to have a steady state"))
     else:
-        text = (f"{plain(found.steady_throughput_qps)} queries/s "
-                f"({_against(estimate.figures.throughput_qps, found.steady_throughput_qps)})")
-        if found.steady_latency_s is not None:
-            text += (f"; latency {format_seconds(found.steady_latency_s)} "
-                     f"({_against(estimate.figures.latency_s, found.steady_latency_s)})")
+        text = (f"{plain(replay.steady_throughput_qps)} queries/s "
+                f"({_against(estimate.figures.throughput_qps, replay.steady_throughput_qps)})")
+        if replay.steady_latency_s is not None:
+            text += (f"; latency {format_seconds(replay.steady_latency_s)} "
+                     f"({_against(estimate.figures.latency_s, replay.steady_latency_s)})")
         lines.append(("steady", text))
-    lines.append(("busy", _busy(found.utilisation)))
-    share = found.kv_peak_tokens / max(estimate.deployment.kv_tokens, 1)
-    memory = f"at most {found.kv_peak_tokens} of {estimate.deployment.kv_tokens} tokens ({percent(share)})"
-    if found.preemptions:
-        memory += f"; {found.preemptions} preemptions"
+    lines.append(("busy", _busy(replay.utilisation)))
+    share = replay.kv_peak_tokens / max(estimate.deployment.kv_tokens, 1)
+    memory = f"at most {replay.kv_peak_tokens} of {estimate.deployment.kv_tokens} tokens ({percent(share)})"
+    if replay.preemptions:
+        memory += f"; {replay.preemptions} preemptions"
     lines.append(("KV held", memory))
     return "\n".join(fact(label, value) for label, value in lines)
 

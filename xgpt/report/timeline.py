@@ -1,4 +1,4 @@
-"""Pictures of a replay: what its stages did, and the KV memory it held.
+"""A picture of a replay: what its stages did.
 
 A replay is taken by its shape (Protocols), since the report does not import the simulator.
 """
@@ -11,21 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import StageAssignment
-from xgpt.core.units import format_seconds
-from xgpt.report.canvas import (
-    AXIS_HEIGHT,
-    WIDTH,
-    Drawing,
-    TimeAxis,
-    grid,
-    line,
-    nice_step,
-    number,
-    text_at,
-)
-from xgpt.report.lanes import DECODE, ENCODE, Lane, draw_lanes
+from xgpt.report.canvas import Drawing
+from xgpt.report.lanes import DECODE, Lane, draw_lanes, stage_label
 
 
 class StepLike(Protocol):
@@ -52,12 +41,6 @@ class PoolLike(Protocol):
     def start_s(self) -> FloatArray: ...
     @property
     def end_s(self) -> FloatArray: ...
-    @property
-    def memory_s(self) -> FloatArray: ...
-    @property
-    def memory_tokens(self) -> IntArray: ...
-    @property
-    def kv_tokens(self) -> int: ...
 
 
 class HandoversLike(Protocol):
@@ -123,32 +106,6 @@ def draw(result: ReplayLike, start_s: float, end_s: float,
     return draw_lanes(lanes, start_s, end_s, since="the start of the job", arrows=arrows)
 
 
-def memory_plot(result: ReplayLike) -> Drawing:
-    """Tokens of KV held over time, with each pool's budget as a dashed line."""
-    pools = sorted((pool for pool in result.pools if len(pool.memory_s)),
-                   key=lambda pool: -pool.kv_tokens)  # the smaller ones in front
-    top, bottom = 16.0, 176.0
-    end_s = result.makespan_s if result.makespan_s > 0 else 1.0
-    time = TimeAxis(start_s=0.0, end_s=end_s, left=78.0, right=WIDTH - 12)
-    most = 1.12 * max([1, *(max(pool.kv_tokens, int(pool.memory_tokens.max())) for pool in pools)])
-    parts = [*grid(time, bottom, 0.0, "the start of the job", top)]
-    step = nice_step(most / 5)
-    for tokens in np.arange(0, most, step).tolist():
-        y = bottom - (bottom - top) * tokens / most
-        parts += [line(time.left, y, time.right, y, "line"),
-                  text_at(time.left - 8, y + 4, f"{tokens:,.0f}", "end")]
-    for pool in pools:
-        colour = ENCODE if pool.name == ENCODE else DECODE
-        height = (bottom - top) / most
-        parts += [_curve(pool, time, bottom, height, colour),
-                  line(time.left, y := bottom - height * pool.kv_tokens, time.right, y, "bad",
-                       'stroke-dasharray="5 4"'),
-                  text_at(time.right, y - 5, _budget(pool), "end", "bad")]
-    return Drawing(height=bottom + AXIS_HEIGHT, body="\n".join(parts), description=(
-        f"KV tokens held over {format_seconds(result.makespan_s)}: "
-        + ", ".join(f"at most {int(p.memory_tokens.max()):,} of {p.kv_tokens:,}" for p in pools)))
-
-
 def _period_s(encodes: Sequence[tuple[float, int, int]]) -> float | None:
     """Median time between the same group's encodings in different phases, or in one phase where
     no phases are told apart."""
@@ -173,32 +130,9 @@ def _replay_lane(pool: PoolLike, column: int, names: Sequence[str] | None, start
     inside = np.flatnonzero((ends > start_s) & (starts < end_s))
     steps = [pool.steps[index] for index in inside.tolist()]
     stage = pool.stages[column]
-    role = "" if pool.name == "both" else f" · {pool.name}"
-    return Lane(label=names[stage] if names else f"stage {stage}{role}", pool=pool.name,
+    return Lane(label=names[stage] if names else stage_label(stage, pool.name), pool=pool.name,
                 kinds=[str(step.kind.value) for step in steps],
                 groups=[step.group for step in steps], start_s=starts[inside], end_s=ends[inside])
-
-
-def _curve(pool: PoolLike, time: TimeAxis, bottom: float, height: float, colour: str) -> str:
-    """Steps of what is held; where many changes share half a unit of width, the most and the
-    last."""
-    times = np.append(pool.memory_s, time.end_s)
-    held = np.append(pool.memory_tokens, pool.memory_tokens[-1]).astype(np.float64)
-    x = time.x(times)
-    units, first = np.unique((2 * x).astype(np.int64), return_index=True)
-    peaks, lasts = np.maximum.reduceat(held, first), held[np.append(first[1:], len(held)) - 1]
-    points = [f"M{number(float(x[0]))} {number(bottom)}"]
-    for at, *levels in zip((units / 2).tolist(), peaks.tolist(), lasts.tolist(), strict=True):
-        points.append(f"H{number(max(at, time.left))}")
-        points += [f"V{number(bottom - height * tokens)}" for tokens in dict.fromkeys(levels)]
-    outline = "".join(points)
-    return (f'<path fill="var(--{colour})" fill-opacity="0.18" d="{outline}V{number(bottom)}z"/>'
-            f'<path fill="none" stroke="var(--{colour})" stroke-width="1.3" d="{outline}"/>')
-
-
-def _budget(pool: PoolLike) -> str:
-    whose = "budget" if pool.name == "both" else f"budget of the {pool.name} pool"
-    return f"{whose}: {pool.kv_tokens:,} tokens"
 
 
 def _ranges(ranks: Sequence[int]) -> str:

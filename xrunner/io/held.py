@@ -14,8 +14,8 @@ _DEAD_CHARS = 2**20  # of lines that are in results.jsonl by now, before the fil
 
 
 class HeldFile:
-    """Appends a line a result, each as it will be in results.jsonl. Lines whose turn has come stay
-    until the file is tidied: whoever reads it leaves out what results.jsonl has."""
+    """A file that gets a line a result, each as it will be in results.jsonl. Lines whose turn has
+    come stay until the file is tidied: whoever reads it leaves out what results.jsonl has."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,8 +33,8 @@ class HeldFile:
         return self._num_chars > _DEAD_CHARS + 2 * sum(map(len, held.values()))
 
     def tidy(self, held: Mapping[int, str]) -> None:
-        """What is held and nothing else; no file where that is nothing. To be called when the
-        others are safe in results.jsonl."""
+        """Writes what is held and nothing else, or removes the file where that is nothing. To be
+        called when the others are safe in results.jsonl."""
         self.close()
         if not held:
             self._path.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
 
 
 def _index_of(line: bytes) -> int | None:
-    """The query of a whole line; None of a torn one."""
+    """Which query a whole line is of; None for a torn line."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:  # of UnicodeDecodeError too

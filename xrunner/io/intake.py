@@ -25,19 +25,20 @@ _LINES_AT_A_TIME = 4096
 Tokenised = list[int] | str  # or the sentence that says why there are none
 
 
-class Vocabulary(Protocol):
-    """The model's, which may be fetched for the first requests that need it."""
+class Tokeniser(Protocol):
+    """What knows the model's tokens. The model may be fetched for the first requests that need
+    it."""
 
     def tokenise(self, requests: Sequence[Request]) -> Sequence[Tokenised] | None:
         """None where nobody needs to know how long the requests are."""
         ...
 
     @property
-    def size(self) -> int | None: ...
+    def vocab_size(self) -> int | None: ...
 
 
-def take_in(path: Path, vocabulary: Vocabulary, spool: SpoolWriter | None = None) -> Requests:
-    """The requests of a file. `spool`: where they go, for a run."""
+def take_in(path: Path, tokeniser: Tokeniser, spool: SpoolWriter | None = None) -> Requests:
+    """Reads the requests of a file. `spool`: where they go, for a run."""
     rows, digest = _Rows(spool), hashlib.sha256()
     bad_lines, are_tokenised = list[RequestError](), True
     source = read_requests(path, digest.update)
@@ -45,19 +46,19 @@ def take_in(path: Path, vocabulary: Vocabulary, spool: SpoolWriter | None = None
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]
         tokenised: Sequence[Sequence[int] | str | None] | None
-        tokenised = vocabulary.tokenise(requests) if requests else ()
+        tokenised = tokeniser.tokenise(requests) if requests else ()
         are_tokenised &= tokenised is not None
         if tokenised is None:
             tokenised = [request.tokens for request in requests]
         for request, ids in zip(requests, tokenised, strict=True):
-            rows.add(request, ids, vocabulary.size)
+            rows.add(request, ids, tokeniser.vocab_size)
     return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
                    digest=digest.hexdigest())
 
 
 def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
          ) -> tuple[Requests, SpoolWriter]:
-    """Synthetic requests: tokens in, an exact number of tokens out."""
+    """Makes synthetic requests: tokens in, an exact number of tokens out."""
     spool, digest, sizes = SpoolWriter(), hashlib.sha256(), array("q")
     for i, (ids, outputs) in enumerate(synthetic_requests(lengths, count, seed, vocab_size)):
         spool.add(Record(id=str(i), line=i + 1, is_forced=True), ids)
@@ -70,12 +71,12 @@ def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
 
 
 @dataclass(frozen=True, slots=True)
-class KnownVocabulary:
-    """That of a model whose files are here."""
+class ModelTokeniser:
+    """The tokeniser of a model whose files are here."""
 
     tokenizer: TextTokenizer
     is_chat: bool  # prompts go into the chat template, if there is one
-    size: int
+    vocab_size: int
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
         """Token ids of each request, or the sentence that says why there are none."""
@@ -100,7 +101,7 @@ class KnownVocabulary:
 
 
 class _Rows:
-    """Numbers of the requests so far, a column each."""
+    """The numbers of the requests so far, a column each."""
 
     def __init__(self, spool: SpoolWriter | None) -> None:
         self._spool = spool
@@ -134,7 +135,7 @@ class _Rows:
 
 
 def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | None:
-    """Why a request cannot run, whatever the schedule; None where nothing speaks against it."""
+    """Says why a request cannot run, whatever the schedule; None where nothing is against it."""
     if isinstance(ids, str):
         return ids
     if not ids:

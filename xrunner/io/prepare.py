@@ -20,8 +20,8 @@ from xrunner.query import PreparedQuery, Sampling
 
 def runnable(requests: Requests, plan: RunPlan,
              spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
-    """(which request each query is and most tokens that it may generate, [queries, 2]; why the
-    other requests cannot run)"""
+    """Tells which requests can run: (which request each query is and most tokens that it may
+    generate, [queries, 2]; why each other request cannot run)"""
     assert requests.input_tokens is not None, "a run tokenises its requests"
     inputs, caps = requests.input_tokens, requests.output_caps(plan.max_tokens)
     room = np.maximum(caps, 1) if spec.max_positions is None else spec.max_positions - inputs
@@ -58,7 +58,7 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
 
 
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
-    """The job's queries in their order, indexed from 0 without gaps."""
+    """Yields the job's queries in their order, indexed from 0 without gaps."""
     for index, record in enumerate(spool.records()):
         sampling = Sampling(
             temperature=plan.temperature if record.temperature is None else record.temperature,

@@ -56,7 +56,7 @@ class ResultWriter:
             self._tidy()
 
     def _write_next(self) -> None:
-        """Those whose turn has come."""
+        """Writes those whose turn has come."""
         while (line := self._held.pop(self._next, None)) is not None:
             # one write call a line: a killed process leaves whole lines, or one torn last line
             self._file.write(line + "\n")
@@ -79,14 +79,15 @@ class ResultWriter:
 
 
 def answered(path: Path) -> Answered:
-    """In the results file at `path` and what is held beside it. Nothing is changed: a run may be
-    writing there."""
+    """Counts the results file at `path` and what is held beside it. Nothing is changed: a run may
+    be writing there."""
     written = whole_results(path)
     return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
 
 
 def count_results(path: Path) -> int:
-    """Whole lines at the start of a results file; cuts off a torn last one. 0 without a file."""
+    """Counts the whole lines at the start of a results file, and cuts off a torn last one. It is 0
+    without a file."""
     good_bytes, count = _whole(path)
     if path.is_file():
         os.truncate(path, good_bytes)
@@ -94,7 +95,7 @@ def count_results(path: Path) -> int:
 
 
 def whole_results(path: Path) -> int:
-    """As `count_results`, and nothing is cut off: a run may be writing there."""
+    """Counts as `count_results` does and cuts off nothing: a run may be writing there."""
     return _whole(path)[1]
 
 
@@ -116,7 +117,7 @@ def _whole(path: Path) -> tuple[int, int]:
 
 
 def write_errors(path: Path, errors: Sequence[RequestError]) -> None:
-    """errors.jsonl in line order; no file when there is none to report."""
+    """Writes errors.jsonl in line order; there is no file when there is none to report."""
     if not errors:
         path.unlink(missing_ok=True)
         return

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import time
 
+from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.progress import ProgressFile
 from xrunner.io.results import Answered, ResultWriter
 from xrunner.io.tally import Tally
-from xrunner.io.watched import WatchedRun
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
@@ -21,27 +21,27 @@ class RunSink:
     """Results, progress and the wish to stop, as files of the output folder."""
 
     def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered) -> None:
-        """Of a run that goes on after those answered `before`."""
+        """`before`: what earlier runs answered, after which this one goes on."""
         self.output, self._stop_path = plan.output, plan.output / STOP_FILE
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
                                     model=plan.model_name)
         self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
                                       done_before=before.total)
         self._looked_s, self._is_to_stop = -math.inf, False
-        self.watched: WatchedRun | None = None  # where the launcher follows the output lengths
+        self.launcher: LauncherLink | None = None  # where the launcher follows the output lengths
         self.tally = Tally()
 
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)
         self.tally.add(result)
         self._progress.add(result.latency_s)
-        if self.watched is not None:
-            self.watched.finished(result)
+        if self.launcher is not None:
+            self.launcher.finished(result)
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         self._progress.tick(elapsed_s, output_tokens)
-        if self.watched is not None:
-            self.watched.look(elapsed_s)
+        if self.launcher is not None:
+            self.launcher.look(elapsed_s)
 
     def should_stop(self) -> bool:
         now = time.monotonic()
@@ -51,7 +51,7 @@ class RunSink:
 
     @property
     def num_held(self) -> int:
-        """Results that wait for one before them."""
+        """How many results wait for one before them."""
         return self._writer.num_held
 
     def close(self, wall_s: float, state: str) -> None:

@@ -29,8 +29,11 @@ class TextTokenizer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._backend = _load_backend(directory)
-        self._settings = _read_json(directory / "tokenizer_config.json")
-        self._template = _find_template(directory, self._settings)
+        settings = _read_json(directory / "tokenizer_config.json")
+        self._template = _find_template(directory, settings)
+        self._special_tokens = {
+            k: _token_text(v) for k, v in settings.items() if k.endswith("_token")}
+        self._chat: Any = None  # the template, compiled once
 
     @property
     def has_chat_template(self) -> bool:
@@ -50,21 +53,14 @@ class TextTokenizer:
         if self._template is None:
             raise XgptError(f"{self.directory}: the tokenizer has no chat template")
         from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(message: str) -> None:
-            raise ValueError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda v, **kw: json.dumps(v, ensure_ascii=False, **kw)
-        tokens = {k: _token_text(v) for k, v in self._settings.items() if k.endswith("_token")}
         try:
-            return environment.from_string(self._template).render(
-                messages=messages, add_generation_prompt=True, **tokens)
+            self._chat = self._chat or _environment().from_string(self._template)
+            text: str = self._chat.render(messages=messages, add_generation_prompt=True,
+                                          **self._special_tokens)
         except (TemplateError, *_IN_TEMPLATES) as cause:
             raise ValueError(f"chat template: {cause}") from None
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._backend is None:
@@ -106,6 +102,20 @@ def _is_token(value: object) -> bool:
 
 def _wrong(path: Path, key: str, value: object, allowed: str) -> InputError:
     return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)])
+
+
+def _environment() -> Any:
+    """What a chat template may use."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda v, **kw: json.dumps(v, ensure_ascii=False, **kw)
+    return environment
 
 
 def _load_backend(directory: Path) -> Any:

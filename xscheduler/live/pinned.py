@@ -81,6 +81,7 @@ class PinnedPlans(Plans):
 class PinnedWaa(Waa):
     """WAA whose devices stay divided as they are."""
 
+    name = "waa-c"
     encode_devices = 0
 
     def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
@@ -182,11 +183,11 @@ class PinnedSearch:
 
     def _excluded(self) -> str | None:
         """Why the job does not allow the policy and plan that are deployed."""
-        fixed, now = self._problem.fixed, self._deployed
+        fixed, now = self._problem.fixed, self._deployed.variables
         for key in ("policy", "tp_degree", "tp_gpus"):
             wanted = getattr(fixed, key)
-            if wanted is not None and wanted != getattr(now, key):
-                return f"the job fixes {key} {wanted}, deployed is {getattr(now, key)}"
+            if wanted is not None and wanted != now[key]:
+                return f"the job fixes {key} {wanted}, deployed is {now[key]}"
         return None
 
     # --- lines --------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord
-from xgpt.report.timeline import draw, memory_plot, stage_names, steady_window
+from xgpt.report.timeline import draw, stage_names, steady_window
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
@@ -202,21 +203,6 @@ def test_a_short_job_is_its_own_window():
     assert steady_window(once) == (0.0, 2.0)
 
 
-def test_memory_never_rises_above_its_budget_line_and_shows_the_peak():
-    replay = rra(phases=500)  # held: 0..89 of 100, over and over, thousands of times
-    drawing = memory_plot(replay)
-    (curve,) = [path.get("d") for path in root(drawing).iter(f"{SVG}path")
-                if path.get("stroke-width") == "1.3"]
-    heights = [float(y) for y in re.findall(r"V([\d.]+)", curve)]
-    (budget,) = [float(path.get("d").split("L")[1].split()[1])
-                 for path in root(drawing).iter(f"{SVG}path") if path.get("stroke-dasharray")]
-    floor = 176.0
-    assert (floor - min(heights)) / (floor - budget) == pytest.approx(0.89, abs=0.01)
-    assert "budget: 100 tokens" in texts(drawing)
-    assert len(heights) < 4 * 1060
-    assert len(list(root(memory_plot(two_pools())).iter(f"{SVG}text"))) > 4
-
-
 def test_stage_names_say_devices_and_role():
     stages = [StageAssignment(index=0, ranks=(0, 1, 2, 5), first_layer=0, num_layers=1),
               StageAssignment(index=1, ranks=(6,), first_layer=1, num_layers=1, role="decode")]
@@ -231,3 +217,7 @@ def test_a_measured_run_is_drawn_the_same_way():
     assert inline is not None
     assert inline.count("<g ") == 2 and "seconds since the first step" in inline
     assert plots.timeline(steps, 100.0, 101.0, origin_s=10.0) is None
+    assert "stage 1<" in inline and "· encode<" not in inline
+    pools = [replace(step, pool=("encode", "decode")[step.stage]) for step in steps]
+    named = plots.timeline(pools, 10.0, 14.0, origin_s=10.0)
+    assert named is not None and "stage 0 · encode<" in named and "stage 1 · decode<" in named

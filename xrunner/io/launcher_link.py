@@ -28,8 +28,8 @@ LengthsSoFar = dict[int, tuple[int, int]]  # query -> (input tokens, output toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """The launcher's wish that other control variables hold. `revision` counts them from 1."""
+class ChangeOrder:
+    """What holds from the next phase on. `revision` counts from 1."""
 
     revision: int
     controls: PhaseControls
@@ -39,18 +39,19 @@ class Change:
             {"revision": self.revision, **asdict(self.controls)}) + "\n")
 
 
-def load_change(output: Path) -> Change | None:
+def load_change_order(output: Path) -> ChangeOrder | None:
+    """The last order that the launcher gave; None before it has given one."""
     try:
         values = json.loads((output / ADJUST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return Change(revision=values.pop("revision"), controls=PhaseControls(**values))
+    return ChangeOrder(revision=values.pop("revision"), controls=PhaseControls(**values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedState:
-    """One state of observed.json, by query. Of those before `first` only the active are in it: the
-    long ones, which tell nothing without the others."""
+    """One state of observed.json, by query. Of the queries before `first` only the active are in
+    it: the long ones, which tell nothing without the others."""
 
     first: int
     finished: LengthsSoFar
@@ -58,7 +59,7 @@ class ObservedState:
 
 
 def read_observed(output: Path) -> ObservedState | None:
-    """None when the run has not written one yet."""
+    """The last state that the run wrote; None before it has written one."""
     try:
         raw = json.loads((output / OBSERVED_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -68,8 +69,8 @@ def read_observed(output: Path) -> ObservedState | None:
     return ObservedState(first=raw["first"], finished=finished, active=active)
 
 
-class WatchedRun:
-    """Rank 0's end: keeps what it is told of, and hands changes to the rule."""
+class LauncherLink:
+    """Rank 0's end of the link: it keeps what it is told of, and hands changes to the rule."""
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
@@ -101,7 +102,7 @@ class WatchedRun:
             self._next += 1
 
     def look(self, elapsed_s: float) -> None:
-        """Now and then: write the state, take up a change."""
+        """Writes the state and takes up a change, now and then."""
         if elapsed_s - self._last_s < _INTERVAL_S:
             return
         self._last_s = elapsed_s
@@ -121,10 +122,10 @@ class WatchedRun:
             self._finished = {q: n for q, n in self._finished.items() if q >= self._first}
 
     def _take_up(self, rule: RraRule, elapsed_s: float) -> None:
-        change = load_change(self._output)
-        if change is None or change.revision <= self._revision:
+        order = load_change_order(self._output)
+        if order is None or order.revision <= self._revision:
             return
-        self._revision, phase = change.revision, rule.next_phase
-        rule.change(change.controls, phase=phase)
+        self._revision, phase = order.revision, rule.next_phase
+        rule.change(order.controls, phase=phase)
         self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, "phase": phase,
-                           **asdict(change.controls)})
+                           **asdict(order.controls)})

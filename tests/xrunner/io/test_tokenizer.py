@@ -1,0 +1,49 @@
+"""Chat templates: rendered, refused in words, and compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2", reason="runs need the extra `run`")
+import jinja2.sandbox  # noqa: E402
+
+from xgpt.core.errors import XgptError  # noqa: E402
+from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+
+TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{
+raise_exception('no tools') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{%
+if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    return tmp_path
+
+
+def test_a_template_is_compiled_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    kind = jinja2.sandbox.ImmutableSandboxedEnvironment
+    compile_ = kind.from_string
+    monkeypatch.setattr(kind, "from_string", lambda self, source: (
+        compiled.append(source), compile_(self, source))[1])
+    tokenizer = TextTokenizer(directory)
+    for name in "ab":
+        assert tokenizer.render_chat([{"role": "user", "content": name}]) == (
+            f"<s><user>{name}<assistant>")
+    assert len(compiled) == 1
+
+
+def test_what_a_template_refuses_is_said(directory: Path) -> None:
+    with pytest.raises(ValueError, match="no tools"):
+        TextTokenizer(directory).render_chat([{"role": "tool", "content": "x"}])
+    for wrong in ("{% if %}", "{{ messages.none.none }}"):
+        (directory / "chat_template.jinja").write_text(wrong)
+        with pytest.raises(ValueError, match="chat template: "):
+            TextTokenizer(directory).render_chat([{"role": "user", "content": "x"}])
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(XgptError, match="has no chat template"):
+        TextTokenizer(directory).render_chat([])
