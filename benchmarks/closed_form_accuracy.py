@@ -31,7 +31,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xsimulator.policies import POLICIES, make_config, policy_class
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
 # The paper's models on its clusters (its Table 2).
@@ -122,8 +122,8 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     present = max(found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system, found.controls.max_active)
     count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, rng)
-    result = replay_job(problem, roofline_of(problem, padded), found, inputs=inputs,
-                        outputs=outputs)
+    result = replay_job(problem, roofline_of(problem, padded), found,
+                        planned_queries(problem, inputs, outputs))
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     if steady is None:
         return None

@@ -26,7 +26,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.policies import make_config, make_policy
-from xsimulator.replay.job import Replayer
+from xsimulator.replay.job import Replayer, planned_queries
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "opt-13b-summarise.yaml"
 FEW = 2000
@@ -92,16 +92,17 @@ def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     found = make_policy(policy, problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
     replayer = Replayer(problem, timing, found)
-    few, warm = slice(0, FEW), []
+    queries, warm = planned_queries(problem, inputs, outputs), []
+    few = queries.take(np.arange(FEW))
     for _ in range(2):
         began = time.perf_counter()
-        replayer.run(inputs[few], outputs[few])
+        replayer.run(few)
         warm.append(time.perf_counter() - began)
-    replayer.run(inputs, outputs)
+    replayer.run(queries)
     seconds = []
     for _ in range(runs):
         began = time.perf_counter()
-        result = replayer.run(inputs, outputs)
+        result = replayer.run(queries)
         seconds.append(time.perf_counter() - began)
     took = statistics.median(seconds)
     iterations = sum(int(pool.decoded.sum() + pool.encoded.sum()) for pool in result.pools)

@@ -42,7 +42,7 @@ from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind
 from xscheduler.infeasible import InfeasibleError
 from xscheduler.search import find_schedule
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import PoolRecords
 
 TASKS = ("S", "T", "G", "C1", "C2")
@@ -196,8 +196,8 @@ def of_schedule(problem: Problem, timing: Roofline, found: Estimate, task: str) 
     led = found.controls.even.target_active if is_rra else found.figures.decode_batch
     for setting, changes in ((NONE, {"adjustment": 0.0, "steered_to": 0.0}),
                              (INPUTS, {"steered_to": 0.0}), (BOTH, {"steered_to": led})):
-        result = replay_job(problem, timing, replace(found, **changes), inputs=inputs,
-                            outputs=outputs)
+        result = replay_job(problem, timing, replace(found, **changes),
+                            planned_queries(problem, inputs, outputs))
         yield row_of(name, setting, [steps for pool in result.pools for steps in of_pool(pool)],
                      count / result.makespan_s, float(np.quantile(result.latency_s, 0.99)))
 

@@ -22,8 +22,8 @@ from xgpt.core.lengths import JointLengths, Lengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import Replayer
-from xsimulator.replay.steady import steady_figures
+from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.steady import enough_queries, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
@@ -144,10 +144,10 @@ class _Replays:
     def figures(self, lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
         """None where the replay has no steady state."""
         problem = replace(self._problem, lengths=lengths)
-        present = estimate.most_in_system
-        count = min(max(self._least_queries, math.ceil(ROUNDS * present)), MOST_QUERIES)
-        inputs, outputs = lengths.sample(count, np.random.default_rng(SEED))
-        result = Replayer(problem, self._timing, estimate).run(inputs, outputs)
+        count = enough_queries(estimate, least=self._least_queries, rounds=ROUNDS,
+                               most=MOST_QUERIES)
+        queries = planned_queries(problem, *lengths.sample(count, np.random.default_rng(SEED)))
+        result = replay_job(problem, self._timing, estimate, queries)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
         of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)

@@ -27,9 +27,8 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                            replays=replays)
     if not len(known.inputs):
         return None
-    return predict_job(problem, timing, estimate, len(known.inputs), rng,
-                       replays=replays, inputs=known.inputs, outputs=known.outputs,
-                       max_outputs=known.most_outputs.tolist())
+    return predict_job(problem, timing, estimate, len(known.inputs), rng, known=known,
+                       replays=replays)
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:

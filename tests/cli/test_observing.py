@@ -19,6 +19,7 @@ from xgpt.app.session import Session, find, timing_of
 from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
@@ -169,7 +170,8 @@ class Followed:
         known = self.session.problem.queries
         assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
-                          inputs=known.inputs, outputs=self.lengths, rules=[rule], max_outputs=200)
+                          QueryLengths(inputs=known.inputs, outputs=self.lengths,
+                                       most_outputs=np.full(len(self.lengths), 200)), rules=[rule])
 
     def run(self) -> None:
         phase = 1

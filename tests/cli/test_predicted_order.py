@@ -42,7 +42,8 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
     prediction.predict(problem, timing, estimate)
     usable = np.delete(inputs, 17)
     order = run_order(199, shuffle or 1, 5)
-    assert taken["inputs"].tolist() == usable[order].tolist()
+    assert taken["known"].inputs.tolist() == usable[order].tolist()
     assert (order == sorted(order)) == (not shuffle)
     outputs = np.delete(np.arange(200) % 7 + 1, 17)[order].tolist()
-    assert taken["outputs"] is None if not forced else taken["outputs"].tolist() == outputs
+    assert (taken["known"].outputs is None if not forced
+            else taken["known"].outputs.tolist() == outputs)

@@ -18,6 +18,7 @@ from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
@@ -78,8 +79,8 @@ def latency_s(session: Session, schedule: Schedule, lengths: Sequence[int]) -> f
     own = np.array(lengths)
     assert session.problem.queries is not None
     inputs = np.resize(session.problem.queries.inputs, len(own))
-    result = replay_job(session.problem, timing_of(session), schedule.estimate, inputs=inputs,
-                        outputs=own, max_outputs=200)
+    result = replay_job(session.problem, timing_of(session), schedule.estimate, QueryLengths(
+        inputs=inputs, outputs=own, most_outputs=np.full(len(own), 200)))
     long = own >= np.quantile(own, 0.985)
     return float(np.median(result.latency_s[long & (np.arange(len(own)) > 500)]))
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
+from xgpt.core.query_lengths import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -160,9 +161,9 @@ def check_against_replay(job: Path, queries: list[Any], out: Path) -> None:
     problem = open_session(job, (), fetch=False).problem
     replayed = replay_job(
         problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
-        inputs=np.array([len(q.input_ids) for q in queries]),
-        outputs=np.array([results[q.id] for q in queries]),
-        max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+        QueryLengths(inputs=np.array([len(q.input_ids) for q in queries]),
+                     outputs=np.array([results[q.id] for q in queries]),
+                     most_outputs=np.array([q.max_new_tokens for q in queries]))).pools[0]
     expected = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
                 for step, encoded, decoded in zip(replayed.steps, replayed.encoded,
                                                   replayed.decoded, strict=True)]

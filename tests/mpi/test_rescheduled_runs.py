@@ -22,6 +22,7 @@ from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import Problem, resolve  # noqa: E402
+from xgpt.core.query_lengths import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
@@ -148,9 +149,10 @@ def check_steps(problem: Problem, out: Path, queries: list[Any],
             "revision", "elapsed_s", "phase")}), phase=change["phase"])
     pool = replay_job(
         problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
-        inputs=np.array([len(q.input_ids) for q in queries]),
-        outputs=np.array([r["output_tokens"] for r in results]), rules=[rule],
-        max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+        QueryLengths(inputs=np.array([len(q.input_ids) for q in queries]),
+                     outputs=np.array([r["output_tokens"] for r in results]),
+                     most_outputs=np.array([q.max_new_tokens for q in queries])),
+        rules=[rule]).pools[0]
     expected = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
                 for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded,
                                                   strict=True)]

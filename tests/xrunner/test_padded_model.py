@@ -20,6 +20,7 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
@@ -113,8 +114,9 @@ def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str,
         encode_batch=batch, decode_micro_batches=groups, encode_parts=parts, tp_degree=2,
         tp_gpus=2))
     _, executors = run(made("opt"), queries, static_rule(estimate), ranks=2)
-    replayed = replay_job(problem, timing, estimate, inputs=pairs[:, 0], outputs=pairs[:, 1],
-                          max_outputs=[q.max_new_tokens for q in queries]).pools[0]
+    lengths = QueryLengths(inputs=pairs[:, 0], outputs=pairs[:, 1],
+                           most_outputs=np.array([q.max_new_tokens for q in queries]))
+    replayed = replay_job(problem, timing, estimate, lengths).pools[0]
     wanted = [(step.kind.value, step.group, step.phase, step.iteration, int(encoded or decoded))
               for step, encoded, decoded in zip(replayed.steps, replayed.encoded, replayed.decoded,
                                                 strict=True)]

@@ -24,6 +24,7 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.engine.stage import StageExecutor
@@ -63,6 +64,11 @@ def replayed_steps(pool: PoolRecords) -> list[tuple[object, ...]]:
             for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded, strict=True)]
 
 
+def lengths_of(queries: list[PreparedQuery], outputs: np.ndarray) -> QueryLengths:
+    return QueryLengths(inputs=np.array([len(q.input_ids) for q in queries]), outputs=outputs,
+                        most_outputs=np.array([q.max_new_tokens for q in queries]))
+
+
 @pytest.fixture(scope="module", params=["llama", "t5"])
 def work(request: pytest.FixtureRequest, made: Made) -> Work:
     """(model, queries, output tokens that transformers gives to each)"""
@@ -95,8 +101,7 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
                                      rule=rules_for(estimate)[0])
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
-    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
-                        max_outputs=[q.max_new_tokens for q in queries])
+    result = replay_job(problem, timing, estimate, lengths_of(queries, outputs))
     expected = replayed_steps(result.pools[0])
     assert all(run_steps(executor) == expected for executor in executors)
     assert len({step[4] for step in expected}) > 2
@@ -129,8 +134,7 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
                                      rule=rules_for(estimate)[0])
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
-    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
-                        max_outputs=[q.max_new_tokens for q in queries])
+    result = replay_job(problem, timing, estimate, lengths_of(queries, outputs))
     pool = result.pools[0]
     expected = [(step.kind.value, step.group, step.phase, step.iteration, encoded + decoded,
                  tokens + decoded) for step, encoded, decoded, tokens in zip(
@@ -161,8 +165,7 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
     sink, executors = run_waa_in_process(directory, queries, estimate.deployment.stages, rules)
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
-    pools = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs,
-                       max_outputs=[q.max_new_tokens for q in queries]).pools
+    pools = replay_job(problem, timing, estimate, lengths_of(queries, outputs)).pools
     for pool, role in zip(pools, ("encode", "decode"), strict=True):
         if role == "encode" or is_alone:
             expected = replayed_steps(pool)

@@ -18,6 +18,7 @@ from test_replay_equality import problem_of, replayed_steps, run_steps
 from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 
+from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery
@@ -141,8 +142,9 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
     again.make_room(20)
     for phase, controls in sink.taken:
         again.change(controls, phase=phase)
-    result = replay_job(problem, timing, begin, inputs=inputs, outputs=outputs, rules=[again],
-                        max_outputs=[q.max_new_tokens for q in queries])
+    known = QueryLengths(inputs=inputs, outputs=outputs,
+                         most_outputs=np.array([q.max_new_tokens for q in queries]))
+    result = replay_job(problem, timing, begin, known, rules=[again])
     steps = replayed_steps(result.pools[0])
     assert all(run_steps(executor) == steps for executor in executors)
     lengths = {step[2]: step[3] for step in steps}

@@ -244,7 +244,8 @@ def run_waa_in_process(
         ) -> tuple[Collector, dict[int, StageExecutor]]:
     """Both of WAA's pools on threads: (what finished, every rank's executor)."""
     own, ranks = transfers_of(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
-    comms, side, route = local_comms(len(ranks)), local_comms(len(ranks)), routes(pools_of(stages))
+    comms, side = local_comms(len(ranks)), local_comms(len(ranks))
+    route = routes(pools_of(stages))
     decode_ranks = [rank for s in stages if s.role == "decode" for rank in s.ranks]
     executors: dict[int, StageExecutor] = {}
     for stage in stages:

@@ -96,13 +96,13 @@ def test_longer_outputs_cost_throughput_and_latency(rows) -> None:
 
 def test_the_schedule_is_replayed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Estimate] = []
-    real = drift.Replayer
+    real = drift.replay_job
 
-    def spy(problem, timing, estimate):
+    def spy(problem, timing, estimate, queries):
         seen.append(estimate)
-        return real(problem, timing, estimate)
+        return real(problem, timing, estimate, queries)
 
-    monkeypatch.setattr(drift, "Replayer", spy)
+    monkeypatch.setattr(drift, "replay_job", spy)
     searched: list[Problem] = []
 
     def other(problem: Problem) -> Estimate:

@@ -25,7 +25,7 @@ from xsimulator.policies.continuous.paged_walk import WalkedQueries, equally_lik
 from xsimulator.policies.continuous.query_sizes import SIZES, QuerySizes
 from xsimulator.policies.continuous.walk_table import WalkTable
 from xsimulator.policies.grids import geometric
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
 POLICIES = {"orca": (orca, orca_rule), "vllm": (vllm, vllm_rule),
@@ -47,8 +47,9 @@ def policy_of(name, problem, *, padded=True):
 
 def replayed(name, problem, found, num_queries, *, padded, seed=0):
     inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
-    result = replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
-                        outputs=outputs, rules=(POLICIES[name][1](found),))
+    result = replay_job(problem, roofline_of(problem, padded=padded), found,
+                        planned_queries(problem, inputs, outputs),
+                        rules=(POLICIES[name][1](found),))
     return result, outputs
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
@@ -28,10 +29,9 @@ class Units:
 
 
 def run(pools, queries, tokens, *, encode_gives_token=True, handovers=()):
-    return engine.run(Queries(
-        inputs=np.full(queries, 8), outputs=np.full(queries, tokens),
-        reserve_tokens=np.full(queries, 8 + tokens), encode_gives_token=encode_gives_token),
-        pools, handovers)
+    lengths = QueryLengths(inputs=np.full(queries, 8), outputs=np.full(queries, tokens),
+                           most_outputs=np.full(queries, tokens))
+    return engine.run(Queries(lengths, encode_gives_token=encode_gives_token), pools, handovers)
 
 
 def pool_of(name, rule, clock, stages):

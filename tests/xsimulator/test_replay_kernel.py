@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.errors import XgptError
+from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule
@@ -32,9 +33,9 @@ class Unit:
 
 def queries(arrival_s, tokens=3, *, encode_gives_token=True) -> Queries:
     count = len(arrival_s)
-    return Queries(inputs=np.full(count, 8), outputs=np.full(count, tokens),
-                   reserve_tokens=np.full(count, 8 + tokens), arrival_s=arrival_s,
-                   encode_gives_token=encode_gives_token)
+    lengths = QueryLengths(inputs=np.full(count, 8), outputs=np.full(count, tokens),
+                           most_outputs=np.full(count, tokens))
+    return Queries(lengths, arrival_s=arrival_s, encode_gives_token=encode_gives_token)
 
 
 def both(name="both", stage=0, kv_tokens=MUCH, batch=1):

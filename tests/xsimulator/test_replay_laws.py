@@ -16,7 +16,7 @@ from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import POLICIES, make_config, make_policy
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
 
@@ -58,7 +58,8 @@ def replays(draw, policy):
         assume(False)
     assume(found.fits)
     inputs, outputs = problem.lengths.sample(draw(st.integers(1, 120)), rng)
-    result = replay_job(problem, roofline_of(problem), found, inputs=inputs, outputs=outputs)
+    result = replay_job(problem, roofline_of(problem), found,
+                        planned_queries(problem, inputs, outputs))
     return problem, found, inputs, outputs, result
 
 

@@ -16,7 +16,7 @@ from xsimulator.policies import POLICIES, make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.divisions import WaaC, WaaConfig
-from xsimulator.replay.job import Replayer
+from xsimulator.replay.job import Replayer, planned_queries
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
 LARGEST = {"encode_batch": 4096, "max_active": 20_000}
@@ -92,7 +92,7 @@ def check(policy, case, seeds, queries, enough=10**9):
             continue
         replayer = Replayer(problem, roofline_of(problem), found)
         for _ in range(8):
-            result = replayer.run(*problem.lengths.sample(queries, rng))
+            result = replayer.run(planned_queries(problem, *problem.lengths.sample(queries, rng)))
             held = bytes_held(problem, found, result)
             assert held.max() <= found.memory_capacity_bytes, f"{policy} {seed = } {found}"
             per_stage = [found.memory_bytes[stage.ranks[0]] for stage in found.stages]

@@ -7,6 +7,7 @@ import pytest
 from problems import TASKS
 
 from xgpt.core import catalog
+from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xsimulator.occupancy import QueryFlow
@@ -35,8 +36,8 @@ def test_decode_batch_over_encode_batch(task, iterations):
     rule = RraRule(encode_batch=BATCH, decode_iterations=iterations, num_groups=2,
                    max_active=10**9, kv_tokens=10**9)
     pool = PoolPlan(name="both", rule=rule, clock=Instant(), stages=(0,), kv_tokens=10**9)
-    result = run(Queries(inputs=inputs, outputs=outputs, reserve_tokens=inputs + outputs,
-                         encode_gives_token=True), [pool])
+    queries = QueryLengths(inputs=inputs, outputs=outputs, most_outputs=outputs)
+    result = run(Queries(queries, encode_gives_token=True), [pool])
     phase = np.array([step.phase for step in result.pools[0].steps])
     first = np.array([step.kind is StepKind.DECODE and step.iteration == 1
                       for step in result.pools[0].steps])

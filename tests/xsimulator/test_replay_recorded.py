@@ -16,11 +16,12 @@ from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
-from xsimulator.replay.job import Replayer
+from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.recorded import load_recording
 from xsimulator.replay.records import ReplayResult
 
 QUERIES = 150
+PROBLEM = problem_of("opt-13b", "a40-4", "T")
 RRA, WAA = RraConfig(encode_batch=12, decode_iterations=6), WaaConfig(encode_batch=3)
 
 
@@ -44,13 +45,12 @@ def leave(folder: Path, result: ReplayResult, inputs: np.ndarray) -> None:
 
 def made(config: RraConfig | WaaConfig, folder: Path) -> tuple[Replayer, Estimate, np.ndarray]:
     """A replayer whose own step times are half of those of the run in `folder`."""
-    problem = problem_of("opt-13b", "a40-4", "T")
-    timing = roofline_of(problem)
+    problem, timing = PROBLEM, roofline_of(PROBLEM)
     estimate = make_policy("rra" if config is RRA else "waa-c", problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(QUERIES, np.random.default_rng(3))
     slow = Replayer(problem, timing, estimate)
     slow._times = [_Twice(times) for times in slow._times]
-    leave(folder, slow.run(inputs, outputs), inputs)
+    leave(folder, slow.run(planned_queries(problem, inputs, outputs)), inputs)
     return Replayer(problem, timing, estimate), estimate, inputs
 
 
@@ -77,11 +77,12 @@ def _doubled(found: object) -> object:
 def test_recorded_times_and_lengths_give_the_runs_makespan(config: RraConfig | WaaConfig,
                                                            tmp_path: Path) -> None:
     replayer, estimate, inputs = made(config, tmp_path)
-    recording = load_recording(tmp_path, estimate.deployment.stages)
+    recording = load_recording(tmp_path, estimate.deployment.pools)
     assert recording.inputs.tolist() == inputs.tolist()
+    queries = planned_queries(PROBLEM, recording.inputs, recording.outputs)
     clocks = recording.clocks()
-    timed = replayer.run(recording.inputs, recording.outputs, clocks=clocks)
-    plain = replayer.run(recording.inputs, recording.outputs)
+    timed = replayer.run(queries, clocks=clocks)
+    plain = replayer.run(queries)
     assert plain.makespan_s < 0.7 * recording.wall_s
     if config is RRA:
         assert timed.makespan_s == pytest.approx(recording.wall_s, rel=1e-9)
@@ -95,17 +96,18 @@ def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     (tmp_path / "steps.jsonl").write_text("\n".join(lines[:-3]) + "\n")
     with pytest.raises(XgptError, match="every step"):
-        load_recording(tmp_path, estimate.deployment.stages)
+        load_recording(tmp_path, estimate.deployment.pools)
     (tmp_path / "measured.json").write_text(json.dumps(
         {"state": "stopped", "queries_before": 0, "wall_s": 1.0}))
     with pytest.raises(XgptError, match="whole run"):
-        load_recording(tmp_path, estimate.deployment.stages)
+        load_recording(tmp_path, estimate.deployment.pools)
 
 
 def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None:
     replayer, estimate, inputs = made(RRA, tmp_path)
-    recording = load_recording(tmp_path, estimate.deployment.stages)
+    recording = load_recording(tmp_path, estimate.deployment.pools)
     only_encodes = replace(recording, pools=tuple(
         tuple(step for step in pool if step.kind == "encode") for pool in recording.pools))
+    queries = planned_queries(PROBLEM, inputs, recording.outputs)
     with pytest.raises(XgptError, match="'decode'"):
-        replayer.run(inputs, recording.outputs, clocks=only_encodes.clocks())
+        replayer.run(queries, clocks=only_encodes.clocks())

@@ -15,7 +15,7 @@ from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import WaaConfig
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.sharing import slow_downs
 
@@ -73,11 +73,10 @@ def replays(config, task="S", **changes):
                            own).estimate(config)
     estimate = estimate.changed(**changes)
     inputs, outputs = problem.lengths.sample(300, np.random.default_rng(0))
-    jobs = [replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs).makespan_s
-            for timing in (own, shared)]
+    queries = planned_queries(problem, inputs, outputs)
+    jobs = [replay_job(problem, timing, estimate, queries).makespan_s for timing in (own, shared)]
     slowed = Shared(problem.model, device, problem.dtype, sharing=1.0)
-    return jobs[0], replay_job(problem, slowed, estimate, inputs=inputs,
-                               outputs=outputs).makespan_s, jobs[1]
+    return jobs[0], replay_job(problem, slowed, estimate, queries).makespan_s, jobs[1]
 
 
 def test_stages_that_take_turns_have_the_cores_for_themselves() -> None:

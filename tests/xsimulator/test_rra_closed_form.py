@@ -15,12 +15,13 @@ from xgpt.core.errors import InputError, UnknownNameError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
 from xsimulator.policies import policy_class
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import predict_job
 from xsimulator.replay.steady import steady_figures
 from xsimulator.stage_times import StageTimes
@@ -49,8 +50,8 @@ def roofline_of(problem, *, padded=True):
 
 def replayed(problem, found, num_queries, *, padded, seed=0):
     inputs, outputs = problem.lengths.sample(num_queries, np.random.default_rng(seed))
-    return replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
-                      outputs=outputs), outputs
+    return replay_job(problem, roofline_of(problem, padded=padded), found,
+                      planned_queries(problem, inputs, outputs)), outputs
 
 
 CASES = [
@@ -109,8 +110,8 @@ def test_context_of_a_step_is_that_of_its_queries():
     found = estimate(problem, roofline_of(problem), RraConfig(
         encode_batch=2, decode_iterations=3, decode_micro_batches=1))
     rule = RraRule(encode_batch=2, decode_iterations=3, num_groups=1, max_active=2, kv_tokens=100)
-    result = replay_job(problem, roofline_of(problem), found, inputs=np.array([10, 4]),
-                        outputs=np.array([2, 4]), rules=[rule])
+    result = replay_job(problem, roofline_of(problem), found, planned_queries(
+        problem, np.array([10, 4]), np.array([2, 4])), rules=[rule])
     pool = result.pools[0]
     assert (pool.encoded + pool.decoded).tolist() == [2, 2, 1, 1]
     assert pool.context[pool.is_decode].tolist() == [8, 6, 7]
@@ -130,8 +131,9 @@ def test_prediction_of_a_job_lies_below_the_steady_state_and_above_its_share():
 def test_prediction_depends_on_the_generator_alone():
     problem = problem_of()
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=8))
+    known = QueryLengths(inputs=np.full(60, 100), most_outputs=np.full(60, 80))
     twice = [predict_job(problem, roofline_of(problem), found, 60, np.random.default_rng(4),
-                         inputs=np.full(60, 100)) for _ in range(2)]
+                         known=known) for _ in range(2)]
     assert twice[0] == twice[1]
 
 

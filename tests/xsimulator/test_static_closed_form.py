@@ -15,11 +15,12 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.static import StaticRule, static_rule
 from xsimulator.policies.static.closed_form import dsi, ft
 from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.engine import run
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
 
@@ -41,7 +42,8 @@ def replayed(policy, estimate, num_batches, *, seed=0):
     """A job of whole batches, in a row."""
     inputs, outputs = policy.problem.lengths.sample(
         num_batches * estimate.figures.encode_batch, np.random.default_rng(seed))
-    result = replay_job(policy.problem, policy.timing, estimate, inputs=inputs, outputs=outputs,
+    queries = planned_queries(policy.problem, inputs, outputs)
+    result = replay_job(policy.problem, policy.timing, estimate, queries,
                         rules=[static_rule(estimate)])
     return result, outputs
 
@@ -56,9 +58,9 @@ class UnitClock:
 def drawn(rule, num_queries, tokens):
     """Figure 1: [("E" or "D", group, start on each worker)]."""
     pool = PoolPlan(name="both", rule=rule, clock=UnitClock(), stages=(0, 1), kv_tokens=10_000)
-    sizes = np.full(num_queries, 5)
-    result = run(Queries(inputs=sizes, outputs=np.full(num_queries, tokens),
-                         reserve_tokens=sizes + tokens, encode_gives_token=True), [pool])
+    outputs = np.full(num_queries, tokens)
+    queries = QueryLengths(inputs=np.full(num_queries, 5), outputs=outputs, most_outputs=outputs)
+    result = run(Queries(queries, encode_gives_token=True), [pool])
     steps = [(step.kind.value[0].upper(), step.group) for step in result.pools[0].steps]
     return result, steps, result.pools[0].start_s
 

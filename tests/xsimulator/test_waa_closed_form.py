@@ -15,7 +15,7 @@ from xsimulator.plans import Plans
 from xsimulator.policies.waa.closed_form import Waa, WaaConfig
 from xsimulator.policies.waa.divisions import WaaC, WaaM
 from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
 
@@ -65,9 +65,9 @@ def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     assert found.fits
     inputs, outputs = problem.lengths.sample(
         max(14 * found.max_in_system, 2500), np.random.default_rng(1))
-    steady = steady_figures(
-        replay_job(problem, roofline_of(problem, padded=padded), found, inputs=inputs,
-                   outputs=outputs), problem.constraint, problem.lengths.outputs)
+    result = replay_job(problem, roofline_of(problem, padded=padded), found,
+                        planned_queries(problem, inputs, outputs))
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None and steady.queries > 1000
     assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
     assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
@@ -114,8 +114,8 @@ def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_sl
     assert (steps[0] == steps.max()) == is_first_slowest
     assert found.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
     plan = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices)
-    handover = HandoverCost(waa.problem, waa.timing, plan.stages).seconds(
-        batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
+    cost = HandoverCost(waa.problem, waa.timing, plan.encode.stages, plan.decode.stages)
+    handover = cost.seconds(batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
     assert found.encode_s == pytest.approx(
         steps.sum() if is_first_slowest else (devices + 2) * steps.max() - handover)
 

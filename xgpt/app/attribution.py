@@ -14,6 +14,7 @@ from pathlib import Path
 from xgpt.app.session import Session
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.prediction import in_run_order, job_lengths
@@ -50,14 +51,14 @@ def attribute(session: Session, timing: TimingSource, schedule: Schedule, output
     resumed, or is longer than the log."""
     estimate = schedule.estimate
     try:
-        recording = load_recording(output, estimate.deployment.stages)
+        recording = load_recording(output, estimate.deployment.pools)
         replayer = Replayer(session.problem, timing, estimate)
         order = in_run_order(session.problem, estimate, len(recording.inputs))
-        inputs, outputs = recording.inputs[order], recording.outputs[order]
-        most = _most_outputs(session, schedule, len(inputs))
-        own = replayer.run(inputs, outputs, max_outputs=most)
-        clocks = recording.clocks()
-        timed = replayer.run(inputs, outputs, max_outputs=most, clocks=clocks)
+        queries = QueryLengths(
+            inputs=recording.inputs[order], outputs=recording.outputs[order],
+            most_outputs=_most_outputs(session, schedule, len(recording.inputs)))
+        own, clocks = replayer.run(queries), recording.clocks()
+        timed = replayer.run(queries, clocks=clocks)
     except (XgptError, ValueError, KeyError, AssertionError):  # an explanation ends no run
         return None
     matched = sum(clock.num_matched for clock in clocks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from xgpt.app.session import Session
@@ -12,10 +10,10 @@ from xgpt.report import timeline
 from xgpt.report.canvas import Drawing
 from xprofiler.timing import TimingSource
 from xscheduler.prediction import in_run_order
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import sample_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures, steady_figures
+from xsimulator.replay.steady import SteadyFigures, enough_queries, steady_figures
 
 LEAST_QUERIES = 2000
 ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
@@ -31,10 +29,10 @@ def replay_steady(session: Session, timing: TimingSource, estimate: Estimate,
     known = problem.queries if num_queries is not None else None
     inputs = None if known is None else known.inputs[
         in_run_order(problem, estimate, len(known.inputs))]
-    present = estimate.most_in_system
-    count = num_queries or min(max(LEAST_QUERIES, math.ceil(ROUNDS * present)), MOST_QUERIES)
-    own, outputs = sample_job(problem.lengths, count, rng, inputs)
-    result = replay_job(problem, timing, estimate, inputs=own, outputs=outputs)
+    count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
+                                          most=MOST_QUERIES)
+    queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
+    result = replay_job(problem, timing, estimate, queries)
     return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 

@@ -25,12 +25,12 @@ class QueryTimes:
         return self.last_token_s - self.start_s
 
     @property
-    def time_to_first_token_s(self) -> FloatArray:
-        """[queries] from the arrival, so that waiting for its turn counts."""
+    def ttft_s(self) -> FloatArray:
+        """[queries] to the first token, from the arrival on: waiting for its turn counts."""
         return self.first_token_s - self.arrival_s
 
-    def time_per_output_token_s(self, output_tokens: IntArray) -> FloatArray:
-        """[queries with more than one output token] mean time of the tokens after the first."""
+    def tpot_s(self, output_tokens: IntArray) -> FloatArray:
+        """[queries of more than one output token] mean time of each token after the first."""
         after = np.asarray(output_tokens) - 1
         has_more = after > 0
         return np.asarray((self.last_token_s - self.first_token_s)[has_more] / after[has_more])

@@ -111,7 +111,7 @@ class Handover:
     def _end_early(self, query: int, now: float) -> None:
         self._source.rule.finish(query)
         self._source.note_memory(now)
-        self._queries.end(query, now)
+        self._queries.end([query], now)
 
     def _tell(self, query: int, now: float) -> None:
         """A query that has come this way is done."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import cycle
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, rules_for
@@ -31,82 +32,84 @@ class Replayer:
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate) -> None:
         self._problem, self._estimate = problem, estimate
-        self._pools = [(role, tuple(stages)) for role, stages in groupby(
-            estimate.deployment.stages, key=lambda stage: stage.role)]
+        self._pools = estimate.deployment.pools
         layers = LayerTimes.of(problem, timing)
-        self._times = [StageTimes(layers, problem.cluster, stages) for _, stages in self._pools]
-        self._handover = None if len(self._pools) == 1 else HandoverCost(
-            problem, timing, estimate.deployment.stages)
+        self._times = [StageTimes(layers, problem.cluster, pool.stages) for pool in self._pools]
+        # (source, target, cost): each pool that encodes alone hands over to one that decodes
+        encoding, decoding = ([pool for pool in self._pools if pool.role == role]
+                              for role in ("encode", "decode"))
+        self._links = [(source, target, HandoverCost(
+            problem, timing, source.stages, target.stages))
+            for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []
         self._max_context = 0
 
-    def run(self, inputs: IntArray, outputs: IntArray, *, max_outputs: ArrayLike | None = None,
+    def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
             rules: Sequence[BatchingRule] | None = None,
             clocks: Sequence[Clock] | None = None) -> ReplayResult:
-        """Run queries of these lengths, [queries], in this order.
+        """Run queries whose outputs are known, taken up in this order where they come at one time.
 
-        max_outputs: most tokens each may generate, and so reserves (default: what the problem
-        plans with). rules, clocks: others than the estimate's own, one per pool. Raises XgptError
-        for a query that the schedule's KV budget can never hold.
+        arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
+        per pool. Raises XgptError for a query that the schedule's KV budget can never hold.
         """
-        inputs, outputs = np.asarray(inputs, np.int64), np.asarray(outputs, np.int64)
-        most = np.broadcast_to(np.asarray(
-            planned_outputs(self._problem) if max_outputs is None else max_outputs, np.int64),
-            inputs.shape)
         if clocks is not None or rules is not None or self._sharing <= 1:
-            return self._once(inputs, outputs, most, rules or rules_for(self._estimate),
-                              clocks or self._ready(inputs, np.maximum(outputs, most)))
-        return self._sharing_cores(inputs, outputs, most)
+            return self._once(queries, arrival_s, rules or rules_for(self._estimate),
+                              clocks or self._ready(queries))
+        return self._sharing_cores(queries, arrival_s)
 
-    def _sharing_cores(self, inputs: IntArray, outputs: IntArray, most: IntArray) -> ReplayResult:
+    def _sharing_cores(self, queries: QueryLengths, arrival_s: ArrayLike) -> ReplayResult:
         """See xsimulator.replay.sharing."""
-        clocks = self._ready(inputs, np.maximum(outputs, most))
+        clocks = self._ready(queries)
         cores = sum(stage.tp_degree for stage in self._estimate.deployment.stages) / self._sharing
-        factors = [[1.0] * len(stages) for _, stages in self._pools]
+        factors = [[1.0] * len(pool.stages) for pool in self._pools]
         for left in reversed(range(ROUNDS)):
-            result = self._once(inputs, outputs, most, rules_for(self._estimate), [
+            result = self._once(queries, arrival_s, rules_for(self._estimate), [
                 SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
             if left:
                 factors = [[slow / self._sharing for slow in own] for own in slow_downs(
                     result, self._estimate.deployment.stages, cores)]
         return result
 
-    def _once(self, inputs: IntArray, outputs: IntArray, most: IntArray,
-              own: Sequence[BatchingRule], clocks: Sequence[Clock]) -> ReplayResult:
-        pools = [PoolPlan(name=role, role=role, rule=rule, clock=clock, kv_tokens=kv_tokens,
-                          stages=tuple(stage.index for stage in stages))
-                 for (role, stages), rule, clock, kv_tokens in zip(
-                     self._pools, own, clocks, self._kv_tokens(), strict=True)]
+    def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
+              clocks: Sequence[Clock]) -> ReplayResult:
+        plans = {pool.name: PoolPlan(
+            name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
+            stages=tuple(stage.index for stage in pool.stages))
+            for pool, rule, clock in zip(self._pools, own, clocks, strict=True)}
         handovers = []
-        if self._handover is not None:
-            assert isinstance(own[0], WaaEncodeRule)
-            handovers = [HandoverPlan(seconds=self._handover.seconds, release=own[0].release)]
-        return run(Queries(inputs=inputs, outputs=outputs, reserve_tokens=inputs + most,
-                           encode_gives_token=not self._problem.model.is_encoder_decoder),
-                   pools, handovers)
+        for source, target, cost in self._links:
+            rule = plans[source.name].rule
+            assert isinstance(rule, WaaEncodeRule), f"{rule = }"
+            handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
+                                          source=source.name, target=target.name))
+        gives_token = not self._problem.model.is_encoder_decoder
+        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s),
+                   tuple(plans.values()), handovers)
 
-    def _ready(self, inputs: IntArray, most: IntArray) -> list[StepClock]:
+    def _ready(self, queries: QueryLengths) -> list[StepClock]:
         """The pools' clocks, with tables up to these lengths. A dead row of a static batch grows
         to the longest output, whatever its own."""
-        longest = int(inputs.max(initial=1) + most.max(initial=1)) + 1
+        assert queries.outputs is not None
+        most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
+        longest = int(queries.inputs.max(initial=1) + most) + 1
         if longest > self._max_context:
             self._max_context = longest
             self._clocks = [StepClock(times, max_context=longest) for times in self._times]
         return self._clocks
 
-    def _kv_tokens(self) -> tuple[int, ...]:
-        estimate = self._estimate
-        return (estimate.deployment.kv_tokens,) if len(self._pools) == 1 else (
-            estimate.deployment.encoding.kv_tokens, estimate.deployment.kv_tokens)
 
-
-def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, *, inputs: IntArray,
-               outputs: IntArray, max_outputs: ArrayLike | None = None,
-               rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
+def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
+               *, rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
     """One replay (see Replayer)."""
-    return Replayer(problem, timing, estimate).run(
-        inputs, outputs, max_outputs=max_outputs, rules=rules)
+    return Replayer(problem, timing, estimate).run(queries, rules=rules)
+
+
+def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:
+    """Queries of these lengths, [queries], that reserve what the problem plans with."""
+    inputs = np.asarray(inputs, np.int64)
+    return QueryLengths(inputs=inputs, outputs=np.asarray(outputs, np.int64),
+                        most_outputs=np.full(inputs.shape, planned_outputs(problem)))
 
 
 def planned_outputs(problem: Problem) -> int:

@@ -69,7 +69,7 @@ def _write(file: TextIO, stream: Iterable[Event]) -> int:
 
 def _names(pool: PoolRecords, pid: int, place: int,
            stage_names: Sequence[str]) -> Iterator[Event]:
-    name = "stages" if pool.name == "both" else f"{pool.name} pool"
+    name = "stages" if pool.role == "both" else f"{pool.name} pool"
     yield _metadata("process_name", pid, pid, name=name)
     yield _metadata("process_sort_index", pid, pid, sort_index=place)
     for stage in pool.stages:

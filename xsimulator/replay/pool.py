@@ -114,16 +114,18 @@ class Pool:
         for _, first, done in group.awaited:
             if first:
                 queries.give_first_tokens(first, now)
+            if not done:
+                continue
             for query in done:
                 finish(query)
             due = self._departures.finish(done)
-            for query in due:
-                if not self._is_kept:
+            if not self._is_kept:
+                for query in due:
                     group.leave(query)
-                queries.end(query, now)
-            if self._is_kept and due:  # the rows of a whole batch are free
+            elif due:  # the rows of a whole batch are free
                 for other in self._groups.values():
                     other.clear()
+            queries.end(due, now)
         group.awaited.clear()
 
     def _execute(self, group: GroupRows, step: Step, now: float) -> None:
@@ -172,7 +174,7 @@ class Pool:
         """(first token, tokens) of what is encoded; the encoding of some begins now."""
         queries = self._queries
         if step.chunks:
-            queries.begin([chunk.query for chunk in step.chunks], now)
+            queries.begin([chunk.query for chunk in step.chunks if chunk.first == 0], now)
             return [(chunk.first, chunk.tokens) for chunk in step.chunks]
         queries.begin(step.joined, now)
         inputs, made = queries.inputs, queries.made
@@ -181,10 +183,9 @@ class Pool:
     def _join(self, group: GroupRows, joined: tuple[int, ...], done: list[int]) -> int:
         """They are active from now on; those without an iteration to go are added to `done`.
         Returns their tokens of context."""
-        enter, tokens = self._queries.enter, 0
+        tokens = 0
         self._departures.join(len(joined))
-        for query in joined:
-            context, left = enter(query)
+        for query, context, left in self._queries.enter(joined):
             group.join(query, context, left)
             tokens += context
             if left == 0:

@@ -6,17 +6,19 @@ The closed form describes a job without end; one of a few hundred queries is mos
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import Replayer, planned_outputs, replay_job
-from xsimulator.replay.steady import steady_figures
+from xsimulator.replay.job import Replayer, planned_outputs, planned_queries, replay_job
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import enough_queries, steady_figures
 
 # of a replay that checks a latency: queries at least and at most, and times what is in the system
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS = 8000, 50_000, 12
@@ -25,12 +27,18 @@ MIN_NEIGHBOURS = 8  # observed pairs near a known input among which its output i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
-    """Means over replays; percentiles are over one job's queries."""
+    """Means over replays; percentiles are over one job's queries. `ttft`: time to first token
+    since the arrival; `tpot`: time per output token after the first, of queries with more than
+    one (None where there is none)."""
 
     throughput_qps: float
     output_tokens_per_s: float
     latency_p50_s: float
     latency_p99_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
     wall_s: float
 
 
@@ -38,42 +46,59 @@ def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate,
                      seed: int) -> float:
     """The steady state's latency of the bound's kind and quantile in a replay of sampled queries;
     nan where none is long enough to count."""
-    present = estimate.most_in_system
-    count = min(max(CHECKED_QUERIES, math.ceil(CHECKED_ROUNDS * present)), MOST_CHECKED)
-    inputs, outputs = sample_job(problem.lengths, count, np.random.default_rng(seed), None)
-    result = replay_job(problem, timing, estimate, inputs=inputs, outputs=outputs)
+    count = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
+                           most=MOST_CHECKED)
+    queries = planned_queries(problem, *problem.lengths.sample(count, np.random.default_rng(seed)))
+    result = replay_job(problem, timing, estimate, queries)
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     return float("nan") if steady is None else steady.latency_s
 
 
 def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
-                rng: np.random.Generator, *, replays: int = 5, inputs: IntArray | None = None,
-                outputs: IntArray | None = None, max_outputs: Sequence[int] | None = None
-                ) -> JobPrediction:
+                rng: np.random.Generator, *, known: QueryLengths | None = None,
+                replays: int = 5) -> JobPrediction:
     """Predict a job of `num_queries` executed by `estimate`.
 
-    inputs, outputs: [num_queries] lengths in order where they are known, else sampled (outputs
-    are known only where inputs are, and need one replay). max_outputs: [num_queries] most tokens
-    each query may generate (what it reserves), else what the problem plans with.
+    known: lengths of its queries in the order in which they are taken up; what is not known is
+    sampled (where the outputs are known, too, one replay is enough).
     Raises XgptError for a query that the schedule's KV budget can never hold.
     """
-    assert inputs is None or len(inputs) == num_queries, f"{num_queries = }"
-    lengths = problem.lengths
-    most = np.full(num_queries, planned_outputs(problem)) if max_outputs is None else np.asarray(
-        max_outputs, np.int64)
+    assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     replayer, figures = Replayer(problem, timing, estimate), []
-    for _ in range(replays if outputs is None else 1):
-        own, given = (inputs, outputs) if inputs is not None and outputs is not None else (
-            sample_job(lengths, num_queries, rng, inputs))
-        given = np.minimum(given, most)
-        result = replayer.run(own, given, max_outputs=most)
-        p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
-        wall_s = result.makespan_s
-        figures.append((num_queries / wall_s, given.sum() / wall_s, p50, p99, wall_s))
-    mean = np.mean(figures, axis=0)
-    return JobPrediction(throughput_qps=float(mean[0]), output_tokens_per_s=float(mean[1]),
-                         latency_p50_s=float(mean[2]), latency_p99_s=float(mean[3]),
-                         wall_s=float(mean[4]))
+    is_sampled = known is None or known.outputs is None
+    for _ in range(replays if is_sampled else 1):
+        queries = _sampled(problem, num_queries, rng, known)
+        figures.append(_figures(replayer.run(queries)))
+    mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
+                            for name in figures[0]}
+    for name in ("tpot_p50_s", "tpot_p99_s"):
+        mean[name] = None if math.isnan(mean[name]) else mean[name]
+    return JobPrediction(**mean)
+
+
+def _sampled(problem: Problem, count: int, rng: np.random.Generator,
+             known: QueryLengths | None) -> QueryLengths:
+    """The queries of one replay; none writes more than it may."""
+    if known is not None and known.outputs is not None:
+        inputs, outputs = known.inputs, known.outputs
+    else:
+        inputs, outputs = sample_job(problem.lengths, count, rng,
+                                     None if known is None else known.inputs)
+    most = np.full(count, planned_outputs(problem)) if known is None else known.most_outputs
+    return QueryLengths(inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most))
+
+
+def _figures(result: ReplayResult) -> dict[str, float]:
+    """A JobPrediction's figures of one replay."""
+    times, wall_s = result.times, result.makespan_s
+    figures = {"throughput_qps": len(times.arrival_s) / wall_s, "wall_s": wall_s,
+               "output_tokens_per_s": result.output_tokens.sum() / wall_s}
+    for name, values in (
+            ("latency", times.latency_s), ("ttft", times.ttft_s),
+            ("tpot", times.tpot_s(result.output_tokens))):
+        p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
+        figures |= {f"{name}_p50_s": p50, f"{name}_p99_s": p99}
+    return figures
 
 
 def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,

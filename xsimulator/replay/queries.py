@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
+from xgpt.core.query_lengths import QueryLengths
 
 
 class Queries:
     """The one account of queries that all pools of a replay share, by the query's number."""
 
-    def __init__(self, *, inputs: IntArray, outputs: IntArray, reserve_tokens: IntArray,
-                 encode_gives_token: bool, arrival_s: ArrayLike = 0.0) -> None:
-        """[queries] each: input tokens, output tokens, KV tokens reserved, when the query comes.
-        `encode_gives_token`: encoding yields the first output token (decoder-only models)."""
-        self.inputs: list[int] = np.asarray(inputs).tolist()
-        self.reserve_tokens: list[int] = np.asarray(reserve_tokens).tolist()
-        self.output_tokens = np.asarray(outputs, np.int64)
+    def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
+                 arrival_s: ArrayLike = 0.0) -> None:
+        """`arrival_s`: [queries] when each comes. `encode_gives_token`: encoding yields the first
+        output token (decoder-only models)."""
+        assert lengths.outputs is not None, "a replay needs to know the outputs"
+        self.inputs: list[int] = lengths.inputs.tolist()
+        self.reserve_tokens: list[int] = lengths.reserves.tolist()
+        self.output_tokens = lengths.outputs
         count = len(self.inputs)
         self.arrival_s: FloatArray = np.broadcast_to(np.asarray(arrival_s, float), (count,))
         self.gives_token = int(encode_gives_token)
@@ -45,12 +47,16 @@ class Queries:
             if self.first_token_s[query] is None:
                 self.first_token_s[query] = now
 
-    def end(self, query: int, now: float) -> None:
-        """The query is done."""
-        self.last_token_s[query] = now
-        self.num_done += 1
-        if query in self.when_done:
-            self.when_done.pop(query)(query, now)
+    def end(self, queries: Sequence[int], now: float) -> None:
+        """These queries are done."""
+        for query in queries:
+            self.last_token_s[query] = now
+        self.num_done += len(queries)
+        if self.when_done:
+            for query in queries:
+                tell = self.when_done.pop(query, None)
+                if tell is not None:
+                    tell(query, now)
 
     def evict(self, query: int, left: int) -> None:
         """The query loses its KV entries with `left` iterations to go."""
@@ -58,9 +64,12 @@ class Queries:
         self.left[query] = left
         self.preemptions += 1
 
-    def enter(self, query: int) -> tuple[int, int]:
-        """(context, iterations to go) of a query whose entries are all there."""
-        made = self.made[query]
-        if made:  # encoded again: that gave the token after those it had
-            self.left[query] -= self.gives_token
-        return self.inputs[query] + made, self.left[query]
+    def enter(self, queries: Iterable[int]) -> list[tuple[int, int, int]]:
+        """[(query, context, iterations to go)] of queries whose entries are all there now."""
+        inputs, made, left = self.inputs, self.made, self.left
+        rows = []
+        for query in queries:
+            if made[query]:  # encoded again: that gave the token after those it had
+                left[query] -= self.gives_token
+            rows.append((query, inputs[query] + made[query], left[query]))
+        return rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool
 from xsimulator.replay.step_clock import StepSizes
 
 _UNTIMED = frozenset({"cross_kv"})  # taken up as it comes: part of no step
@@ -54,45 +53,43 @@ class RecordedClock:
     def __init__(self, steps: Sequence[_Recorded]) -> None:
         self._left = {kind: list(reversed([s for s in steps if s.kind == kind]))
                       for kind in {s.kind for s in steps}}
-        self._all = {kind: list(found) for kind, found in self._left.items()}
+        self._all = {kind: list(of_kind) for kind, of_kind in self._left.items()}
         self.num_matched = 0  # steps of exactly the recorded size
         self.num_steps = 0
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """Per stage of the pool. Raises XgptError for a kind of step that the run never took."""
+        """[stages] seconds of one step. Raises XgptError for a kind that the run never took."""
         kind = "decode" if not sizes.spans else "mixed" if sizes.decoded else "encode"
         queries = sizes.encoded if kind == "encode" else sizes.decoded + sizes.encoded
         if kind not in self._all:
             raise XgptError(f"the replay takes a step of kind {kind!r}, the run took none")
         self.num_steps += 1
         left = self._left[kind]
-        found = left.pop() if left else None
-        if found is None or found.queries != queries:
-            found = min(self._all[kind], key=lambda step: abs(step.queries - queries))
+        step = left.pop() if left else None
+        if step is None or step.queries != queries:
+            step = min(self._all[kind], key=lambda other: abs(other.queries - queries))
         else:
             self.num_matched += 1
-        return list(found.seconds)
+        return list(step.seconds)
 
 
-def load_recording(folder: Path, stages: Sequence[StageAssignment]) -> Recording:
-    """The run whose results lie in `folder`, executed on `stages`. Raises XgptError if it was
+def load_recording(folder: Path, pools: Sequence[Pool]) -> Recording:
+    """Reads the run whose results lie in `folder`, executed on `pools`. Raises XgptError if it was
     stopped or resumed, or its record is not whole."""
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
         raise XgptError(f"{folder} does not hold the record of one whole run")
     results = [json.loads(line) for line in _lines(folder / "results.jsonl")]
-    found = [_figures(line) for line in results]
-    if not found:
+    lengths = [_lengths(line) for line in results]
+    if not lengths:
         raise XgptError(f"{folder} holds no results")
     records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]
-    roles = [(role, [stage.index for stage in pool])
-             for role, pool in groupby(stages, key=lambda stage: stage.role)]
-    pools = tuple(_pool(records, indices) for _, indices in roles)
-    inputs, outputs = (np.array(column, np.int64) for column in zip(*found, strict=True))
-    return Recording(inputs=inputs, outputs=outputs, pools=pools, wall_s=float(measured["wall_s"]))
+    steps = tuple(_steps(records, [stage.index for stage in pool.stages]) for pool in pools)
+    inputs, outputs = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
+    return Recording(inputs=inputs, outputs=outputs, pools=steps, wall_s=float(measured["wall_s"]))
 
 
-def _pool(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
+def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
     columns = [[r for r in records if r["stage"] == stage and r["kind"] not in _UNTIMED]
                for stage in stages]
     if len({len(column) for column in columns}) != 1 or columns[0] and columns[0][0]["phase"] != 0:
@@ -107,7 +104,7 @@ def _pool(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[
     return tuple(steps)
 
 
-def _figures(line: Mapping[str, Any]) -> tuple[int, int]:
+def _lengths(line: Mapping[str, Any]) -> tuple[int, int]:
     """(input tokens, output tokens) of a result, an OpenAI batch response or our own line."""
     if "response" in line:
         usage = line["response"]["body"]["usage"]

@@ -23,7 +23,7 @@ ROUNDS = 4  # a further one moves the makespan by less than a hundredth
 
 
 class SharedClock:
-    """`clock`, its seconds times `factors` [stages of the pool]."""
+    """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
 
     def __init__(self, clock: Clock, factors: Sequence[float]) -> None:
         self._clock, self._factors = clock, tuple(factors)
@@ -35,22 +35,23 @@ class SharedClock:
 
 def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
                cores: float) -> list[list[float]]:
-    """Of each pool's stages: seconds its work took for each second on cores of its own, had its
-    steps lain as they do in `result`. `cores`: in ranks that can work at once."""
+    """How much longer each stage's work takes, for each pool [its stages]: seconds for one second
+    on cores of its own, if its steps lie as they do in `result`. `cores`: ranks that can work at
+    once."""
     degrees = {stage.index: stage.tp_degree for stage in stages}
     times, progress = _progress(result.pools, degrees, cores)
-    found = []
+    factors = []
     for pool in result.pools:
         busy = (pool.end_s - pool.start_s).sum(axis=0)
         done = (np.interp(pool.end_s, times, progress)
                 - np.interp(pool.start_s, times, progress)).sum(axis=0)
-        found.append([float(b / d) if d > 0 else 1.0 for b, d in zip(busy, done, strict=True)])
-    return found
+        factors.append([float(b / d) if d > 0 else 1.0 for b, d in zip(busy, done, strict=True)])
+    return factors
 
 
 def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
               cores: float) -> tuple[FloatArray, FloatArray]:
-    """(times, work that a rank at work would have got done until each of them)."""
+    """Returns times, and the work that a rank always at work would have done until each."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
     width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.steps))

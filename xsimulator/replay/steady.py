@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from xgpt.core.constraint import Constraint
 from xgpt.core.lengths import FloatArray, IntArray, Lengths
+from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 LEAST_NEAR = 30  # queries of about the bound's output length that a mean is taken of
 NEAR = 0.03  # outputs within this share of the length (or 2 tokens) are that at most
 _NEAR_TOKENS = 2
+
+
+def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) -> int:
+    """Queries of a replay that shows the steady state: `rounds` times what is in the system."""
+    return min(max(least, math.ceil(rounds * estimate.most_in_system)), most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ miss less than a thousandth.) Tables grow in blocks as sizes come up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class StepClock:
-    """Seconds of the steps of one pool."""
+    """The clock of one pool: it adds up what tables say of each part of a step."""
 
     def __init__(self, times: StageTimes, *, max_context: int) -> None:
         """`max_context`: most tokens a query ever has."""
@@ -73,7 +73,7 @@ class StepClock:
             times.encode_layers, times.stages, strict=True)]
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """Per stage of the pool."""
+        """[stages] seconds of one step."""
         tokens = sizes.tokens
         if self._is_apart and tokens and sizes.decoded:
             apart = [self.seconds(sizes._replace(spans=[], tokens=0, encoded=0)),
@@ -116,7 +116,7 @@ class _Rows:
         self._sparse: list[list[float]] = []
 
     def at(self, rows: int) -> list[float]:
-        """A new list."""
+        """[stages] seconds, a list of the caller's own."""
         if rows < len(self._dense):
             return self._dense[rows].copy()
         if rows <= DENSE_ROWS:
@@ -177,10 +177,9 @@ class _Inputs:
         self._lengths = np.arange(1, max_context + 1)
         self._tables: dict[int, list[list[float]]] = {}
 
-    def attention_s(self, spans: Iterable[tuple[int, int]]) -> list[float]:
-        """Of all spans in one layer. A part costs what the input up to its end costs more than up
-        to its beginning: that many pairs of tokens are attended."""
-        spans = list(spans)
+    def attention_s(self, spans: Sequence[tuple[int, int]]) -> list[float]:
+        """[degrees] seconds of all spans in one layer. A part costs what the input up to its end
+        costs more than up to its beginning: that many pairs of tokens are attended."""
         tables = self._together(min(len(spans), MOST_TOGETHER))
         if len(spans) == 1 and spans[0][0] == 0:
             end = spans[0][1]
@@ -190,6 +189,6 @@ class _Inputs:
 
     def _together(self, queries: int) -> list[list[float]]:
         if queries not in self._tables:
-            found = self._times.encode_attention_s(self._lengths, queries)
-            self._tables[queries] = [[0.0, *found[d].tolist()] for d in self._times.degrees]
+            seconds = self._times.encode_attention_s(self._lengths, queries)
+            self._tables[queries] = [[0.0, *seconds[d].tolist()] for d in self._times.degrees]
         return self._tables[queries]

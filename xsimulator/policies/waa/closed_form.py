@@ -308,7 +308,7 @@ class Waa(ABC):
         return times.encode_s(share * batch * inputs.mean, batch, attention)
 
     def _handover_s(self, plan: WaaPlan, tokens: FloatArray) -> FloatArray:
-        cost = HandoverCost(self.problem, self.timing, plan.stages)
+        cost = HandoverCost(self.problem, self.timing, plan.encode.stages, plan.decode.stages)
         return cost.many(tokens)
 
     # --- figures ------------------------------------------------------------------------------
