@@ -18,6 +18,7 @@ from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
+from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.schedule import Schedule
@@ -34,7 +35,6 @@ from xscheduler.spaces.baselines import BaselineSearch
 from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import PlannedWithin, plan_within
 from xscheduler.untimed import plan_untimed
-from xsimulator.policies import BASELINES
 
 # Of the policies that are searched, the one whose schedule can be changed while it runs.
 _CHANGEABLE = "rra"
@@ -135,7 +135,7 @@ class Planner:
 
     def _within_margin(self, problem: Problem) -> Schedule:
         began, own, before = time.monotonic(), self._own, self._own.nodes
-        bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in BASELINES
+        bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in baselines()
         longer: list[_Search] = []
 
         def of_problem(other: Problem) -> Schedule:
@@ -175,7 +175,7 @@ class Planner:
     def _search_of(self, problem: Problem) -> _Search:
         effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes)
         return _Search(problem.lengths, BaselineSearch(problem, self.timing)
-                       if problem.fixed.policy in BASELINES else
+                       if problem.fixed.policy in baselines() else
                        Scheduler(problem, self.timing, effort))
 
 

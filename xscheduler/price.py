@@ -118,8 +118,9 @@ def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Of
 
 def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     """The control variables in which two schedules differ."""
-    pairs = ((name, getattr(old, name), getattr(new, name)) for name in VARIABLES)
-    return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
+    pairs = ((name, old.variables.get(name), new.variables.get(name)) for name in VARIABLES)
+    return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs
+                 if a != b and a is not None and b is not None)
 
 
 def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:

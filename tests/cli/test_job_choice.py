@@ -47,11 +47,11 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     steady, found = steady_of(session), find(session, timing)
     assert wall_s(session, found) <= wall_s(session, steady)
     own = margin(session.problem, timing, found.estimate)
-    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.latency_bound_s
-    assert found.latency_bound_s == steady.latency_bound_s
+    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.bound.limit_s
+    assert found.bound.limit_s == steady.bound.limit_s
     if found.estimate != steady.estimate:
         assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
-        assert found.estimate.figures.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
+        assert found.estimate.figures.throughput_qps * (1 + found.proof.gap) == pytest.approx(found.proof.bound_qps)
         assert "this job's 100 queries" in found.explanation[0]
         assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
@@ -59,7 +59,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     found = find(session, timing_of(session))
-    assert found.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
+    assert found.proof.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
     assert JOB_STATUS in schedule_table(found)
     save_schedule(found, tmp_path / "schedule.json")
     assert load_schedule(tmp_path / "schedule.json") == found

@@ -119,9 +119,9 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
     before, after = schedule.estimate, found.schedule.estimate
     assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
-    assert f"encode_batch {before.encode_batch} -> {after.encode_batch}" in found.sentence
-    assert (after.stages, after.decode_micro_batches) == (before.stages,
-                                                          before.decode_micro_batches)
+    assert f"encode_batch {before.figures.encode_batch} -> {after.figures.encode_batch}" in found.sentence
+    assert (after.deployment.stages, after.deployment.num_groups) == (before.deployment.stages,
+                                                          before.deployment.num_groups)
     limit_s = session.problem.constraint.latency_s
     assert latency_s(session, found.schedule, lengths) <= 1.02 * limit_s
     if mean > PLANNED_MEAN:
@@ -154,8 +154,8 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     (found,) = own.decisions
     assert found.schedule is not None and found.record["cause"] == "observe"
     settled, start = found.schedule.estimate, schedule.estimate
-    assert settled.throughput_qps > 2 * found.record["throughput_qps"]["before"]
-    assert settled.decode_batch > start.decode_batch
+    assert settled.figures.throughput_qps > 2 * found.record["throughput_qps"]["before"]
+    assert settled.figures.decode_batch > start.figures.decode_batch
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False

@@ -219,7 +219,7 @@ def test_a_limit_in_nodes_is_said_and_repeatable(job: Path) -> None:
     assert first["bound_qps"] >= full["throughput_qps"] >= first["throughput_qps"]
     session = open_session(job, (), fetch=False)
     wide = Planner(session.problem, timing_of(session), PlanOptions(gap=0.2)).steady()
-    assert wide.gap <= 0.2 and wide.nodes <= full["nodes"]
+    assert wide.proof.gap <= 0.2 and wide.proof.nodes <= full["nodes"]
 
 
 @pytest.mark.parametrize("arguments", [

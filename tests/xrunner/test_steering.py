@@ -23,7 +23,7 @@ from xrunner.rules.waa import WaaEncodeRule, waa_rules
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 
 MEAN = 20.0
 SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)

@@ -16,7 +16,7 @@ from xscheduler.live.deployment import redeployment
 from xscheduler.live.pinned import PinnedSearch, pinned_policy
 from xscheduler.live.reschedule import break_even, reschedule
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
 BATCHES, GROUPS = range(1, 41), range(1, 9)

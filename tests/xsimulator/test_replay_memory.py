@@ -8,14 +8,16 @@ import pytest
 from problems import problem_of, roofline_of
 
 from xgpt.core.errors import InputError
+from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator import memory
 from xsimulator.plans import Plans
-from xsimulator.policies import POLICIES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.divisions import WaaC, WaaConfig
+from xsimulator.policies.waa.closed_form import waa_c
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
@@ -101,13 +103,13 @@ def check(policy, case, seeds, queries, enough=10**9):
     return checked
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device(policy):
     assert check(policy, CASES[0], range(9), 400, enough=8) == 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
     """125 and more of each policy, 1,000 in all, full of queries."""
     checked = sum(check(policy, case, range(20), 1200, enough=48) for case in CASES)
@@ -121,8 +123,8 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     """The paper's section 7.4: not even with one query encoded at a time; RRA can."""
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
-    waa, rra = WaaC(problem, timing), Rra(problem, timing)
-    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
+    waa, rra = waa_c(problem, timing), Rra(problem, timing)
+    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):
         try:
