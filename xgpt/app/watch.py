@@ -20,7 +20,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.launcher_link import ChangeOrder, read_observed
-from xrunner.rules.rra import rra_change
+from xrunner.rules.rra import phase_controls
 from xscheduler.beginning import can_settle
 from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Followed, Look
 from xscheduler.live.pinned import POLICIES
@@ -79,16 +79,10 @@ class Rescheduler:
         if not self.decider.take(self._look, decision):
             return False
         if decision.schedule is not None:
-            self._change_order(decision.schedule.estimate).save(self._output)
+            ChangeOrder(revision=self.decider.revision, controls=phase_controls(
+                decision.schedule.estimate, slots=self.slots)).save(self._output)
         self.decisions.append(decision)
         return True
-
-    def _change_order(self, estimate: Estimate) -> ChangeOrder:
-        change = rra_change(estimate, phase=0, slots=self.slots)
-        return ChangeOrder(
-            revision=self.decider.revision, encode_batch=change.encode_batch,
-            decode_iterations=change.decode_iterations, group_max_active=change.group_max_active,
-            group_kv_tokens=change.group_kv_tokens, steered_to=change.steered_to)
 
 
 def rescheduler_of(session: Session, timing: TimingSource,
