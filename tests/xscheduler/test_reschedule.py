@@ -36,7 +36,7 @@ def uneven():
     """RRA on stages that no lengths would suggest."""
     found = rra()
     counts, first, stages = [3, 1, 1, 1], 0, []
-    for stage, count in zip(found.stages, counts, strict=True):
+    for stage, count in zip(found.deployment.stages, counts, strict=True):
         stages.append(replace(stage, first_layer=first, num_layers=count))
         first += count
     return replace(found, stages=tuple(stages))
@@ -44,7 +44,7 @@ def uneven():
 
 def brute_force(deployed, problem):
     """(throughput, tightest latency) over the whole grid."""
-    plan = {"tp_degree": deployed.tp_degree, "tp_gpus": deployed.tp_gpus}
+    plan = {"tp_degree": deployed.deployment.tp_degree, "tp_gpus": deployed.deployment.tp_gpus}
     iterations = range(1, problem.lengths.outputs.max) if deployed.policy == "rra" else [None]
     configs = [
         RraConfig(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
@@ -90,7 +90,7 @@ def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
         found.qps == pytest.approx(expected, rel=1e-9))
     assert found.qps >= expected * (1 - 1e-9)
     assert found.estimate.figures.latency_s <= problem.constraint.latency_s and found.estimate.figures.fits
-    assert found.estimate.deployment.stages == deployed.stages and found.estimate.policy == deployed.policy
+    assert found.estimate.deployment.stages == deployed.deployment.stages and found.estimate.policy == deployed.policy
 
 
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
@@ -121,7 +121,7 @@ def test_out_of_reach_names_the_tightest_latency():
 def test_what_the_job_fixes_stays_fixed():
     fixed = FixedSchedule(decode_iterations=3, decode_micro_batches=2, encode_batch=5)
     found = adjusted(rra(), toy_problem(outputs=LONGER, fixed=fixed)).estimate
-    assert (found.decode_iterations, found.decode_micro_batches, found.encode_batch) == (3, 2, 5)
+    assert (found.figures.decode_iterations, found.deployment.num_groups, found.figures.encode_batch) == (3, 2, 5)
     other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policy="waa-c")))
     assert other.estimate is None and "policy waa-c" in other.reason
 
@@ -187,11 +187,11 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     none = InfeasibleError("no schedule")
     found = reschedule(old, problem, roofline_of(problem), best=none)
     assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
-    assert found.choice == "adjust" and found.chosen.latency_s <= problem.constraint.latency_s
+    assert found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
     tighter = reschedule(old, problem, roofline_of(problem), best=none,
-                         latency_limit_s=found.chosen.latency_s * 0.9)
-    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.latency_s * 0.9
+                         latency_limit_s=found.chosen.figures.latency_s * 0.9)
+    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.figures.latency_s * 0.9
     impossible = reschedule(old, problem, roofline_of(problem), best=none, latency_limit_s=1e-9)
     assert impossible.choice is None and impossible.chosen is None
     assert "No schedule meets the bound" in impossible.sentence
@@ -209,7 +209,7 @@ def test_the_real_search_never_loses_to_what_is_deployed():
     problem = toy_problem(outputs=SHORTER)
     found = reschedule(rra(), problem, roofline_of(problem))
     best = max(found.keep.qps, found.adjust.qps, found.redeploy.qps)
-    assert found.chosen.throughput_qps >= best * 0.99
+    assert found.chosen.figures.throughput_qps >= best * 0.99
     assert found.adjust.qps >= found.keep.qps > 0
 
 

@@ -122,7 +122,7 @@ def test_of_several_bounds_each_has_the_answer_it_has_alone():
         ours, alone = (s.find(bound_s) for s in (swept, Scheduler(problem, timing)))
         assert ours.estimate.figures.throughput_qps == pytest.approx(
             alone.estimate.figures.throughput_qps, rel=0.005)
-        assert ours.nodes >= alone.proof.nodes
+        assert ours.proof.nodes >= alone.proof.nodes
 
 
 @pytest.mark.parametrize("policy", POLICIES)

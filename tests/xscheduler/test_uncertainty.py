@@ -96,7 +96,7 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
         problem.lengths, outputs=truncated_normal(60, 10, 100)))
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
-                       ).stages != estimate.deployment.stages
+                       ).deployment.stages != estimate.deployment.stages
     doubts = Doubts(problem, roofline_of(problem))
     assert doubts.with_own_lengths(schedule_of(problem, estimate)).estimate == estimate
     expected = pinned_policy(estimate, other, roofline_of(problem)).evaluate(
@@ -251,10 +251,10 @@ def test_what_is_planned_keeps_the_bound_with_its_own_margin(longer: bool) -> No
     found, _ = planned(problem, longer=longer)
     assert found.is_safe and found.margin.factor > 1 and 0 < found.cost < 0.8
     assert found.schedule.estimate.figures.latency_s * found.margin.factor <= BOUND_S
-    assert found.schedule.latency_bound_s == BOUND_S
+    assert found.schedule.bound.limit_s == BOUND_S
     again = margin(problem, roofline_of(problem), found.schedule.estimate)
     assert again == found.margin
-    assert found.schedule.bound_qps >= found.schedule.estimate.figures.throughput_qps
+    assert found.schedule.proof.bound_qps >= found.schedule.estimate.figures.throughput_qps
 
 
 def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
