@@ -25,7 +25,7 @@ from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
-from xrunner.rules.rra import most_active, rra_change, rra_rule
+from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.revision import revise
 from xsimulator.replay.job import replay_job
@@ -163,9 +163,10 @@ class Followed:
         self.without = self.result
 
     def replayed(self) -> ReplayResult:
-        rule = rra_rule(self.estimate, slots=self.own.slots)
-        for change in self.changes:
-            rule.change(change)
+        rule = rra_rule(self.estimate)
+        rule.make_room(self.own.slots)
+        for phase, controls in self.changes:
+            rule.change(controls, phase=phase)
         known = self.session.problem.queries
         assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
@@ -177,8 +178,8 @@ class Followed:
         while (now_s := self.begin_s(phase)) is not None:
             self.write(now_s)
             if self.own.update() and (found := self.own.decisions[-1].schedule) is not None:
-                self.changes.append(rra_change(found.estimate, phase=phase + 1,
-                                               slots=self.own.slots))
+                self.changes.append(
+                    (phase + 1, phase_controls(found.estimate, slots=self.own.slots)))
                 self.changed_s.append(now_s)
                 self.result = self.replayed()
             phase += 1
@@ -215,7 +216,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]
     assert not job.own._is_observing, "settled, and watching for drift"
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
-    assert all(change.group_max_active <= job.own.slots for change in job.changes)
+    assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
 
 
 def state_of(session: Session, lengths: list[int]) -> None:
@@ -265,8 +266,9 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_change_order(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
-                                                           start.figures.decode_iterations)
+    controls = told.controls
+    assert (controls.encode_batch, controls.decode_iterations) == (
+        start.figures.encode_batch, start.figures.decode_iterations)
     assert own._is_observing, "it looks again"
 
 

@@ -131,10 +131,11 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
             found.record["throughput_qps"]["before"])
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (after.figures.encode_batch,
-                                                           after.figures.decode_iterations)
-    assert told.group_max_active <= own.slots
-    assert told.group_kv_tokens >= own._longest
+    controls = told.controls
+    assert (controls.encode_batch, controls.decode_iterations) == (
+        after.figures.encode_batch, after.figures.decode_iterations)
+    assert told.controls.group_max_active <= own.slots
+    assert told.controls.group_kv_tokens >= own._longest
     assert own.update() is False, "once"
     write_state(session, outputs_of(mean, seed=2), first=960)
     assert own.update() is False, "and not again while lengths stay what they have become"

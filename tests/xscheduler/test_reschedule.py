@@ -39,7 +39,7 @@ def uneven():
     for stage, count in zip(found.deployment.stages, counts, strict=True):
         stages.append(replace(stage, first_layer=first, num_layers=count))
         first += count
-    return replace(found, stages=tuple(stages))
+    return found.changed(stages=tuple(stages))
 
 
 def brute_force(deployed, problem):
@@ -149,7 +149,7 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     problem = toy_problem(outputs=LONGER)
     # so slow that far more queries must be left than are ever present
     problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
-    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
     assert free.loading == redeployment(rra().stages, better.stages, problem.model, problem.dtype,
@@ -164,7 +164,7 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
 
 def test_a_slower_source_takes_longer_to_pay():
     problem = toy_problem(outputs=LONGER)
-    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     dram, ssd = (reschedule(rra(), problem, roofline_of(problem), source=source,
                             best=answer(problem, better)) for source in ("dram", "ssd"))
     assert ssd.cost_s > dram.cost_s and ssd.break_even_queries > dram.break_even_queries

@@ -110,7 +110,7 @@ def test_same_input_same_schedule_nodes_and_reasons(policy):
     first, second = (find_schedule(problem, planted(np.random.default_rng(3), roofline_of(problem)))
                      for _ in range(2))
     assert first.proof.nodes > 0 and first.proof.pruned
-    assert replace(first, seconds=0) == replace(second, seconds=0)
+    assert first.changed(seconds=0) == second.changed(seconds=0)
 
 
 def test_of_several_bounds_each_has_the_answer_it_has_alone():
@@ -133,7 +133,7 @@ def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
     whole = find_schedule(problem, timing, Effort(gap=0.0))
     cut, again = (find_schedule(problem, timing, Effort(gap=0.0, max_nodes=1)) for _ in range(2))
     assert cut.proof.status == "stopped at its limit"
-    assert replace(cut, seconds=0) == replace(again, seconds=0)
+    assert cut.changed(seconds=0) == again.changed(seconds=0)
     assert cut.nodes <= whole.nodes
     assert cut.estimate.figures.throughput_qps <= whole.estimate.figures.throughput_qps <= cut.bound_qps
     assert cut.gap == pytest.approx(cut.bound_qps / cut.estimate.figures.throughput_qps - 1)

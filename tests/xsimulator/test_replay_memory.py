@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
-from xgpt.core.job import FixedSchedule
 from xgpt.core.errors import InputError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans

@@ -29,7 +29,7 @@ from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.launcher_link import ChangeOrder, LengthsSoFar, ObservedState, read_observed
-from xrunner.rules.rra import most_active, rra_change
+from xrunner.rules.rra import most_active, phase_controls
 from xscheduler.beginning import FIRST_QUERIES, can_settle, headroom
 from xscheduler.live.observed import (
     Drift,
@@ -121,7 +121,8 @@ class Rescheduler:
         if found.schedule is not None:
             self._running = found.schedule
             self._revision += 1
-            self._change_order(found.schedule.estimate).save(self._output)
+            ChangeOrder(revision=self._revision, controls=phase_controls(
+                found.schedule.estimate, slots=self.slots)).save(self._output)
         self.decisions.append(found)
         return True
 
@@ -140,13 +141,6 @@ class Rescheduler:
         self._since, self._is_observing = work.admitted, False
         self._planned, self._needed = work.observed.outputs, self._enough
         return True
-
-    def _change_order(self, estimate: Estimate) -> ChangeOrder:
-        change = rra_change(estimate, phase=0, slots=self.slots)
-        return ChangeOrder(
-            revision=self._revision, encode_batch=change.encode_batch,
-            decode_iterations=change.decode_iterations, group_max_active=change.group_max_active,
-            group_kv_tokens=change.group_kv_tokens, steered_to=change.steered_to)
 
     def _consider(self, state: ObservedState) -> None:
         since = max(self._since, state.first)
