@@ -24,8 +24,7 @@ from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, resolve
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.rules.registry import rules_for
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import Replayer, planned_queries
 

@@ -59,15 +59,15 @@ CASES = [
 def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
     found = waa_of(problem, policy, padded=padded).estimate(config)
-    assert found.fits
+    assert found.figures.fits
     inputs, outputs = problem.lengths.sample(
-        max(14 * found.max_in_system, 2500), np.random.default_rng(1))
+        max(14 * found.controls.max_in_system, 2500), np.random.default_rng(1))
     result = replay_job(problem, roofline_of(problem, padded=padded), found,
                         planned_queries(problem, inputs, outputs))
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None and steady.queries > 1000
-    assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
-    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
@@ -108,11 +108,11 @@ def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_sl
     steps = times.encode_s(batch * inputs.mean, batch, {
         degree: batch * one for degree, one in times.mean_attention_s(batch).items()})
     assert (steps[0] == steps.max()) == is_first_slowest
-    assert found.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
+    assert found.figures.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
     plan = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices)
     cost = HandoverCost(waa.problem, waa.timing, plan.encode.stages, plan.decode.stages)
     handover = cost.seconds(batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
-    assert found.encode_s == pytest.approx(
+    assert found.figures.encode_s == pytest.approx(
         steps.sum() if is_first_slowest else (devices + 2) * steps.max() - handover)
 
 
@@ -139,10 +139,12 @@ def test_many_at_once_equal_one_at_a_time():
         for row, config in enumerate(configs):
             alone = waa.estimate(config)
             for name in ("throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch"):
-                assert getattr(together, name)[row] == pytest.approx(getattr(alone, name), rel=1e-9)
-            assert together.fits[row] == alone.fits
-            assert together.kv_tokens[row] == alone.kv_tokens
-            assert together.memory_bytes[row] == pytest.approx(max(alone.memory_bytes), abs=1)
+                assert getattr(together, name)[row] == pytest.approx(
+                    getattr(alone.figures, name), rel=1e-9)
+            assert together.fits[row] == alone.figures.fits
+            assert together.kv_tokens[row] == alone.deployment.kv_tokens
+            assert together.memory_bytes[row] == pytest.approx(
+                max(alone.figures.memory_bytes), abs=1)
 
 
 def test_the_buffer_is_part_of_the_latency_alone():
@@ -150,9 +152,10 @@ def test_the_buffer_is_part_of_the_latency_alone():
     config = WaaConfig(encode_batch=8, decode_micro_batches=2)
     without, usual, more = (waa_of(problem, adjustment=a).estimate(config)
                             for a in (0.0, ADJUSTMENT, 2 * ADJUSTMENT))
-    assert without.throughput_qps == usual.throughput_qps == more.throughput_qps
-    assert without.latency_s < usual.latency_s < more.latency_s
-    assert usual.latency_s - without.latency_s < 1.1 * ADJUSTMENT * without.encode_s
+    assert len({e.figures.throughput_qps for e in (without, usual, more)}) == 1
+    assert without.figures.latency_s < usual.figures.latency_s < more.figures.latency_s
+    longer_s = usual.figures.latency_s - without.figures.latency_s
+    assert longer_s < 1.1 * ADJUSTMENT * without.figures.encode_s
 
 
 def test_all_queries_and_the_sequence_differ_by_when_their_turn_comes():
@@ -160,13 +163,14 @@ def test_all_queries_and_the_sequence_differ_by_when_their_turn_comes():
     lengths, config = lengths_of([100] * 9, [40] * 9), WaaConfig(encode_batch=4)
     own = waa_of(problem_of(lengths=lengths, quantile=0.9)).estimate(config)
     every = waa_of(problem_of(lengths=lengths, kind="queries", quantile=0.9)).estimate(config)
-    assert every.throughput_qps == own.throughput_qps
-    assert (every.latency_s - own.latency_s) / own.period_s == pytest.approx(0.9 - 0.5)
+    assert every.figures.throughput_qps == own.figures.throughput_qps
+    later_s = every.figures.latency_s - own.figures.latency_s
+    assert later_s / own.figures.period_s == pytest.approx(0.9 - 0.5)
 
 
 def test_the_bound_of_all_queries_grows_with_its_quantile():
     found = [waa_of(problem_of(kind="queries", quantile=q)).estimate(
-        WaaConfig(encode_batch=4)).latency_s for q in (0.5, 0.9, 0.99)]
+        WaaConfig(encode_batch=4)).figures.latency_s for q in (0.5, 0.9, 0.99)]
     assert found == sorted(found) and found[0] < 0.8 * found[-1]
 
 
@@ -223,8 +227,8 @@ def test_a_decoder_only_model_is_stored_twice_an_encoder_decoder_model_once():
             ends += 2.0 * spec.head_params
         assert stored == pytest.approx(copies * layers + ends, rel=1e-9)
         found = waa_of(problem, two_encode).estimate(WaaConfig(encode_batch=1))
-        assert sum(found.memory_bytes) > stored
-        assert {s.role for s in found.stages} == {"encode", "decode"}
+        assert sum(found.figures.memory_bytes) > stored
+        assert {s.role for s in found.deployment.stages} == {"encode", "decode"}
 
 
 def test_memory_grows_with_the_batch_and_what_fits_is_below_the_capacity():
@@ -233,7 +237,8 @@ def test_memory_grows_with_the_batch_and_what_fits_is_below_the_capacity():
     assert found.fits[0] and not found.fits[-1]
     np.testing.assert_array_equal(found.fits, found.memory_bytes <= waa.capacity_bytes)
     one, many = (waa_of(problem_of()).estimate(WaaConfig(encode_batch=b)) for b in (2, 20))
-    assert all(a < b for a, b in zip(one.memory_bytes, many.memory_bytes, strict=True))
+    assert all(a < b for a, b in zip(
+        one.figures.memory_bytes, many.figures.memory_bytes, strict=True))
 
 
 def test_waa_c_gives_encoding_more_devices_where_inputs_are_long():
@@ -241,7 +246,7 @@ def test_waa_c_gives_encoding_more_devices_where_inputs_are_long():
     for inputs, outputs in ((30, 200), (400, 200), (1000, 5)):
         problem = problem_of("gpt3-39b", lengths=lengths_of([inputs] * 9, [outputs] * 9))
         found = waa_of(problem, waa_c).estimate(WaaConfig(encode_batch=4))
-        notes.append(sum(stage.role == "encode" for stage in found.stages))
+        notes.append(sum(stage.role == "encode" for stage in found.deployment.stages))
     assert notes[0] < notes[1] < notes[2]
 
 

@@ -21,8 +21,8 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.random_model import write_random_model
-from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.held import HELD_FILE
+from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import answered
 from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
 from xrunner.rules.order import window_of

@@ -5,7 +5,7 @@ A policy's row (xgpt.core.policies) says where its closed form and its configura
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Protocol
 
@@ -39,10 +39,9 @@ def make_config(name: str, source: Estimate | FixedSchedule) -> tuple[Any, list[
     """The configuration that `source` describes, None where control variables of the policy are
     missing; and the names of these."""
     row, config = policy(name), policy(name).load("config")
-    values: Mapping[str, Any] = (source.variables if isinstance(source, Estimate) else {
-        field.name: getattr(source, field.name) for field in fields(source)})
-    values = {variable: values.get(variable)
-              for variable in (*row.variable_names, "tp_degree", "tp_gpus")}
+    held = source.variables if isinstance(source, Estimate) else {}
+    values = {name: held[name] if name in held else getattr(source, name, None)
+              for name in (*row.variable_names, "tp_degree", "tp_gpus")}
     given, missing = {}, []
     for field in fields(config):
         derived = field.metadata.get("derived")  # from the variables, for one that is none itself

@@ -13,8 +13,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.registry import rules_for
-from xrunner.rules.steps import BatchingRule
+from xrunner.rules.steps import BatchingRule, rules_for
 from xrunner.rules.waa import WaaEncodeRule
 from xsimulator.handover import HandoverCost
 from xsimulator.layer_times import LayerTimes
