@@ -15,7 +15,7 @@ import pytest
 
 from xgpt.app.run import _plan
 from xgpt.app.session import Session, executable, find, open_session, timing_of
-from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
+from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
 from xgpt.core.query_lengths import QueryLengths
@@ -23,6 +23,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
+from xscheduler.live.slots import slots_for
 
 PLANNED_MEAN = 30.0
 
@@ -58,12 +59,18 @@ def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60
         {"first": first, "finished": finished, "active": active}))
 
 
-def follow(session: Session, schedule: Schedule, **changes: Any) -> Rescheduler:
+def follow(session: Session, schedule: Schedule, num_queries: int | None = None,
+           **changes: Any) -> Rescheduler:
+    """`changes`: of the decider."""
     made = rescheduler_of(session, timing_of(session), schedule)
     assert made is not None
     made._waits = True
+    decider = made.decider
+    if num_queries is not None:
+        decider.followed = replace(decider.followed, problem=replace(
+            decider.followed.problem, num_queries=num_queries))
     for name, value in changes.items():
-        setattr(made, name, value)
+        setattr(decider, name, value)
     return made
 
 
@@ -131,11 +138,10 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
             found.record["throughput_qps"]["before"])
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == 1
-    controls = told.controls
-    assert (controls.encode_batch, controls.decode_iterations) == (
-        after.figures.encode_batch, after.figures.decode_iterations)
+    assert (told.controls.encode_batch, told.controls.decode_iterations) == (after.figures.encode_batch,
+                                                           after.figures.decode_iterations)
     assert told.controls.group_max_active <= own.slots
-    assert told.controls.group_kv_tokens >= own._longest
+    assert told.controls.group_kv_tokens >= own.decider.followed.longest
     assert own.update() is False, "once"
     write_state(session, outputs_of(mean, seed=2), first=960)
     assert own.update() is False, "and not again while lengths stay what they have become"
@@ -185,7 +191,7 @@ def test_of_queries_whose_companions_are_forgotten_none_is_counted(
 
 def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[Session, Schedule]) -> None:
     session, schedule = planned
-    own = follow(session, schedule, _num_queries=1000)
+    own = follow(session, schedule, num_queries=1000)
     write_state(session, outputs_of(45))  # 960 of them admitted
     assert own.update() is False and not own.decisions
 
@@ -199,7 +205,7 @@ def test_a_failing_plan_leaves_the_run_alone(planned: tuple[Session, Schedule],
     def fail(*_: object) -> None:
         raise RuntimeError("the plan")
 
-    monkeypatch.setattr("xgpt.app.watch.revise", fail)
+    monkeypatch.setattr("xscheduler.live.decisions.revise", fail)
     write_state(session, outputs_of(45))
     assert own.update() is False and own.update() is False
     assert not own.decisions and own._is_over
@@ -220,7 +226,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
     assert found.record["choice"] == "redeploy" and found.record["to"]
     assert "Ctrl-C" in found.sentence and "drifted" in found.sentence
     assert found.record["throughput_qps"]["after"] > 0
-    assert own._running is schedule
+    assert own.decider.running is schedule
 
 
 @pytest.mark.parametrize(("given", "is_followed"), [
@@ -235,7 +241,7 @@ def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bo
     found = rescheduler_of(session, timing_of(session), planned[1])
     assert (found is not None) == is_followed
     if "20%" in str(given):
-        assert found is not None and found._threshold == pytest.approx(0.2)
+        assert found is not None and found.decider.followed.threshold == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -24,7 +24,7 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xgpt.core.schedule_file import from_json, to_json
+from xgpt.core.schedule_file import estimate_keys, from_json, to_json
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xscheduler.search import Scheduler, find_schedule
@@ -110,7 +110,7 @@ def test_same_input_same_schedule_nodes_and_reasons(policy):
     first, second = (find_schedule(problem, planted(np.random.default_rng(3), roofline_of(problem)))
                      for _ in range(2))
     assert first.proof.nodes > 0 and first.proof.pruned
-    assert replace(first, seconds=0) == replace(second, seconds=0)
+    assert first.changed(seconds=0) == second.changed(seconds=0)
 
 
 def test_of_several_bounds_each_has_the_answer_it_has_alone():
@@ -122,7 +122,7 @@ def test_of_several_bounds_each_has_the_answer_it_has_alone():
         ours, alone = (s.find(bound_s) for s in (swept, Scheduler(problem, timing)))
         assert ours.estimate.figures.throughput_qps == pytest.approx(
             alone.estimate.figures.throughput_qps, rel=0.005)
-        assert ours.nodes >= alone.proof.nodes
+        assert ours.proof.nodes >= alone.proof.nodes
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -133,10 +133,10 @@ def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
     whole = find_schedule(problem, timing, Effort(gap=0.0))
     cut, again = (find_schedule(problem, timing, Effort(gap=0.0, max_nodes=1)) for _ in range(2))
     assert cut.proof.status == "stopped at its limit"
-    assert replace(cut, seconds=0) == replace(again, seconds=0)
-    assert cut.nodes <= whole.nodes
-    assert cut.estimate.figures.throughput_qps <= whole.estimate.figures.throughput_qps <= cut.bound_qps
-    assert cut.gap == pytest.approx(cut.bound_qps / cut.estimate.figures.throughput_qps - 1)
+    assert cut.changed(seconds=0) == again.changed(seconds=0)
+    assert cut.proof.nodes <= whole.proof.nodes
+    assert cut.estimate.figures.throughput_qps <= whole.estimate.figures.throughput_qps <= cut.proof.bound_qps
+    assert cut.proof.gap == pytest.approx(cut.proof.bound_qps / cut.estimate.figures.throughput_qps - 1)
 
 
 def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
@@ -172,7 +172,7 @@ def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
     policies = ["rra"] if field == "decode_iterations" else POLICIES
     best = optimum(oracles(problem, roofline_of(problem), policies))
     found = find_schedule(problem, roofline_of(problem))
-    assert found.estimate.variables[field] == value
+    assert estimate_keys(found.estimate)[field] == value
     assert best / 1.005 <= found.estimate.figures.throughput_qps <= best * (1 + 1e-9) <= (
         found.proof.bound_qps * (1 + 2e-9))
 

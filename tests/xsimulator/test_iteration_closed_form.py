@@ -73,7 +73,8 @@ CASES = [
 def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config, padded):
     problem = problem_of(model, cluster, task)
     found = policy_of(name, problem, padded=padded).estimate(config)
-    result, outputs = replayed(name, problem, found, max(9000, int(14 * found.figures.decode_batch)),
+    count = max(9000, int(14 * found.figures.decode_batch))
+    result, outputs = replayed(name, problem, found, count,
                                padded=padded)
     start = result.times.start_s
     begin, end = np.quantile(start, [0.4, 0.8])
@@ -107,7 +108,8 @@ def test_what_fits_never_holds_more_than_its_budget(name):
     policy = policy_of(name, problem)
     for max_active in (3, 5000):
         found = policy.estimate(ContinuousConfig(max_active=max_active, tp_degree=2, tp_gpus=2))
-        assert found.figures.fits and max(found.figures.memory_bytes) <= found.figures.memory_capacity_bytes
+        figures = found.figures
+        assert figures.fits and max(figures.memory_bytes) <= figures.memory_capacity_bytes
         result, _ = replayed(name, problem, found, 600, padded=True)
         assert 0 < result.pools[0].memory_tokens.max() <= found.deployment.kv_tokens
 
@@ -116,7 +118,8 @@ def test_what_fits_never_holds_more_than_its_budget(name):
 def test_a_model_that_leaves_no_room_does_not_fit(name):
     problem = problem_of("gpt3-175b", "a40-8", "C2")
     found = policy_of(name, problem).estimate(ContinuousConfig(max_active=4))
-    assert not found.figures.fits and max(found.figures.memory_bytes) > found.figures.memory_capacity_bytes
+    figures = found.figures
+    assert not figures.fits and max(figures.memory_bytes) > figures.memory_capacity_bytes
 
 
 @pytest.mark.parametrize("name", POLICIES)

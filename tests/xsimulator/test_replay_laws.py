@@ -51,7 +51,7 @@ def replays(draw, policy):
         found = make_policy(policy, problem, roofline_of(problem)).estimate(config)
     except InputError:
         assume(False)
-    assume(found.fits)
+    assume(found.figures.fits)
     inputs, outputs = problem.lengths.sample(draw(st.integers(1, 120)), rng)
     result = replay_job(problem, roofline_of(problem), found,
                         planned_queries(problem, inputs, outputs))

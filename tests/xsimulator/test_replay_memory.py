@@ -8,6 +8,7 @@ import pytest
 from problems import problem_of, roofline_of
 
 from xgpt.core.errors import InputError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans
@@ -24,13 +25,6 @@ CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-
 LARGEST = {"encode_batch": 4096, "max_active": 20_000}
 
 
-class Controls:
-    """Control variables by name, as a job gives them."""
-
-    def __init__(self, **values):
-        self.__dict__.update(values)
-
-
 def fullest(policy, problem, rng):
     """The estimate of a random configuration with the largest batch that fits."""
     made = make_policy(policy, problem, roofline_of(problem))
@@ -43,7 +37,7 @@ def fullest(policy, problem, rng):
 
     def estimate(size):
         size_of = {name: size if name == "encode_batch" else 4 + size for name in LARGEST}
-        config, missing = make_config(policy, Controls(**{**values, **size_of}))
+        config, missing = make_config(policy, FixedSchedule(**{**values, **size_of}))
         assert not missing
         return made.estimate(config)
 

@@ -95,7 +95,8 @@ def test_replay_of_one_query_is_the_sum_of_its_steps():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
     result, _ = replayed(problem, found, 1, padded=True)
-    times = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster, found.deployment.stages)
+    times = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster,
+                       found.deployment.stages)
     attention = times.encode_attention_s(np.array([10]), 1)
     expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
     expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()

@@ -158,7 +158,8 @@ def test_the_budget_is_never_exceeded_and_holds_a_full_batch():
 
 def test_latency_bound_of_queries_lies_above_the_mean_and_grows_with_the_quantile():
     config = StaticConfig(encode_batch=8, decode_micro_batches=4)
-    latencies = [policy_of(problem_of(kind="queries", quantile=q)).estimate(config).figures.latency_s
+    latencies = [policy_of(problem_of(
+        kind="queries", quantile=q)).estimate(config).figures.latency_s
                  for q in (0.5, 0.9, 0.99, 1.0)]
     assert latencies == sorted(latencies) and latencies[0] < 0.9 * latencies[-1]
 
