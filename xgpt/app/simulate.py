@@ -15,7 +15,7 @@ from xgpt.app.plan import plan_job
 from xgpt.app.replays import names_of, replay_steady, steady_timeline
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
-from xgpt.core.policies import baselines
+from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import estimate_keys
@@ -25,7 +25,7 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.planner import PlanOptions
-from xscheduler.search import POLICIES, find_schedule
+from xscheduler.search import find_schedule
 from xscheduler.spaces.grid import best as best_of_grid
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.perfetto import write_trace
@@ -125,7 +125,7 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigure
 def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | None]:
     """The best of every policy, but for the searched one that is shown already."""
     best: dict[str, Estimate | None] = {}
-    for name in (*(name for name in POLICIES if name != shown), *baselines()):
+    for name in (*(name for name in searched_policies() if name != shown), *baselines()):
         opened.tell.say(f"looking for the best {name} ...")
         best[name] = _best(opened, timing, name)
     return best
@@ -144,7 +144,7 @@ def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | None
     """The best within the bound, RRA's and WAA's by the search, baselines' by their grids; without
     a margin, so that all are measured alike."""
     problem = opened.problem
-    if name in POLICIES:
+    if name in searched_policies():
         try:
             return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)),
                                  timing).estimate
