@@ -16,10 +16,10 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, resolve
 from xgpt.core.schedule import Estimate
@@ -87,8 +87,7 @@ def bare_rule_s(estimate: Estimate, outputs: np.ndarray, reserve: np.ndarray) ->
 def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     policy = name.partition(",")[0]
-    values = dict.fromkeys(("decode_micro_batches", "encode_micro_batches", "token_budget"))
-    config, missing = make_config(policy, SimpleNamespace(**{**values, **SCHEDULES[name]}))
+    config, missing = make_config(policy, FixedSchedule(**SCHEDULES[name]))
     assert not missing, f"{name}: {missing}"
     found = make_policy(policy, problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))

@@ -12,6 +12,7 @@ from problems import problem_of, roofline_of
 
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
@@ -23,13 +24,6 @@ from xsimulator.replay.steady import steady_figures
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}
 LAWS = settings(max_examples=25, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-
-
-class Controls:
-    """Control variables by name, as a job gives them."""
-
-    def __init__(self, **values: int) -> None:
-        self.__dict__.update(values)
 
 
 @st.composite
@@ -45,7 +39,7 @@ def replays(draw, policy):
     degree = draw(st.sampled_from([1, 2, 4]))
     batch = draw(st.integers(1, 30))
     groups = draw(st.integers(1, 4))
-    controls = Controls(
+    controls = FixedSchedule(
         encode_batch=batch, decode_iterations=draw(st.integers(1, longest)),
         decode_micro_batches=groups, encode_micro_batches=groups * draw(st.integers(1, 3)),
         max_active=draw(st.integers(4, 60)), token_budget=draw(st.sampled_from([512, 900, 4000])),
@@ -56,7 +50,7 @@ def replays(draw, policy):
         found = make_policy(policy, problem, roofline_of(problem)).estimate(config)
     except InputError:
         assume(False)
-    assume(found.fits)
+    assume(found.figures.fits)
     inputs, outputs = problem.lengths.sample(draw(st.integers(1, 120)), rng)
     result = replay_job(problem, roofline_of(problem), found,
                         planned_queries(problem, inputs, outputs))

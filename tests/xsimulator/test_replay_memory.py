@@ -8,6 +8,7 @@ import pytest
 from problems import problem_of, roofline_of
 
 from xgpt.core.errors import InputError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator import memory
@@ -22,13 +23,6 @@ CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-
 LARGEST = {"encode_batch": 4096, "max_active": 20_000}
 
 
-class Controls:
-    """Control variables by name, as a job gives them."""
-
-    def __init__(self, **values):
-        self.__dict__.update(values)
-
-
 def fullest(policy, problem, rng):
     """The estimate of a random configuration with the largest batch that fits."""
     made = make_policy(policy, problem, roofline_of(problem))
@@ -41,19 +35,19 @@ def fullest(policy, problem, rng):
 
     def estimate(size):
         size_of = {name: size if name == "encode_batch" else 4 + size for name in LARGEST}
-        config, missing = make_config(policy, Controls(**{**values, **size_of}))
+        config, missing = make_config(policy, FixedSchedule(**{**values, **size_of}))
         assert not missing
         return made.estimate(config)
 
     try:
         low, high = 1, 8192
-        if not estimate(low).fits:
+        if not estimate(low).figures.fits:
             return None
     except InputError:
         return None
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
-        low, high = (middle, high) if estimate(middle).fits else (low, middle)
+        low, high = (middle, high) if estimate(middle).figures.fits else (low, middle)
     return estimate(low)
 
 
@@ -63,7 +57,7 @@ def bytes_held(problem, found, result):
     model, held = problem.model, []
     plans = Plans(problem, roofline_of(problem))
     for pool in result.pools:
-        stages = tuple(found.stages[index] for index in pool.stages)
+        stages = tuple(found.deployment.stages[index] for index in pool.stages)
         weights = plans.pool([stage.ranks for stage in stages], stages[0].role,
                              stages[0].index).weight_bytes
         tokens = pool.memory_tokens.max(initial=0)
@@ -94,8 +88,9 @@ def check(policy, case, seeds, queries, enough=10**9):
         for _ in range(8):
             result = replayer.run(planned_queries(problem, *problem.lengths.sample(queries, rng)))
             held = bytes_held(problem, found, result)
-            assert held.max() <= found.memory_capacity_bytes, f"{policy} {seed = } {found}"
-            per_stage = [found.memory_bytes[stage.ranks[0]] for stage in found.stages]
+            assert held.max() <= found.figures.memory_capacity_bytes, f"{policy} {seed = } {found}"
+            per_stage = [found.figures.memory_bytes[stage.ranks[0]]
+                         for stage in found.deployment.stages]
             assert (held <= np.array(per_stage) + 1).all(), "no stage holds more than was said"
             checked += 1
     return checked
@@ -122,7 +117,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
     waa, rra = WaaC(problem, timing), Rra(problem, timing)
-    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).fits
+    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):
         try:
