@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pool
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -27,10 +26,11 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.policies import policy_names
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xsimulator.policies import POLICIES, make_config, policy_class
+from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
@@ -66,7 +66,7 @@ def problem_of(rng: np.random.Generator, model: str, task: str) -> Problem:
         default_max_tokens=joint.outputs.max)
 
 
-def controls_of(rng: np.random.Generator, problem: Problem) -> SimpleNamespace:
+def controls_of(rng: np.random.Generator, problem: Problem) -> FixedSchedule:
     """Control variables of all policies, drawn at random."""
     devices = problem.cluster.num_devices
     degree = int(rng.choice([d for d in (1, 2, 4, 8) if d <= devices]))
@@ -75,7 +75,7 @@ def controls_of(rng: np.random.Generator, problem: Problem) -> SimpleNamespace:
     def log_uniform(low: float, high: float) -> int:
         return int(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-    return SimpleNamespace(
+    return FixedSchedule(
         encode_batch=log_uniform(1, 400), decode_iterations=log_uniform(1, 200),
         decode_micro_batches=groups, encode_micro_batches=groups * int(rng.integers(1, 4)),
         max_active=log_uniform(4, 2000), token_budget=log_uniform(1100, 8000), tp_degree=degree,
@@ -86,7 +86,7 @@ def draw(rng: np.random.Generator, policy: str, model: str,
          task: str) -> tuple[Problem, bool, Estimate] | None:
     """A problem with an estimate that fits; None where none of the draws does."""
     problem, padded = problem_of(rng, model, task), bool(rng.integers(2))
-    made = policy_class(policy)(problem, roofline_of(problem, padded))
+    made = make_policy(policy, problem, roofline_of(problem, padded))
     for _ in range(DRAWS):
         config, missing = make_config(policy, controls_of(rng, problem))
         assert not missing, f"{policy}: {missing}"
@@ -157,9 +157,9 @@ def reason_of(problem: Problem, found: Estimate) -> str:
 def tasks_of(count: int, seed: int) -> list[tuple[int, str, str, str]]:
     """At least `count` problems, the same number of each policy, models and tasks in turn."""
     cases = [(model, task) for model in CLUSTERS for task in TASKS]
-    each = -(-count // len(POLICIES))
+    each = -(-count // len(policy_names()))
     return [(seed + i, policy, *cases[(i * 7 + 3 * place) % len(cases)])
-            for place, policy in enumerate(POLICIES) for i in range(each)]
+            for place, policy in enumerate(policy_names()) for i in range(each)]
 
 
 def error_cells(errors: np.ndarray) -> str:
@@ -174,7 +174,7 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
              "worst.", "",
              "| policy | problems | throughput median | p95 | worst | latency median | p95 | "
              "worst |", "|---|---|---|---|---|---|---|---|"]
-    for policy in (*POLICIES, "all"):
+    for policy in (*policy_names(), "all"):
         own = [row for row in rows if policy in (row.policy, "all")]
         throughput = np.abs(np.array([row.throughput for row in own]) - 1)
         latency = np.abs(np.array([row.latency for row in own]) - 1)
@@ -194,7 +194,7 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=320)
-    parser.add_argument("--policy", choices=list(POLICIES))
+    parser.add_argument("--policy", choices=policy_names())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)

@@ -25,6 +25,7 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
+from xgpt.core.policies import policy_names
 from xgpt.core.problem import Problem
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -39,11 +40,11 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import ENCODER_DECODER_ONLY, MessageKind, Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
-from xsimulator.policies import POLICIES, make_policy
+from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks
 
 QUERIES = tuple(2**k for k in range(10))
@@ -85,7 +86,7 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--policy", choices=list(POLICIES))
+    parser.add_argument("--policy", choices=policy_names())
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = ["| policy | model, cluster, task | source | configurations | cold /s | warm /s |",

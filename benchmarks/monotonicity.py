@@ -41,7 +41,7 @@ from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.grids import geometric
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks
 
 CASES = (("t5-11b", "a40-8"), ("gpt3-39b", "a40-16"), ("gpt3-101b", "a100-16"))

@@ -24,8 +24,7 @@ from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, resolve
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.rules.registry import rules_for
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import Replayer, planned_queries
 
@@ -87,7 +86,8 @@ def bare_rule_s(estimate: Estimate, outputs: np.ndarray, reserve: np.ndarray) ->
 def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     policy = name.partition(",")[0]
-    config, missing = make_config(policy, FixedSchedule(**SCHEDULES[name]))
+    values = dict.fromkeys(("decode_micro_batches", "encode_micro_batches", "token_budget"))
+    config, missing = make_config(policy, FixedSchedule(**{**values, **SCHEDULES[name]}))
     assert not missing, f"{name}: {missing}"
     found = make_policy(policy, problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))

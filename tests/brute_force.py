@@ -14,9 +14,9 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xscheduler.spaces.waa_points import group_range
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
 
@@ -52,7 +52,7 @@ def evaluate_grid(policy: str, problem: Problem, timing: TimingSource, *,
     """Of "rra" (others: decode_iterations), "waa-c" or "waa-m" (decode_micro_batches; None: all
     that are searched), over every tensor plan the problem allows."""
     plans = tensor_plans(problem, timing)
-    made: Any = policy_class(policy)(problem, timing)
+    made: Any = make_policy(policy, problem, timing)
     configs: list[Any] = []
     for plan in plans:
         degree, gpus = plan.tp_degree, plan.tp_gpus

@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from xgpt.core.cluster import Device, Link
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler import constants as figures
-from xprofiler.constants import RooflineConstants
+from xprofiler.constants import BY_KIND, RooflineConstants
 from xprofiler.kernels import AttentionKernels, Kernels, RowKernels
 from xprofiler.links import LinkTimes
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
@@ -30,7 +29,7 @@ class Roofline:
         assert dtype in DTYPE_BYTES, f"{dtype = }"
         self._of = (model, device, dtype)
         self._kind = "analytic" if constants is None else "calibrated"
-        self.constants = constants or figures.BY_KIND[device.kind]
+        self.constants = constants or BY_KIND[device.kind]
         self.kernels = Kernels(device, dtype, self.constants)
         self.links = LinkTimes(self.kernels)
         rows, attention = RowKernels(model, self.kernels), AttentionKernels(model, self.kernels)

@@ -82,10 +82,10 @@ def to_host(tensor: Tensor) -> Tensor:
     """The tensor in host memory, complete; itself where it is there."""
     if tensor.device.type == "cpu":
         return tensor
-    found = host_buffer(tensor.shape, tensor.dtype)
-    found.copy_(tensor, non_blocking=True)
+    copy = host_buffer(tensor.shape, tensor.dtype)
+    copy.copy_(tensor, non_blocking=True)
     settle(tensor.device)
-    return found
+    return copy
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Schedule, StageAssignment
+from xgpt.core.schedule import Deployment, Pool, Schedule, StageAssignment
 from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
@@ -22,7 +22,7 @@ from xrunner.plan import RunPlan
 from xrunner.rank import Stopwatch
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import transfers
-from xrunner.transport.route import Route, pools, routes
+from xrunner.transport.route import Route, routes
 from xrunner.world import World
 
 
@@ -31,6 +31,7 @@ class Loaded(NamedTuple):
 
     executor: StageExecutor
     route: Route
+    pool: Pool
     stage: StageAssignment
     seconds: float
     bytes_read: int
@@ -39,10 +40,11 @@ class Loaded(NamedTuple):
 
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> Loaded:
-    stages, rank = schedule.estimate.deployment.stages, world.comm.rank
-    stage = next(stage for stage in stages if rank in stage.ranks)
+    deployment, rank = schedule.deployment, world.comm.rank
+    pool, stage = next((pool, stage) for pool in deployment.pools for stage in pool.stages
+                       if rank in stage.ranks)
     shard = WHOLE
-    if any(stage.tp_degree > 1 for stage in stages):
+    if any(other.tp_degree > 1 for other in deployment.stages):
         index = stage.ranks.index(rank)
         group = world.split(stage.index, index)
         if stage.tp_degree > 1:
@@ -56,24 +58,25 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
     seconds, from_disk = time.perf_counter() - start, meter.num_bytes
     is_sampled = rank == 0 and isinstance(reader, CheckpointReader)
     disk_rate = disk_bytes_per_s(plan.model_dir) if is_sampled else None
-    sender, receiver = _couriers(schedule, spec, stage, world)
+    sender, receiver = _couriers(deployment, pool, spec, world)
     return Loaded(
-        StageExecutor(model, clock=clock, sender=sender, receiver=receiver), routes(stages)[rank],
-        stage, seconds, reader.bytes_read, from_disk, disk_rate)
+        StageExecutor(model, clock=clock, sender=sender, receiver=receiver),
+        routes(deployment.pools)[rank], pool, stage, seconds, reader.bytes_read, from_disk,
+        disk_rate)
 
 
-def _couriers(schedule: Schedule, spec: ModelSpec, stage: StageAssignment,
+def _couriers(deployment: Deployment, pool: Pool, spec: ModelSpec,
               world: World) -> tuple[EntrySender | None, EntryReceiver | None]:
-    """This rank's end of the handover, under WAA."""
-    both = pools(schedule.estimate.deployment.stages)
-    if len(both) == 1:
+    """This rank's end of the handover between an encode and a decode pool."""
+    if len(deployment.pools) == 1:
         return None, None
-    comm, found = world.duplicate(), transfers(schedule.estimate.deployment.stages, spec)
-    abort = partial(world.abort, 1)
-    if stage.role == "encode":
-        return EntrySender(comm, found, abort=abort), None
-    ranks = [rank for other in both[1] for rank in other.ranks]
-    return None, EntryReceiver(comm, found, ranks, abort=abort)
+    encode, decode = deployment.encoding, deployment.decoding
+    comm, abort = world.duplicate(), partial(world.abort, 1)
+    needed = transfers(encode.stages, decode.stages, spec)
+    if pool.role == "encode":
+        return EntrySender(comm, needed, abort=abort), None
+    ranks = [rank for stage in decode.stages for rank in stage.ranks]
+    return None, EntryReceiver(comm, needed, ranks, abort=abort)
 
 
 def report_of(loaded: Loaded) -> RankReport:
@@ -84,9 +87,10 @@ def report_of(loaded: Loaded) -> RankReport:
         handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
     elif executor.receiver is not None:
         handed_bytes = executor.receiver.num_bytes
-    return RankReport(rank=loaded.route.rank, stage=loaded.stage.index, role=loaded.stage.role,
-                      log=tuple(executor.log),
-                      busy_s=executor.busy_s, load_s=loaded.seconds, bytes_read=loaded.bytes_read,
-                      rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
-                      handover_bytes=handed_bytes, handover_s=handover_s,
-                      disk_bytes=loaded.disk_bytes, disk_bytes_per_s=loaded.disk_bytes_per_s)
+    return RankReport(
+        rank=loaded.route.rank, stage=loaded.stage.index, pool=loaded.pool.name,
+        role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
+        load_s=loaded.seconds, bytes_read=loaded.bytes_read,
+        rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
+        handover_bytes=handed_bytes, handover_s=handover_s, disk_bytes=loaded.disk_bytes,
+        disk_bytes_per_s=loaded.disk_bytes_per_s)

@@ -7,14 +7,13 @@ makes an uncaught error on one rank end them all.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Pool, Schedule
 from xgpt.core.schedule_file import load_schedule
 from xrunner.engine.head import Head, Link
 from xrunner.engine.links import FromEncodePool, ToDecodePool
@@ -27,12 +26,10 @@ from xrunner.lead import conduct, order_of, read_work
 from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, to_the_end
-from xrunner.rules.registry import rules_for
-from xrunner.rules.rra import rra_rule
-from xrunner.rules.steps import BatchingRule
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import BatchingRule, rules_for
+from xrunner.rules.waa import WaaEncodeRule
 from xrunner.transport.comm import Comm
-from xrunner.transport.route import pools
 from xrunner.world import World, connect
 
 
@@ -45,66 +42,66 @@ def _run(plan: RunPlan, world: World) -> None:
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, world.comm)
-    if world.comm.rank == 0:
-        _lead(plan, schedule, world)
-    elif world.comm.rank == _decode_head(schedule):
-        _lead_decoding(plan, schedule, world)
-    else:
-        _follow(plan, schedule, world)
-
-
-def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    """Every rank that is no pool's head: load, then serve its stage until told to stop."""
     clock = Stopwatch()
+    if world.comm.rank == 0:
+        _lead(plan, schedule, world, clock)
+        return
     loaded = load(plan, schedule, world, clock)
+    if loaded.route.steps_from is None:
+        _lead_decoding(plan, schedule, world, loaded, clock)
+    else:
+        _follow(world, loaded, clock)
+    loaded.executor.close()
+    world.gather(report_of(loaded))
+
+
+def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
+    """Every rank that is no pool's head serves its stage until told to stop."""
     neighbours = Neighbours(world.comm, loaded.route)
     await_start(neighbours, loaded.executor)
     world.barrier()
     clock.restart()
     serve_stage(neighbours, loaded.executor)
-    loaded.executor.close()
-    world.gather(report_of(loaded))
 
 
-def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    """The first rank of WAA's decode pool; what is done goes to rank 0."""
-    clock = Stopwatch()
-    loaded = load(plan, schedule, world, clock)
+def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
+                   clock: Stopwatch) -> None:
+    """The first rank of a decode pool is its head; what is done goes to rank 0."""
     receiver = loaded.executor.receiver
     assert receiver is not None
     link = FromEncodePool(world.comm, receiver, encode_head=0)
-    head = Head(rule=rules_for(schedule.estimate)[1], executor=loaded.executor, sink=link.reports,
-                neighbours=Neighbours(world.comm, loaded.route), link=link, clock=clock,
+    head = Head(rule=_rule_of(loaded.pool, schedule), executor=loaded.executor, link=link,
+                neighbours=Neighbours(world.comm, loaded.route), sink=link.reports, clock=clock,
                 vocabulary=_vocabulary(plan, loaded))
     head.start()
     world.barrier()
     clock.restart()
     head.run()
     world.comm.flush()
-    loaded.executor.close()
-    world.gather(report_of(loaded))
 
 
-def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
-    """Rank 0: reads the requests, runs the (encode pool's) head, writes everything."""
+def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> None:
+    """Rank 0 reads the queries, is the first pool's head, and writes everything."""
     queries, num_errors, before = read_work(plan)
-    clock, estimate = Stopwatch(), schedule.estimate
     loaded = load(plan, schedule, world, clock)
     sink = RunSink(plan, num_queries=len(queries), before=before)
-    changeable = rra_rule(estimate, slots=plan.slots) if estimate.policy == "rra" else None
-    rules = rules_for(estimate) if changeable is None else (changeable,)
-    head = Head(rule=rules[0], executor=loaded.executor, sink=sink, clock=clock,
+    rule = _rule_of(loaded.pool, schedule)
+    head = Head(rule=rule, executor=loaded.executor, sink=sink, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
-                vocabulary=_vocabulary(plan, loaded), link=_link(schedule, rules, world.comm))
+                vocabulary=_vocabulary(plan, loaded), link=_link(rule, schedule, world.comm))
+    changeable = rule if isinstance(rule, RraRule) else None
+    if changeable is not None:
+        changeable.make_room(plan.slots)
     order = order_of(len(queries), plan, before)
     if plan.is_watched:
         sink.launcher = LauncherLink(plan.output, rule=changeable, first_query=before.total,
-                                 at_work=None if changeable is None else head.lengths_so_far,
-                                 order=order if plan.shuffle_window > 1 or before.held else None)
+                                  at_work=None if changeable is None else head.lengths_so_far,
+                                  order=order if plan.shuffle_window > 1 or before.held else None)
     for place in order:
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
-    head.start(spare_bytes=max(estimate.figures.memory_capacity_bytes - max(estimate.figures.memory_bytes), 0))
+    figures = schedule.figures
+    head.start(spare_bytes=max(figures.memory_capacity_bytes - max(figures.memory_bytes), 0))
 
     def report() -> RankReport:
         loaded.executor.close()
@@ -114,14 +111,17 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
             num_errors=num_errors)
 
 
-def _link(schedule: Schedule, rules: Sequence[BatchingRule], comm: Comm) -> Link | None:
-    """What ties rank 0's pool to the others."""
-    decode_head = _decode_head(schedule)
-    if decode_head is None:
+def _rule_of(pool: Pool, schedule: Schedule) -> BatchingRule:
+    names = [other.name for other in schedule.deployment.pools]
+    return rules_for(schedule.estimate)[names.index(pool.name)]
+
+
+def _link(rule: BatchingRule, schedule: Schedule, comm: Comm) -> Link | None:
+    """What ties the encode pool of `rule` to the decode pool; None where one pool does both."""
+    if not isinstance(rule, WaaEncodeRule):
         return None
-    encode_rule, decode_rule = rules
-    assert isinstance(encode_rule, WaaEncodeRule) and isinstance(decode_rule, WaaDecodeRule)
-    return ToDecodePool(comm, encode_rule, decode_rule, decode_head)
+    decode = schedule.deployment.decoding
+    return ToDecodePool(comm, rule, _rule_of(decode, schedule), decode.stages[0].ranks[0])
 
 
 def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
@@ -131,26 +131,19 @@ def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
                       start_token=start_token(plan.model_dir) if is_encoder_decoder else None)
 
 
-def _decode_head(schedule: Schedule) -> int | None:
-    """First rank of WAA's decode pool."""
-    both = pools(schedule.estimate.deployment.stages)
-    return None if len(both) == 1 else both[1][0].ranks[0]
-
-
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
-    estimate = schedule.estimate
-    roles = [pool[0].role for pool in pools(estimate.deployment.stages)]
-    expected = list(policy(estimate.policy).pools)
+    deployment, name = schedule.deployment, schedule.controls.policy
+    roles, expected = [pool.role for pool in deployment.pools], list(policy(name).pools)
     if roles != expected:
-        raise XgptError(f"the schedule's stages have the roles {roles}; {estimate.policy} has "
-                        f"{expected}")
-    ranks = sorted(rank for stage in estimate.deployment.stages for rank in stage.ranks)
+        raise XgptError(f"the schedule's stages have the roles {roles}; {name} has {expected}")
+    ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
                         f"{comm.size}")
-    if estimate.deployment.stages[0].ranks[0] != 0:
-        raise XgptError(f"the schedule's first stage has the ranks {estimate.deployment.stages[0].ranks}: "
-                        "rank 0 must be its first, since it decides")
+    first = deployment.stages[0].ranks
+    if first[0] != 0:
+        raise XgptError(f"the schedule's first stage has the ranks {first}: rank 0 must be its "
+                        "first, since it decides")
 
 
 if __name__ == "__main__":

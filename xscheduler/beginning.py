@@ -15,23 +15,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xrunner.rules.rra import most_active
-from xscheduler.live.pinned import PinnedSearch
 from xscheduler.search import Scheduler
 from xscheduler.spaces.rra import RraSpace
 from xscheduler.spaces.tensor_plans import tensor_plans
 
 NEAR = 0.1  # share of the least latency that a larger batch may cost
 FIRST_QUERIES = 20  # done before lengths are looked at for the first time
-# Caches are sized once: for the best schedule, should outputs be the caps' SHORTth part, and for
-# HEADROOM times the queries that a group is planned to hold at least.
-SHORT, HEADROOM = 16, 8.0
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:
@@ -76,20 +70,6 @@ def said_of(schedule: Schedule) -> str | None:
     if schedule.proof.status != Status.BEGINNING or not schedule.explanation:
         return None
     return schedule.explanation[0].removesuffix(".")
-
-
-def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
-    """Queries that a group may come to hold once lengths have been seen, over those that it is
-    planned to hold; infinite where not even short outputs tell."""
-    outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
-    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.deployment.tp_degree,
-                    tp_gpus=estimate.deployment.tp_gpus, decode_micro_batches=estimate.deployment.num_groups)
-    short = replace(problem, fixed=fixed, lengths=JointLengths(
-        inputs=problem.lengths.inputs, outputs=outputs))
-    best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
-    if best.estimate is None or best.reason is not None:
-        return math.inf
-    return max(HEADROOM, most_active(best.estimate) / most_active(estimate))
 
 
 def _sentence(problem: Problem, least_s: float) -> str:

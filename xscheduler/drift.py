@@ -15,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, Lengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import planned_queries, replay_job
+from xscheduler.evaluator import Evaluator
 from xsimulator.replay.steady import enough_queries, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
@@ -146,8 +144,7 @@ class _Replays:
         problem = replace(self._problem, lengths=lengths)
         count = enough_queries(estimate, least=self._least_queries, rounds=ROUNDS,
                                most=MOST_QUERIES)
-        queries = planned_queries(problem, *lengths.sample(count, np.random.default_rng(SEED)))
-        result = replay_job(problem, self._timing, estimate, queries)
+        result = Evaluator(problem, self._timing).replay(estimate, count, SEED)
         planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
         of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)

@@ -17,18 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule
-from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
-from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limits, admissible
-from xscheduler.prediction import job_lengths, predict
+from xscheduler.evaluator import Evaluator
+from xscheduler.prediction import job_lengths
 from xscheduler.room import with_room
 from xscheduler.spaces.space import Selection
-from xscheduler.uncertainty import Doubts, Margin
+from xscheduler.uncertainty import Doubts, MarginParts
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # of the job's time: what another schedule must save to be taken
@@ -43,16 +41,16 @@ class _Entry(NamedTuple):
     config: Any
 
 
-def for_the_job(problem: Problem, timing: TimingSource, schedule: Schedule,
+def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 selections: Callable[[int], Sequence[Selection]]) -> Schedule:
-    """`schedule`, or the one that answers the problem's own queries sooner. selections: what is
-    looked at for so many queries."""
+    """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
+    problem, under this bound or another. selections: what is looked at for so many queries."""
     own, count = schedule.estimate, problem.num_queries
     if (not count or problem.observes  # what every query at its cap would take says nothing
             or count >= SHORT * own.most_in_system):
         return schedule
-    clock = _Clock(problem, timing, schedule)
-    doubts = Doubts(problem, timing, replays=True)
+    clock = _Clock(problem, evaluator, schedule)
+    doubts = Doubts(problem, evaluator, replays=True)
     entries = _admissible(selections(count), schedule.bound.limit_s, count)
     first = _first_round(entries, clock, count, clock(own, 1))
     replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
@@ -71,8 +69,8 @@ def for_the_job(problem: Problem, timing: TimingSource, schedule: Schedule,
 class _Clock:
     """What the job takes by an estimate; counts the estimates asked about."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, schedule: Schedule) -> None:
-        self._problem, self._timing, self._schedule = problem, timing, schedule
+    def __init__(self, problem: Problem, evaluator: Evaluator, schedule: Schedule) -> None:
+        self._problem, self._evaluator, self._schedule = problem, evaluator, schedule
         self._asked = set[Estimate]()
         self._most = self._num_runnable(self._roomy(schedule.estimate))
 
@@ -83,10 +81,7 @@ class _Clock:
         estimate = self._roomy(estimate)
         if self._num_runnable(estimate) < self._most:
             return math.inf
-        try:
-            prediction = predict(self._problem, self._timing, estimate, replays=replays)
-        except XgptError:  # times that the profile refuses
-            return math.inf
+        prediction = self._evaluator.job(estimate, replays)
         return math.inf if prediction is None else prediction.wall_s
 
     @property
@@ -122,14 +117,14 @@ def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
         if NEARLY * count / entry.throughput_qps > least_s:
             break
         own = entry.selection
-        estimate = own.closed_form.estimate(entry.config).changed(policy=own.policy)
+        estimate = own.closed_form.estimate(entry.config)
         found.append((clock(estimate, 1), estimate))
         least_s = min(least_s, found[-1][0])
     found.sort(key=lambda pair: pair[0])
     return [estimate for _, estimate in found[:FINALISTS]]
 
 
-def _taken(schedule: Schedule, estimate: Estimate, margin: Margin, count: int, wall_s: float,
+def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
     before = schedule.estimate
     longer = steady_s / wall_s - 1
@@ -141,8 +136,9 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: Margin, count: int, w
                    throughput_qps=before.figures.throughput_qps, latency_s=before.figures.latency_s,
                    reason=f"takes {longer:.0%} longer for {count} queries")
     gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
-    return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
-        rejected=(row, *schedule.rejected), margin=KeptMargin(factor=margin.factor, note=margin.sentence))
+    return schedule.changed(
+        estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
+        rejected=(row, *schedule.rejected), margin=margin.kept())
 
 
 def _words(estimate: Estimate) -> str:

@@ -18,13 +18,14 @@ from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
+from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Margin as KeptMargin
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import rows_with_margin
 from xscheduler.beginning import beginning, can_settle
+from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.few_queries import plan_with_enough
 from xscheduler.job_time import for_the_job
@@ -32,9 +33,9 @@ from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.baselines import BaselineSearch
 from xscheduler.spaces.space import Effort, Selection
-from xscheduler.uncertainty import PlannedWithin, plan_within
+from xscheduler.uncertainty import Doubts
 from xscheduler.untimed import plan_untimed
-from xsimulator.policies import BASELINES
+from xscheduler.within import PlannedWithin, plan_within
 
 # Of the policies that are searched, the one whose schedule can be changed while it runs.
 _CHANGEABLE = "rra"
@@ -123,7 +124,7 @@ class Planner:
             if begun is None:
                 raise
             schedule = begun
-        return for_the_job(problem, self.timing, schedule, self._own.selections)
+        return for_the_job(problem, self._evaluator, schedule, self._own.selections)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
@@ -135,7 +136,7 @@ class Planner:
 
     def _within_margin(self, problem: Problem) -> Schedule:
         began, own, before = time.monotonic(), self._own, self._own.nodes
-        bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in BASELINES
+        bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in baselines()
         longer: list[_Search] = []
 
         def of_problem(other: Problem) -> Schedule:
@@ -143,8 +144,8 @@ class Planner:
                 longer.append(self._search_of(other))
             return longer[-1].find(other.constraint.latency_s)
 
-        planned = plan_within(_bounded(self._narrowed, bound_s), self.timing, own.find,
-                              search_problem=None if is_baseline else of_problem, replays=True)
+        doubts = Doubts(_bounded(self._narrowed, bound_s), self._evaluator, replays=True)
+        planned = plan_within(doubts, own.find, search_problem=None if is_baseline else of_problem)
         schedule, explanation = planned.schedule, tuple[str, ...]()
         if not is_baseline:
             schedule = _compared(planned, [found for search in (own, *longer)
@@ -153,8 +154,8 @@ class Planner:
             limit_s = max(bound_s / planned.margin.factor,
                           min(schedule.estimate.figures.latency_s, bound_s))
             explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
-        return schedule.changed(margin=KeptMargin(factor=planned.margin.factor, cost=max(planned.cost, 0.0),
-                              note=planned.margin.sentence),
+        return schedule.changed(
+            margin=planned.margin.kept(cost=max(planned.cost, 0.0)),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
             nodes=own.nodes - before + sum(search.nodes for search in longer),
             seconds=time.monotonic() - began)
@@ -169,13 +170,17 @@ class Planner:
         return replace(self.problem, fixed=replace(fixed, policy=_CHANGEABLE))
 
     @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self._narrowed, self.timing)
+
+    @cached_property
     def _own(self) -> _Search:
         return self._search_of(self._narrowed)
 
     def _search_of(self, problem: Problem) -> _Search:
         effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes)
         return _Search(problem.lengths, BaselineSearch(problem, self.timing)
-                       if problem.fixed.policy in BASELINES else
+                       if problem.fixed.policy in baselines() else
                        Scheduler(problem, self.timing, effort))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_bytes, format_seconds
 
 STEP = 0.1  # by which a limit is relaxed
@@ -118,7 +119,8 @@ def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Of
 
 def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     """The control variables in which two schedules differ."""
-    pairs = ((name, getattr(old, name), getattr(new, name)) for name in VARIABLES)
+    before, after = estimate_keys(old), estimate_keys(new)
+    pairs = ((name, before[name], after[name]) for name in VARIABLES)
     return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
 
 

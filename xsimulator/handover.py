@@ -22,11 +22,10 @@ class HandoverCost:
     receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage.
     """
 
-    def __init__(self, problem: Problem, timing: TimingSource,
-                 stages: Sequence[StageAssignment]) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, encode: Sequence[StageAssignment],
+                 decode: Sequence[StageAssignment]) -> None:
+        """`encode`, `decode`: the stages of the two pools."""
         model, item = problem.model, DTYPE_BYTES[problem.dtype]
-        encode = [stage for stage in stages if stage.role == "encode"]
-        decode = [stage for stage in stages if stage.role == "decode"]
         self._timing, self._link = timing, _widest(problem, encode, decode)
         if model.is_encoder_decoder:
             self.bytes_per_token = float(model.hidden_size * item * len(decode))

@@ -41,28 +41,12 @@ class LayerTimes:
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
                    problem.lengths.inputs)
 
-    def rest_s(self, tokens: ArrayLike, degree: int, *, all_reduces: int,
-               is_encoder: bool = False) -> FloatArray:
-        """LAYER_REST (ENCODER_REST) of `tokens` with its collectives."""
-        operator = Operator.ENCODER_REST if is_encoder else Operator.LAYER_REST
-        rest = self.timing.operator_s(operator, tokens, tp_degree=degree)
-        if degree == 1:
-            return rest
-        tokens = np.asarray(tokens, float)
-        reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, tokens * self.row_bytes,
-                                         self._link, tp_degree=degree)
-        total: FloatArray = rest + all_reduces * np.where(tokens > 0, reduce_s, 0.0)
-        return total
-
-    def encode_layer_s(self, tokens: ArrayLike, attention_s: ArrayLike, degree: int) -> FloatArray:
-        """One layer's encoding: an encoder layer where the model has them, else a decoder layer."""
-        total: FloatArray = self.encode_rest_s(tokens, degree) + np.asarray(attention_s, float)
-        return total
-
     def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
-        """The part of a layer's encoding that depends on the number of tokens alone."""
-        return self.rest_s(tokens, degree, all_reduces=ALL_REDUCES_PER_LAYER,
-                           is_encoder=self.model.is_encoder_decoder)
+        """The part of a layer's encoding that depends on the number of tokens alone; of an encoder
+        layer where the model has them, else of a decoder layer."""
+        operator = (Operator.ENCODER_REST if self.model.is_encoder_decoder
+                    else Operator.LAYER_REST)
+        return self._rest_s(operator, tokens, degree, ALL_REDUCES_PER_LAYER)
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
@@ -84,18 +68,14 @@ class LayerTimes:
         """One decoder layer's projection of the encoder's output to keys and values."""
         return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
 
-    def decode_layer_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """One layer's decode iteration of `queries` at `context` tokens each."""
-        return (self.decode_rest_s(queries, degree)
-                + self.decode_attention_s(queries, context, degree))
-
     def decode_rest_s(self, rows: ArrayLike, degree: int) -> FloatArray:
         """The part of a layer's decode iteration that depends on the number of rows alone."""
         if not self.model.is_encoder_decoder:
-            return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER)
+            return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER)
         cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, self._mean_input,
                                          tp_degree=degree)
-        return self.rest_s(rows, degree, all_reduces=ALL_REDUCES_PER_LAYER + 1) + cross_s
+        rest_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER + 1)
+        return rest_s + cross_s
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike,
                            degree: int) -> FloatArray:
@@ -119,3 +99,15 @@ class LayerTimes:
         except XgptError:
             return False
         return True
+
+    def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int,
+                all_reduces: int) -> FloatArray:
+        """A layer without its attention, with its collectives."""
+        rest_s = self.timing.operator_s(operator, rows, tp_degree=degree)
+        if degree == 1:
+            return rest_s
+        rows = np.asarray(rows, float)
+        reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, rows * self.row_bytes, self._link,
+                                         tp_degree=degree)
+        total: FloatArray = rest_s + all_reduces * np.where(rows > 0, reduce_s, 0.0)
+        return total

@@ -15,7 +15,7 @@ from scipy import special
 
 from xgpt.core.lengths import FloatArray, JointLengths
 from xsimulator.absence import Absence
-from xsimulator.longest_context import LongestContext
+from xsimulator.longest_context import LongestContext, expected_maximum
 from xsimulator.query_course import QueryCourse
 
 
@@ -109,6 +109,16 @@ class QueryFlow:
         if key not in self._known:
             self._known[key] = self._derive(decode_iterations, padded)
         return self._known[key]
+
+    def charged_context(self, queries: FloatArray, *, padded: bool) -> FloatArray:
+        """[configs] tokens of context that each of so many queries decoding together is charged,
+        where queries join at every iteration."""
+        occupancy = self.occupancy(1, padded=padded)
+        mean = float(occupancy.context[0]) / max(float(occupancy.active[0]), 1e-300)
+        if occupancy.maximum_context is None:
+            return np.full(queries.shape, mean)
+        return np.maximum(mean, expected_maximum(
+            occupancy.maximum_context, queries[..., None])[..., 0])
 
     def _derive(self, n_d: int, padded: bool) -> Occupancy:
         # [phases, N_D] P(D >= j N_D + u), context, and what is reserved, with its square

@@ -116,10 +116,11 @@ class Plans:
         one = layers.encode_attention_s(
             min(inputs, timing.reach(Operator.ENCODE_ATTENTION, degree).x),
             REFERENCE_ENCODE_QUERIES, degree)
-        encode = layers.encode_layer_s(tokens, REFERENCE_ENCODE_QUERIES * one, degree)
+        encode = layers.encode_rest_s(tokens, degree) + REFERENCE_ENCODE_QUERIES * one
         context = min(inputs + self._iterations / 2,
                       timing.reach(Operator.DECODE_ATTENTION, degree).y)
-        decode = rounds * layers.decode_layer_s(queries, context, degree)
+        decode = rounds * (layers.decode_rest_s(queries, degree)
+                           + layers.decode_attention_s(queries, context, degree))
         return (float(encode) / REFERENCE_ENCODE_QUERIES, float(decode) / REFERENCE_ENCODE_QUERIES)
 
     def _reference(self, degree: int) -> tuple[float, float, float]:

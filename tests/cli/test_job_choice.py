@@ -12,11 +12,12 @@ from xgpt.app.session import Session, executable, find, open_session, timing_of
 from xgpt.core.schedule import JOB_STATUS, Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
+from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import SHORT, WORTH, for_the_job
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.prediction import predict
 from xscheduler.search import Scheduler
-from xscheduler.uncertainty import margin
+from xscheduler.uncertainty import Doubts
 
 
 def session_of(folder: Path, count: int, bound: str = "12",
@@ -46,12 +47,12 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     timing = timing_of(session)
     steady, found = steady_of(session), find(session, timing)
     assert wall_s(session, found) <= wall_s(session, steady)
-    own = margin(session.problem, timing, found.estimate)
-    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.latency_bound_s
-    assert found.latency_bound_s == steady.latency_bound_s
+    own = Doubts(session.problem, Evaluator(session.problem, timing)).margin(found.estimate)
+    assert found.estimate.figures.fits and found.estimate.figures.latency_s * own.factor <= found.bound.limit_s
+    assert found.bound.limit_s == steady.bound.limit_s
     if found.estimate != steady.estimate:
         assert wall_s(session, found) <= (1 - WORTH) * wall_s(session, steady)
-        assert found.estimate.figures.throughput_qps * (1 + found.gap) == pytest.approx(found.bound_qps)
+        assert found.estimate.figures.throughput_qps * (1 + found.proof.gap) == pytest.approx(found.proof.bound_qps)
         assert "this job's 100 queries" in found.explanation[0]
         assert found.rejected[0].throughput_qps == steady.estimate.figures.throughput_qps
 
@@ -59,7 +60,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     found = find(session, timing_of(session))
-    assert found.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
+    assert found.proof.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
     assert JOB_STATUS in schedule_table(found)
     save_schedule(found, tmp_path / "schedule.json")
     assert load_schedule(tmp_path / "schedule.json") == found
@@ -72,7 +73,7 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
     long = replace(session, problem=replace(session.problem,
                                             num_queries=math.ceil(SHORT * present)))
     asked: list[object] = []
-    assert for_the_job(long.problem, timing_of(session), steady,
+    assert for_the_job(long.problem, Evaluator(long.problem, timing_of(session)), steady,
                        lambda count: asked.append(1) or []) is steady  # type: ignore[func-returns-value]
     assert not asked
 
@@ -92,4 +93,5 @@ def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) ->
     session = session_of(tmp_path, 60)
     steady = steady_of(session)
     observing = replace(session.problem, observes=True)
-    assert for_the_job(observing, timing_of(session), steady, lambda count: []) is steady
+    evaluator = Evaluator(observing, timing_of(session))
+    assert for_the_job(observing, evaluator, steady, lambda count: []) is steady

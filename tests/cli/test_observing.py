@@ -16,7 +16,7 @@ from test_rescheduling import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
 from xgpt.app.session import Session, find, timing_of
-from xgpt.app.watch import CAUTION, Rescheduler, rescheduler_of, slots_for
+from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.query_lengths import QueryLengths
@@ -25,9 +25,11 @@ from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
-from xrunner.rules.rra import most_active, rra_change, rra_rule
+from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
+from xscheduler.live.decisions import CAUTION
 from xscheduler.live.revision import revise
+from xscheduler.live.slots import slots_for
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
 
@@ -163,9 +165,10 @@ class Followed:
         self.without = self.result
 
     def replayed(self) -> ReplayResult:
-        rule = rra_rule(self.estimate, slots=self.own.slots)
-        for change in self.changes:
-            rule.change(change)
+        rule = rra_rule(self.estimate)
+        rule.make_room(self.own.slots)
+        for phase, controls in self.changes:
+            rule.change(controls, phase=phase)
         known = self.session.problem.queries
         assert known is not None
         return replay_job(self.session.problem, timing_of(self.session), self.estimate,
@@ -177,8 +180,8 @@ class Followed:
         while (now_s := self.begin_s(phase)) is not None:
             self.write(now_s)
             if self.own.update() and (found := self.own.decisions[-1].schedule) is not None:
-                self.changes.append(rra_change(found.estimate, phase=phase + 1,
-                                               slots=self.own.slots))
+                self.changes.append(
+                    (phase + 1, phase_controls(found.estimate, slots=self.own.slots)))
                 self.changed_s.append(now_s)
                 self.result = self.replayed()
             phase += 1
@@ -212,10 +215,10 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[Session, Schedule]
     assert job.changed_s[0] < 0.2 * job.result.makespan_s, "the beginning is not the job"
     assert job.result.makespan_s < 0.35 * job.without.makespan_s
     assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
-    assert not job.own._is_observing, "settled, and watching for drift"
+    assert not job.own.decider.is_observing, "settled, and watching for drift"
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == len(job.changes) >= 1
-    assert all(change.group_max_active <= job.own.slots for change in job.changes)
+    assert all(controls.group_max_active <= job.own.slots for _, controls in job.changes)
 
 
 def state_of(session: Session, lengths: list[int]) -> None:
@@ -251,13 +254,13 @@ def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[Session, Sched
     later = own.decisions[1].schedule
     assert later is not None and CAUTION * BOUND_S < later.estimate.figures.latency_s <= BOUND_S
     assert later.estimate.figures.throughput_qps > found.schedule.estimate.figures.throughput_qps
-    assert not own._is_observing
+    assert not own.decider.is_observing
 
 
 def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
         begun: tuple[Session, Schedule], tmp_path: Path) -> None:
     start = begun[1].estimate
-    own = fresh(begun, tmp_path, _needed=50, _running=begun[1].changed(encode_batch=60, decode_iterations=20))  # as 24 short ones had it
+    own = fresh(begun, tmp_path, needed=50, running=begun[1].changed(encode_batch=60, decode_iterations=20))  # as 24 short ones had it
     assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start
@@ -265,9 +268,9 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_change_order(own._output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (start.figures.encode_batch,
+    assert (told.controls.encode_batch, told.controls.decode_iterations) == (start.figures.encode_batch,
                                                            start.figures.decode_iterations)
-    assert own._is_observing, "it looks again"
+    assert own.decider.is_observing, "it looks again"
 
 
 def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
@@ -281,7 +284,7 @@ def test_where_nothing_keeps_the_bound_it_says_so_once_and_goes_on(
     assert "the schedule stays: no other batch sizes do: the tightest latency" in found.sentence
     assert at(own, begun, long[:150]) is False, "until as many again are done"
     assert at(own, begun, long[:200]) is False, "which is nothing new"
-    assert own._needed == 400 and len(own.decisions) == 1
+    assert own.decider.needed == 400 and len(own.decisions) == 1
     assert load_change_order(own._output) is None
 
 

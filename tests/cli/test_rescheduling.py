@@ -15,7 +15,7 @@ import pytest
 
 from xgpt.app.run import _plan
 from xgpt.app.session import Session, executable, find, open_session, timing_of
-from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of, slots_for
+from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
 from xgpt.core.query_lengths import QueryLengths
@@ -23,6 +23,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
+from xscheduler.live.slots import slots_for
 
 PLANNED_MEAN = 30.0
 
@@ -58,12 +59,18 @@ def write_state(session: Session, lengths: Sequence[int], *, per_phase: int = 60
         {"first": first, "finished": finished, "active": active}))
 
 
-def follow(session: Session, schedule: Schedule, **changes: Any) -> Rescheduler:
+def follow(session: Session, schedule: Schedule, num_queries: int | None = None,
+           **changes: Any) -> Rescheduler:
+    """`changes`: of the decider."""
     made = rescheduler_of(session, timing_of(session), schedule)
     assert made is not None
     made._waits = True
+    decider = made.decider
+    if num_queries is not None:
+        decider.followed = replace(decider.followed, problem=replace(
+            decider.followed.problem, num_queries=num_queries))
     for name, value in changes.items():
-        setattr(made, name, value)
+        setattr(decider, name, value)
     return made
 
 
@@ -119,9 +126,9 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
     before, after = schedule.estimate, found.schedule.estimate
     assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
-    assert f"encode_batch {before.encode_batch} -> {after.encode_batch}" in found.sentence
-    assert (after.stages, after.decode_micro_batches) == (before.stages,
-                                                          before.decode_micro_batches)
+    assert f"encode_batch {before.figures.encode_batch} -> {after.figures.encode_batch}" in found.sentence
+    assert (after.deployment.stages, after.deployment.num_groups) == (before.deployment.stages,
+                                                          before.deployment.num_groups)
     limit_s = session.problem.constraint.latency_s
     assert latency_s(session, found.schedule, lengths) <= 1.02 * limit_s
     if mean > PLANNED_MEAN:
@@ -131,10 +138,10 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
             found.record["throughput_qps"]["before"])
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == 1
-    assert (told.encode_batch, told.decode_iterations) == (after.encode_batch,
-                                                           after.decode_iterations)
-    assert told.group_max_active <= own.slots
-    assert told.group_kv_tokens >= own._longest
+    assert (told.controls.encode_batch, told.controls.decode_iterations) == (after.figures.encode_batch,
+                                                           after.figures.decode_iterations)
+    assert told.controls.group_max_active <= own.slots
+    assert told.controls.group_kv_tokens >= own.decider.followed.longest
     assert own.update() is False, "once"
     write_state(session, outputs_of(mean, seed=2), first=960)
     assert own.update() is False, "and not again while lengths stay what they have become"
@@ -153,8 +160,8 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     (found,) = own.decisions
     assert found.schedule is not None and found.record["cause"] == "observe"
     settled, start = found.schedule.estimate, schedule.estimate
-    assert settled.throughput_qps > 2 * found.record["throughput_qps"]["before"]
-    assert settled.decode_batch > start.decode_batch
+    assert settled.figures.throughput_qps > 2 * found.record["throughput_qps"]["before"]
+    assert settled.figures.decode_batch > start.figures.decode_batch
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False
@@ -184,7 +191,7 @@ def test_of_queries_whose_companions_are_forgotten_none_is_counted(
 
 def test_nothing_is_changed_for_the_end_of_a_job(planned: tuple[Session, Schedule]) -> None:
     session, schedule = planned
-    own = follow(session, schedule, _num_queries=1000)
+    own = follow(session, schedule, num_queries=1000)
     write_state(session, outputs_of(45))  # 960 of them admitted
     assert own.update() is False and not own.decisions
 
@@ -198,7 +205,7 @@ def test_a_failing_plan_leaves_the_run_alone(planned: tuple[Session, Schedule],
     def fail(*_: object) -> None:
         raise RuntimeError("the plan")
 
-    monkeypatch.setattr("xgpt.app.watch.revise", fail)
+    monkeypatch.setattr("xscheduler.live.decisions.revise", fail)
     write_state(session, outputs_of(45))
     assert own.update() is False and own.update() is False
     assert not own.decisions and own._is_over
@@ -219,7 +226,7 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
     assert found.record["choice"] == "redeploy" and found.record["to"]
     assert "Ctrl-C" in found.sentence and "drifted" in found.sentence
     assert found.record["throughput_qps"]["after"] > 0
-    assert own._running is schedule
+    assert own.decider.running is schedule
 
 
 @pytest.mark.parametrize(("given", "is_followed"), [
@@ -234,7 +241,7 @@ def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bo
     found = rescheduler_of(session, timing_of(session), planned[1])
     assert (found is not None) == is_followed
     if "20%" in str(given):
-        assert found is not None and found._threshold == pytest.approx(0.2)
+        assert found is not None and found.decider.followed.threshold == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -67,11 +67,11 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
 def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: Path) -> None:
     sure = planned(job, constraint__latency_s=3)
     found = planned(job, constraint__latency_s=3, constraint__drift="15%")
-    assert found.margin > 1 and found.margin_cost > 0.01, "else this test shows nothing"
-    assert found.estimate.figures.latency_s * found.margin <= found.latency_bound_s
-    assert found.margin_cost == pytest.approx(
+    assert found.margin.factor > 1 and found.margin.cost > 0.01, "else this test shows nothing"
+    assert found.estimate.figures.latency_s * found.margin.factor <= found.bound.limit_s
+    assert found.margin.cost == pytest.approx(
         1 - found.estimate.figures.throughput_qps / sure.estimate.figures.throughput_qps)
-    assert found.bound_qps >= sure.estimate.figures.throughput_qps and found.status == "within gap"
+    assert found.proof.bound_qps >= sure.estimate.figures.throughput_qps and found.proof.status == "within gap"
     bare = found.rejected[-1]
     assert bare.label.startswith("without a margin")
     assert bare.throughput_qps == sure.estimate.figures.throughput_qps
@@ -178,7 +178,7 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
     assert chosen["throughput_qps"] < found["throughput_qps"]
     assert (written.estimate.figures.encode_batch, written.estimate.figures.throughput_qps) == (
         chosen["encode_batch"], chosen["throughput_qps"])
-    assert written.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
+    assert written.proof.gap == pytest.approx(found["bound_qps"] / chosen["throughput_qps"] - 1)
 
 
 def test_what_is_adjusted_keeps_the_margin(job: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_limit_in_nodes_is_said_and_repeatable(job: Path) -> None:
     assert first["bound_qps"] >= full["throughput_qps"] >= first["throughput_qps"]
     session = open_session(job, (), fetch=False)
     wide = Planner(session.problem, timing_of(session), PlanOptions(gap=0.2)).steady()
-    assert wide.gap <= 0.2 and wide.nodes <= full["nodes"]
+    assert wide.proof.gap <= 0.2 and wide.proof.nodes <= full["nodes"]
 
 
 @pytest.mark.parametrize("arguments", [

@@ -23,7 +23,6 @@ from xrunner.rules.rra import RraRule
 from xrunner.transport.collective import Group
 from xrunner.transport.comm import MpiComm, wait_politely
 from xrunner.transport.courier import LOOK_S
-from xrunner.transport.handover import transfers
 from xrunner.transport.route import Route, routes
 from xrunner.transport.torch_group import TorchGroup
 from xrunner.world import group_of
@@ -45,11 +44,11 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
     side: dict[str, Any] = {}
     if is_waa:
         decoding = [rank for s in stages if s.role == "decode" for rank in s.ranks]
-        own = transfers(stages, toys.spec_of(directory))
+        own = toys.transfers_of(stages, toys.spec_of(directory))
         side = toys.couriers(stage, MpiComm(comm.Dup(), LOOK_S), own, decoding)
     executor = toys.executor_of(directory, stage, shard, device=device, **side)
     execute = run_waa if is_waa else run_rra
-    answers = execute(case, stages, routes(stages)[rank], MpiComm(comm), executor)
+    answers = execute(case, stages, routes(toys.pools_of(stages))[rank], MpiComm(comm), executor)
     if isinstance(group, TorchGroup):
         group.close()
     return answers

@@ -27,7 +27,7 @@ from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
-from xrunner.rules.rra import RraChange, rra_rule  # noqa: E402
+from xrunner.rules.rra import PhaseControls, rra_rule  # noqa: E402
 from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
@@ -142,10 +142,11 @@ def check_steps(problem: Problem, out: Path, queries: list[Any],
     `are_whole`: those about the first change do not end because all queries are done."""
     estimate: Estimate = load_schedule(out / "schedule.json").estimate
     taken = json.loads((out / "measured.json").read_text())["changes"]
-    rule = rra_rule(estimate, slots=load_plan(out / "run.json").slots)
+    rule = rra_rule(estimate)
+    rule.make_room(load_plan(out / "run.json").slots)
     for change in taken:
-        rule.change(RraChange(**{k: v for k, v in change.items()
-                                 if k not in ("revision", "elapsed_s")}))
+        rule.change(PhaseControls(**{k: v for k, v in change.items() if k not in (
+            "revision", "elapsed_s", "phase")}), phase=change["phase"])
     pool = replay_job(
         problem, Roofline(problem.model, problem.cluster.device, problem.dtype), estimate,
         QueryLengths(inputs=np.array([len(q.input_ids) for q in queries]),

@@ -29,7 +29,7 @@ from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
-from xsimulator.policies.waa.closed_form import WaaConfig  # noqa: E402
+from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 

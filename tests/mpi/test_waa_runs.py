@@ -25,7 +25,7 @@ from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.waa.closed_form import WaaConfig  # noqa: E402
+from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

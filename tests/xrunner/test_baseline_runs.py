@@ -15,7 +15,7 @@ from toys import FAMILIES, T5_FAMILIES, Collector, random_queries, run_in_proces
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.paged import SarathiRule, VllmRule
+from xrunner.rules.paged import sarathi, vllm
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, Step
 
@@ -32,7 +32,7 @@ def rule_of(policy: str, groups: int, *, batch: int = 5, kv_tokens: int = TIGHT)
                           encode_micro_batches=groups * (2 if policy == "dsi" else 1))
     if policy == "orca":
         return OrcaRule(num_groups=groups, max_active=most, kv_tokens=10_000)
-    kind = VllmRule if policy == "vllm" else SarathiRule
+    kind = vllm if policy == "vllm" else sarathi
     return kind(num_groups=groups, max_active=most, kv_tokens=kv_tokens,
                 token_budget=40 if policy == "vllm" else 9)
 

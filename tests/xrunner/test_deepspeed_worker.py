@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import toys
 
+from xgpt.core.controls import RraControls
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate, StageAssignment
 from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
@@ -118,10 +119,12 @@ def test_the_stop_file_ends_a_run_before_its_first_batch(plan: RunPlan) -> None:
 
 def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) -> None:
     estimate = estimate_of(5)
-    save(plan.output, estimate.changed(policy="rra"))
+    save(plan.output, replace(estimate, controls=RraControls(
+        encode_batch=5, decode_iterations=1, decode_micro_batches=1)))
     with pytest.raises(XgptError, match="static batches, ft or dsi"):
         deepspeed_worker.run(plan, WORLD)
-    halves = tuple(replace(estimate.deployment.stages[0], index=rank, ranks=(rank,)) for rank in (0, 1))
+    whole = estimate.deployment.stages[0]
+    halves = tuple(replace(whole, index=rank, ranks=(rank,)) for rank in (0, 1))
     save(plan.output, estimate.changed(stages=halves))
     with pytest.raises(XgptError, match="the 1 that the launcher started"):
         deepspeed_worker.run(plan, WORLD)

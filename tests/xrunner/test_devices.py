@@ -143,7 +143,7 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
         elsewhere: None, family: str) -> None:
     spec = spec_of(family)
     pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
-    own = transfers(pools, spec)
+    own = transfers(pools[:1], pools[1:], spec)
     models = [load_stage(spec, Zeros(), stage, torch.float32, WHOLE, DEVICE) for stage in pools]
     encoder = StageExecutor(models[0], sender=EntrySender(comms[0], own))
     decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))

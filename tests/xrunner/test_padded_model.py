@@ -55,7 +55,7 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
                              gives_answers=rank == 0) for rank in range(ranks)]
 
     def follow(rank: int) -> None:
-        neighbours = Neighbours(comms[rank], Route(rank=rank, stage=0, steps_from=0))
+        neighbours = Neighbours(comms[rank], Route(rank=rank, pool="all", stage=0, steps_from=0))
         await_start(neighbours, executors[rank])
         serve_stage(neighbours, executors[rank])
 
@@ -63,7 +63,7 @@ def run(made: tuple[Path, Any], queries: Sequence[PreparedQuery], rule: StaticRu
                for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
-    route = Route(rank=0, stage=0, steps_from=None, peers=tuple(range(1, ranks)))
+    route = Route(rank=0, pool="all", stage=0, steps_from=None, peers=tuple(range(1, ranks)))
     head = Head(rule=rule, executor=executors[0], neighbours=Neighbours(comms[0], route), sink=sink,
                 vocabulary=Vocabulary(eos_ids=frozenset([EOS]), decode_text=text_of))
     for query in queries:

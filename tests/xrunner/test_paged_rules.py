@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xrunner.rules.paged import BLOCK_TOKENS, SarathiRule, VllmRule, blocks_of
+from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
 from xrunner.rules.steps import Step, StepKind
 
 
@@ -59,7 +59,7 @@ class Model:
             self.made[query] = self.made.get(query, 0) + 1
 
 
-def drive(rule: VllmRule | SarathiRule, inputs: list[int],
+def drive(rule: PagedRule, inputs: list[int],
           iterations: list[int]) -> tuple[list[Step], Model]:
     """Runs the rule to its end over a plain model of the cache."""
     model, steps = Model(inputs, iterations), []
@@ -86,7 +86,7 @@ def drive(rule: VllmRule | SarathiRule, inputs: list[int],
 
 
 def test_vllm_encodes_before_it_decodes_and_as_many_as_the_budget_holds() -> None:
-    rule = VllmRule(num_groups=1, max_active=4, kv_tokens=1600, token_budget=100)
+    rule = vllm(num_groups=1, max_active=4, kv_tokens=1600, token_budget=100)
     steps, _ = drive(rule, [40, 40, 40, 10, 30], [3, 1, 3, 3, 2])
     seen = [(s.kind.value, s.joined) for s in steps[:5]]
     assert seen == [("encode", (0, 1)), ("encode", (2, 3)), ("decode", ()), ("encode", (4,)),
@@ -94,11 +94,11 @@ def test_vllm_encodes_before_it_decodes_and_as_many_as_the_budget_holds() -> Non
 
 
 def test_vllm_evicts_the_latest_admitted_when_blocks_run_out() -> None:
-    rule = VllmRule(num_groups=1, max_active=9, kv_tokens=4 * BLOCK_TOKENS, token_budget=100)
+    rule = vllm(num_groups=1, max_active=9, kv_tokens=4 * BLOCK_TOKENS, token_budget=100)
     steps, model = drive(rule, [16, 16], [40, 3])
     # after 1 decode step each holds 2 blocks: 4 in all; the first query's third one is not there
     assert model.evictions == 0
-    rule = VllmRule(num_groups=1, max_active=9, kv_tokens=4 * BLOCK_TOKENS, token_budget=100)
+    rule = vllm(num_groups=1, max_active=9, kv_tokens=4 * BLOCK_TOKENS, token_budget=100)
     steps, model = drive(rule, [16, 16], [40, 20])
     evicting = next(s for s in steps if s.evicted)
     assert evicting.evicted == (1,) and evicting.kind is StepKind.DECODE
@@ -107,7 +107,7 @@ def test_vllm_evicts_the_latest_admitted_when_blocks_run_out() -> None:
 
 
 def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries() -> None:
-    rule = SarathiRule(num_groups=1, max_active=8, kv_tokens=1600, token_budget=32)
+    rule = sarathi(num_groups=1, max_active=8, kv_tokens=1600, token_budget=32)
     steps, _ = drive(rule, [20, 50, 5], [4, 1, 1])
     chunks = [[(c.query, c.first, c.tokens) for c in s.chunks] for s in steps[:4]]
     assert chunks == [[(0, 0, 20), (1, 0, 12)], [(1, 12, 31)], [(1, 43, 7), (2, 0, 5)], []]
@@ -123,7 +123,7 @@ def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries() -> None:
 def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
         kind: str, num_groups: int, more: int, blocks: int, budget: int, data: st.DataObject,
         inputs: list[int]) -> None:
-    make = VllmRule if kind == "vllm" else SarathiRule
+    make = vllm if kind == "vllm" else sarathi
     kv_tokens = num_groups * blocks * BLOCK_TOKENS
     rule = make(num_groups=num_groups, max_active=num_groups + more, kv_tokens=kv_tokens,
                 token_budget=budget)
@@ -139,7 +139,7 @@ def test_every_query_gets_its_tokens_within_blocks_slots_and_budget(
 
 def test_memory_that_binds_leads_to_evictions_and_plenty_to_none() -> None:
     """Guards the test above: its cases do reach the path that evicts."""
-    for make in (VllmRule, SarathiRule):
+    for make in (vllm, sarathi):
         evictions = []
         for blocks in (8, 80):
             rule = make(num_groups=1, max_active=8, kv_tokens=blocks * BLOCK_TOKENS,
@@ -149,6 +149,6 @@ def test_memory_that_binds_leads_to_evictions_and_plenty_to_none() -> None:
 
 
 def test_a_query_that_can_never_fit_is_refused_at_once() -> None:
-    for make in (VllmRule, SarathiRule):
+    for make in (vllm, sarathi):
         rule = make(num_groups=2, max_active=4, kv_tokens=64, token_budget=8)
         assert rule.submit(0, 32, 20) and not rule.submit(1, 33, 20)

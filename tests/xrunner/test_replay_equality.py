@@ -29,14 +29,13 @@ from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery
-from xrunner.rules.registry import rules_for
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import StepKind, rules_for
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import PoolRecords
 
@@ -49,7 +48,8 @@ def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
     joint = joint_empirical(pairs)
     return Problem(model=spec_of(directory), cluster=cluster, lengths=joint, dtype="float32",
                    num_queries=len(pairs), default_max_tokens=joint.outputs.max,
-                   constraint=latency_constraint(latency_s=math.inf, kind="sequence", quantile=0.99),
+                   constraint=latency_constraint(latency_s=math.inf, kind="sequence",
+                                                 quantile=0.99),
                    fixed=FixedSchedule())
 
 

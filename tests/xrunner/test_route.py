@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
-from toys import split_stages
+from toys import pools_of, split_stages
 
 from xrunner.transport.route import ALONE, Route, routes
 
 
 def routes_of(degrees: tuple[int, ...]) -> dict[int, Route]:
-    return routes(split_stages(12, len(degrees), degrees=degrees))
+    return routes(pools_of(split_stages(12, len(degrees), degrees=degrees)))
 
 
 @pytest.mark.parametrize("degrees", [d for n in (1, 2, 3) for d in product((1, 2, 3, 4), repeat=n)])
@@ -46,4 +47,4 @@ def test_tokens_go_from_the_last_stages_first_rank_to_the_head() -> None:
 
 
 def test_a_rank_alone_sends_nothing() -> None:
-    assert routes_of((1,)) == {0: ALONE}
+    assert routes_of((1,)) == {0: replace(ALONE, pool="both")}

@@ -22,7 +22,7 @@ from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery
-from xrunner.rules.rra import RraChange, RraRule, rra_change, rra_rule
+from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
@@ -39,28 +39,29 @@ def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
 
 def test_a_change_holds_from_its_phase_on() -> None:
     rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=2, max_active=40,
-                   kv_tokens=4000, slots=30)
+                   kv_tokens=4000)
+    rule.make_room(30)
     for query in range(40):
         assert rule.submit(query, 10)
-    rule.change(RraChange(phase=3, encode_batch=6, decode_iterations=5, group_max_active=30,
-                          group_kv_tokens=2000))
-    rule.change(RraChange(phase=5, encode_batch=2, decode_iterations=1, group_max_active=10,
-                          group_kv_tokens=1000))
+    rule.change(PhaseControls(encode_batch=6, decode_iterations=5, group_max_active=30,
+                              group_kv_tokens=2000), phase=3)
+    rule.change(PhaseControls(encode_batch=2, decode_iterations=1, group_max_active=10,
+                              group_kv_tokens=1000), phase=5)
     phases = phases_of(drive(rule, dict.fromkeys(range(40), 9)))
     assert [phases[p] for p in range(8)] == [(4, 2), (4, 2), (4, 2), (6, 5), (6, 5), (2, 1),
                                              (2, 1), (2, 1)]
     with pytest.raises(AssertionError):
-        rule.change(RraChange(phase=1, encode_batch=1, decode_iterations=1, group_max_active=1,
-                              group_kv_tokens=1000))
+        rule.change(PhaseControls(encode_batch=1, decode_iterations=1, group_max_active=1,
+                                  group_kv_tokens=1000), phase=1)
 
 
 @st.composite
-def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[RraChange]:
+def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[tuple[int, PhaseControls]]:
     phases = sorted(draw(st.lists(st.integers(1, 12), max_size=4, unique=True)))
-    return [RraChange(phase=phase, encode_batch=draw(st.integers(1, 12)),
-                      decode_iterations=draw(st.integers(1, 9)),
-                      group_max_active=draw(st.integers(1, slots)),
-                      group_kv_tokens=draw(st.integers(20, capacity))) for phase in phases]
+    return [(phase, PhaseControls(
+        encode_batch=draw(st.integers(1, 12)), decode_iterations=draw(st.integers(1, 9)),
+        group_max_active=draw(st.integers(1, slots)),
+        group_kv_tokens=draw(st.integers(20, capacity)))) for phase in phases]
 
 
 @settings(deadline=None, max_examples=80)
@@ -72,11 +73,12 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
         outputs: list[int]) -> None:
     slots = 10
     rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
-                   max_active=5 * num_groups, kv_tokens=60 * num_groups, slots=slots)
+                   max_active=5 * num_groups, kv_tokens=60 * num_groups)
+    rule.make_room(slots)
     for query, reserve in enumerate(outputs):
         assert rule.submit(query, reserve)
-    for change in data.draw(changes(90, slots)):
-        rule.change(change)
+    for phase, controls in data.draw(changes(90, slots)):
+        rule.change(controls, phase=phase)
     decide = rule.decide
 
     def watched() -> Any:
@@ -84,8 +86,8 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
         step = decide()
         if step is not None and step.joined:
             group = rule._active[step.group]
-            assert len(group) <= rule._most_active <= slots
-            assert before[step.group] < sum(group.values()) <= rule.group_kv_tokens
+            assert len(group) <= rule.controls.group_max_active <= slots
+            assert before[step.group] < sum(group.values()) <= rule.controls.group_kv_tokens
         return step
 
     rule.decide = watched  # type: ignore[method-assign]
@@ -101,15 +103,15 @@ class Changing(Collector):
     def __init__(self, rule: RraRule, estimates: dict[int, Any]) -> None:
         super().__init__()
         self._rule, self._estimates = rule, estimates
-        self.taken: list[RraChange] = []
+        self.taken: list[tuple[int, PhaseControls]] = []
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         done = [count for count in self._estimates if len(self.results) >= count]
         for count in done:
-            change = rra_change(self._estimates.pop(count), phase=self._rule.next_phase,
-                                slots=self._rule.group_max_active)
-            self._rule.change(change)
-            self.taken.append(change)
+            controls = phase_controls(self._estimates.pop(count),
+                                      slots=self._rule.group_max_active)
+            self.taken.append((self._rule.next_phase, controls))
+            self._rule.change(controls, phase=self._rule.next_phase)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -126,23 +128,27 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     policy = Rra(problem, timing)
     begin, later, last = (policy.estimate(RraConfig(
-        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=2)).changed(kv_tokens=kv)
+        encode_batch=batch, decode_iterations=iterations,
+        decode_micro_batches=2)).changed(kv_tokens=kv)
         for batch, iterations, kv in ((2, 9, 400), (9, 3, 900), (4, 6, 300)))
-    rule = rra_rule(begin, slots=20)
+    rule = rra_rule(begin)
+    rule.make_room(20)
     sink = Changing(rule, {5: later, 18: last})
-    _, executors = run_in_process(directory, queries, stages=begin.deployment.stages, rule=rule, sink=sink)
+    _, executors = run_in_process(directory, queries, stages=begin.deployment.stages, rule=rule,
+                                  sink=sink)
     assert {r.query.index: list(r.output_ids) for r in sink.results} == dict(enumerate(expected))
     assert len(sink.taken) == 2
-    again = rra_rule(begin, slots=20)
-    for change in sink.taken:
-        again.change(change)
-    lengths = QueryLengths(inputs=inputs, outputs=outputs,
-                           most_outputs=np.array([q.max_new_tokens for q in queries]))
-    result = replay_job(problem, timing, begin, lengths, rules=[again])
+    again = rra_rule(begin)
+    again.make_room(20)
+    for phase, controls in sink.taken:
+        again.change(controls, phase=phase)
+    known = QueryLengths(inputs=inputs, outputs=outputs,
+                         most_outputs=np.array([q.max_new_tokens for q in queries]))
+    result = replay_job(problem, timing, begin, known, rules=[again])
     steps = replayed_steps(result.pools[0])
     assert all(run_steps(executor) == steps for executor in executors)
     lengths = {step[2]: step[3] for step in steps}
-    assert {lengths[p] for p in range(sink.taken[0].phase)} == {9}
+    assert {lengths[p] for p in range(sink.taken[0][0])} == {9}
     assert 3 in lengths.values() and 6 in lengths.values()
 
 
@@ -153,9 +159,9 @@ def result(index: int, tokens: int) -> FinishedQuery:
                          encode_start_s=0.0, first_token_s=0.5, last_token_s=1.0)
 
 
-def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path: Path) -> None:
-    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900,
-                   slots=12)
+def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Path) -> None:
+    rule = RraRule(encode_batch=4, decode_iterations=2, num_groups=1, max_active=8, kv_tokens=900)
+    rule.make_room(12)
     rule.submit(9, 50)
     link = LauncherLink(tmp_path, rule=rule, first_query=0, at_work=lambda: {2: (5, 3), 3: (6, 1)})
     link.finished(result(0, 4))
@@ -167,13 +173,14 @@ def test_the_head_tells_what_it_sees_and_takes_each_adjustment_up_once(tmp_path:
     assert state is not None and state.finished == {0: (2, 4), 1: (2, 2)}
     assert state.active == {2: (5, 3), 3: (6, 1)}
     assert not link.taken
-    ChangeOrder(revision=1, encode_batch=6, decode_iterations=3, group_max_active=12,
-               group_kv_tokens=800).save(tmp_path)
+    ChangeOrder(revision=1, controls=PhaseControls(
+        encode_batch=6, decode_iterations=3, group_max_active=12,
+        group_kv_tokens=800)).save(tmp_path)
     for at_s in (2.0, 3.0, 4.0):
         link.look(at_s)
     assert link.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
                                "decode_iterations": 3, "group_max_active": 12,
-                               "group_kv_tokens": 800, "steered_to": 0.0}]
+                               "group_kv_tokens": 800, "target_active": 0.0}]
     assert json.loads(json.dumps(link.taken)) == link.taken
 
 

@@ -69,7 +69,8 @@ def test_every_query_is_encoded_once_and_ends_whatever_the_limits(
     rule = RraRule(encode_batch=encode_batch, decode_iterations=iterations, num_groups=num_groups,
                    max_active=max_active, kv_tokens=capacity)
     wanted = {q: n for q, n in enumerate(outputs) if rule.submit(q, n)}
-    assert all(outputs[q] > rule.group_kv_tokens for q in set(range(len(outputs))) - set(wanted))
+    most = rule.controls.group_kv_tokens
+    assert all(outputs[q] > most for q in set(range(len(outputs))) - set(wanted))
     steps = drive(rule, wanted)
     joined = Counter(q for s in steps for q in s.joined)
     assert joined == Counter(wanted.keys())

@@ -23,7 +23,7 @@ from xrunner.rules.waa import WaaEncodeRule, waa_rules
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 
 MEAN = 20.0
 SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
@@ -67,9 +67,9 @@ def encode_sizes(rule: RraRule, outputs: Iterator[int]) -> tuple[list[int], list
     return encoded, active
 
 
-def rule_of(steered_to: float, count: int) -> RraRule:
+def rule_of(target_active: float, count: int) -> RraRule:
     rule = RraRule(encode_batch=20, decode_iterations=1, num_groups=1, max_active=1000,
-                   kv_tokens=10**9, sizer=SIZER, steered_to=steered_to)
+                   kv_tokens=10**9, sizer=SIZER, target_active=target_active)
     for query in range(count):
         assert rule.submit(query, 100, int(MEAN))
     return rule
@@ -96,10 +96,10 @@ def test_an_empty_pool_is_not_filled_at_once_and_the_last_queries_are_not_counte
 
 
 def test_a_scattered_decode_batch_keeps_nearer_to_its_mean() -> None:
-    def spread(steered_to: float) -> float:
+    def spread(target_active: float) -> float:
         rng = np.random.default_rng(5)
         lengths = iter(np.where(rng.random(40_000) < 0.1, 41, 2).tolist())
-        _, active = encode_sizes(rule_of(steered_to, 12_000), lengths)
+        _, active = encode_sizes(rule_of(target_active, 12_000), lengths)
         return float(np.std(active[60:-60]))
 
     carried = 20 * 0.1 * 39
@@ -122,21 +122,22 @@ def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: 
     problem = problem_of(adjustment)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     found = Rra(problem, timing).estimate(RraConfig(encode_batch=24, decode_iterations=8))
-    rule = rra_rule(found)
-    assert (rule.steered_to > 0) == rra_leads and found.controls.even.adjustment == share
+    target = rra_rule(found).controls.target_active
+    assert (target > 0) == rra_leads and found.controls.even.adjustment == share
     if rra_leads:  # B_E are encoded; those with more to do are the decode batch
-        assert rule.steered_to == pytest.approx(found.figures.decode_batch - 24, rel=0.01)
+        assert target == pytest.approx(found.figures.decode_batch - 24, rel=0.01)
     waa = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=8))
+    target = waa.controls.even.target_active
     assert waa.controls.even.adjustment == share
-    assert (waa.controls.even.target_active == waa.figures.decode_batch) == waa_leads and (waa.controls.even.target_active > 0) == waa_leads
+    assert (target == waa.figures.decode_batch) == waa_leads and (target > 0) == waa_leads
 
 
-def waa_rule(steered_to: float) -> WaaEncodeRule:
+def waa_rule(target_active: float) -> WaaEncodeRule:
     problem = problem_of(Adjustment())
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     found = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=20))
     roomy = tuple(replace(pool, kv_tokens=10**9) for pool in found.deployment.pools)
-    found = found.changed(mean_input_tokens=MEAN, target_active=steered_to, max_in_system=1000,
+    found = found.changed(mean_input_tokens=MEAN, target_active=target_active, max_in_system=1000,
                           pools=roomy)
     rule, _ = waa_rules(found)
     for query in range(500):
@@ -145,8 +146,8 @@ def waa_rule(steered_to: float) -> WaaEncodeRule:
 
 
 def test_waas_encode_batch_follows_the_decode_batch_where_asked_to() -> None:
-    for steered_to, expected in ((0.0, [20, 20, 20, 20]), (40.0, [22, 22, 20, 18])):
-        rule, sizes = waa_rule(steered_to), []
+    for target_active, expected in ((0.0, [20, 20, 20, 20]), (40.0, [22, 22, 20, 18])):
+        rule, sizes = waa_rule(target_active), []
         for _ in range(4):  # handed over at once, and none is done: 0, 22, 44, 64 are decoding
             step = rule.decide()
             assert step is not None

@@ -19,7 +19,7 @@ from xrunner.engines import deepspeed_worker
 from xrunner.io.results import Answered
 from xrunner.io.sink import STOP_FILE, RunSink
 from xrunner.plan import RunPlan
-from xrunner.rules.paged import VllmRule
+from xrunner.rules.paged import vllm
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule
@@ -32,7 +32,7 @@ RULES: dict[str, Callable[[], BatchingRule]] = {
                            kv_tokens=1000),
     "static": lambda: StaticRule(encode_batch=3, num_groups=2, encode_micro_batches=2,
                                  kv_tokens=1000),
-    "vllm": lambda: VllmRule(num_groups=1, max_active=3, kv_tokens=1600, token_budget=40)}
+    "vllm": lambda: vllm(num_groups=1, max_active=3, kv_tokens=1600, token_budget=40)}
 
 
 @pytest.mark.parametrize(("stop_after", "is_complete"), [(1, False), (COUNT, True)])

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+from toys import pools_of, transfers_of
 
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
@@ -18,9 +19,9 @@ from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import pack, transfers
+from xrunner.transport.handover import pack
 from xrunner.transport.messages import BlockMessage, Joined, StepMessage, StopMessage
-from xrunner.transport.route import pools, routes
+from xrunner.transport.route import routes
 
 LAYERS = 6
 
@@ -59,7 +60,7 @@ def test_every_entry_comes_once_and_is_what_was_encoded(
         for place, rank in enumerate(stage.ranks):
             caches[rank].allocate([3, 2])
             fill(caches[rank], stage, place)
-    for one in transfers(stages, spec()):
+    for one in transfers_of(stages, spec()):
         block = pack(caches[one.source], [0, 1], one.source_layers, one.source_heads)
         target = caches[one.target].store[one.target_layers, :, 0, one.target_heads, :5]
         assert not target.any(), "comes twice"
@@ -75,14 +76,14 @@ def test_every_entry_comes_once_and_is_what_was_encoded(
 
 def test_an_encoders_output_goes_to_every_decode_rank_once() -> None:
     t5 = catalog.model("t5-11b")
-    found = transfers(stages_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
+    found = transfers_of(stages_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
     assert [(transfer.source, transfer.target) for transfer in found] == [(1, 3), (1, 4), (2, 5)]
 
 
 def test_pools_are_routed_apart() -> None:
     stages = stages_of(((2, 5), (1, 1)), ((1, 3), (2, 3)))
-    assert [[stage.index for stage in pool] for pool in pools(stages)] == [[0, 1], [2, 3]]
-    found = routes(stages)
+    found = routes(pools_of(stages))
+    assert [found[rank].pool for rank in sorted(found)] == ["encode"] * 3 + ["decode"] * 3
     assert {rank: route.steps_from for rank, route in found.items()} == {
         0: None, 1: 0, 2: 0, 3: None, 4: 3, 5: 3}
     assert found[2].tokens_to == 0 and found[4].tokens_to == 3
@@ -92,7 +93,7 @@ def test_pools_are_routed_apart() -> None:
 def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> None:
     """Ranks 0 and 1 encode halves of the layers, 2 and 3 decode unlike halves; 3 lags behind."""
     stages = stages_of(((1, 2), (1, 4)), ((1, 4), (1, 2)))
-    comms, found = local_comms(4), transfers(stages, spec())
+    comms, found = local_comms(4), transfers_of(stages, spec())
     assert [(transfer.source, transfer.target) for transfer in found] == [(0, 2), (1, 2), (1, 3)]
     senders = [EntrySender(comms[rank], found) for rank in (0, 1)]
     head = EntryReceiver(comms[2], found, [2, 3])
@@ -131,7 +132,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
 def test_a_failing_courier_is_not_kept_quiet() -> None:
     stages = stages_of(((1, 6),), ((1, 6),))
     comms = local_comms(2)
-    found, told = transfers(stages, spec()), threading.Event()
+    found, told = transfers_of(stages, spec()), threading.Event()
     receiver = EntryReceiver(comms[1], found, [1], abort=told.set)
     comms[0].send(1, BlockMessage(batch=0, queries=(1,), lengths=(2,)))  # without its block
     assert told.wait(10)

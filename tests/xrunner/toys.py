@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
@@ -183,6 +184,18 @@ class Collector:
         return self._stop_after is not None and len(self.results) >= self._stop_after
 
 
+def pools_of(stages: Sequence[StageAssignment]) -> list[Pool]:
+    """The pools that stages of these roles make."""
+    return [Pool(name=role, role=role, stages=tuple(pool), num_groups=1, kv_tokens=0)
+            for role, pool in groupby(stages, key=lambda stage: stage.role)]
+
+
+def transfers_of(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Transfer]:
+    """What the ranks of an encode pool send to those of a decode pool."""
+    encode, decode = pools_of(stages)
+    return transfers(encode.stages, decode.stages, spec)
+
+
 def split_stages(num_layers: int, num_stages: int, *, encoder_layers: int = 0,
                  degrees: Sequence[int] | None = None) -> list[StageAssignment]:
     """Layers spread evenly over stages of these tensor-parallel degrees (None: single ranks)."""
@@ -211,7 +224,7 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
     for stage in stages:
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
         executors += [executor_of(directory, stage, shard, dtype, device) for shard in shards]
-    comms, route = local_comms(len(executors)), routes(stages)
+    comms, route = local_comms(len(executors)), routes(pools_of(stages))
     rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                            num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
     threads = [threading.Thread(target=serve, args=(comms[r], route[r], executors[r]), daemon=True)
@@ -230,8 +243,9 @@ def run_waa_in_process(
         rules: tuple[WaaEncodeRule, WaaDecodeRule], *, sink: Collector | None = None,
         ) -> tuple[Collector, dict[int, StageExecutor]]:
     """Both of WAA's pools on threads: (what finished, every rank's executor)."""
-    own, ranks = transfers(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
-    comms, side, route = local_comms(len(ranks)), local_comms(len(ranks)), routes(stages)
+    own, ranks = transfers_of(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
+    comms, side = local_comms(len(ranks)), local_comms(len(ranks))
+    route = routes(pools_of(stages))
     decode_ranks = [rank for s in stages if s.role == "decode" for rank in s.ranks]
     executors: dict[int, StageExecutor] = {}
     for stage in stages:

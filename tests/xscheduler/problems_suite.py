@@ -23,8 +23,8 @@ from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.envelope import SINGLES
-from xsimulator.policies import policy_class
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies import make_policy
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
 PAPER = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-101b": "a100-16",
@@ -257,7 +257,7 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
 def _with_room(policy: str, problem: Problem, timing: TimingSource,
                plans: list[TensorPlan], groups: int) -> list[TensorPlan]:
     """Those under which WAA has room for batches of one query."""
-    made = policy_class(policy)(problem, as_padded(timing, False))
+    made = make_policy(policy, problem, as_padded(timing, False))
     able = [plan for plan in plans if len(
         WaaPlans(made.plans, plan.tp_degree, plan.tp_gpus).encode_devices)]
     if not able:

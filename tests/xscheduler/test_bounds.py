@@ -23,12 +23,12 @@ from problems_suite import (
 from xgpt.core.job import FixedSchedule
 from xprofiler.interpolation import REFUSED_BEYOND
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.waa.bounds import WaaBounds, WaaBoxes
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
 
 BOXES, POINTS = 24, 30  # of a problem; of a box
 
@@ -117,7 +117,7 @@ def check_rra(case: Case, seed: int, *, groups: int = 0, is_line: bool) -> int:
 def check_waa(case: Case, seed: int) -> int:
     rng = np.random.default_rng([7, seed])
     problem, plan = replace(case.problem, num_queries=None), some_plan(case, rng)
-    waa = policy_class(case.policy)(problem, case.timing)
+    waa = make_policy(case.policy, problem, case.timing)
     split = waa.split(plan.tp_degree, plan.tp_gpus)
     least, most = ranges(rng, 500, 3.0)
     fewest, highest = ranges(rng, 2 * problem.cluster.num_devices, 2.0)

@@ -59,12 +59,12 @@ def test_the_share_of_encoding_is_that_of_the_period():
 def test_a_waa_schedule_names_its_pools():
     problem = toy_problem(latency_s=2.0)
     found = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
-    encode = sum(len(s.ranks) for s in found.stages if s.role == "encode")
+    encode = sum(len(s.ranks) for s in found.deployment.stages if s.role == "encode")
     policy, variables, _ = explain_choice(schedule_of(problem, found), problem)
     assert policy.startswith("WAA-C") and f"while {4 - encode} decode" in policy
     assert policy.count(f"{encode} device") == 1
     assert "4 queries are encoded at a time" in variables
-    assert f"which keeps {found.decode_batch:.0f} decoding" in variables
+    assert f"which keeps {found.figures.decode_batch:.0f} decoding" in variables
 
 
 def test_the_control_variables_are_said_with_what_they_keep_at_work():
@@ -132,9 +132,9 @@ def test_with_times_the_next_batch_is_looked_at(policy):
     variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
     estimate = estimate_of(problem, policy, encode_batch=6, **variables)
     next_one = estimate_of(problem, policy, encode_batch=7, **variables)
-    between = (estimate.figures.latency_s + next_one.latency_s) / 2
-    assert estimate.figures.latency_s < next_one.latency_s
-    for bound_s, broken in ((between, ["the latency bound"]), (next_one.latency_s * 1.01, [])):
+    between = (estimate.figures.latency_s + next_one.figures.latency_s) / 2
+    assert estimate.figures.latency_s < next_one.figures.latency_s
+    for bound_s, broken in ((between, ["the latency bound"]), (next_one.figures.latency_s * 1.01, [])):
         bounded = toy_problem(latency_s=bound_s)
         schedule = schedule_of(bounded, estimate)
         assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken

@@ -16,7 +16,7 @@ from xscheduler.live.deployment import redeployment
 from xscheduler.live.pinned import PinnedSearch, pinned_policy
 from xscheduler.live.reschedule import break_even, reschedule
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
 BATCHES, GROUPS = range(1, 41), range(1, 9)
@@ -36,15 +36,17 @@ def uneven():
     """RRA on stages that no lengths would suggest."""
     found = rra()
     counts, first, stages = [3, 1, 1, 1], 0, []
-    for stage, count in zip(found.stages, counts, strict=True):
+    for stage, count in zip(found.deployment.stages, counts, strict=True):
         stages.append(replace(stage, first_layer=first, num_layers=count))
         first += count
-    return replace(found, stages=tuple(stages))
+    (pool,) = found.deployment.pools
+    return found.changed(pools=(replace(pool, stages=tuple(stages)),))
 
 
 def brute_force(deployed, problem):
     """(throughput, tightest latency) over the whole grid."""
-    plan = {"tp_degree": deployed.tp_degree, "tp_gpus": deployed.tp_gpus}
+    plan = {"tp_degree": deployed.deployment.tp_degree,
+            "tp_gpus": deployed.deployment.tp_gpus}
     iterations = range(1, problem.lengths.outputs.max) if deployed.policy == "rra" else [None]
     configs = [
         RraConfig(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
@@ -90,7 +92,7 @@ def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
         found.qps == pytest.approx(expected, rel=1e-9))
     assert found.qps >= expected * (1 - 1e-9)
     assert found.estimate.figures.latency_s <= problem.constraint.latency_s and found.estimate.figures.fits
-    assert found.estimate.deployment.stages == deployed.stages and found.estimate.policy == deployed.policy
+    assert found.estimate.deployment.stages == deployed.deployment.stages and found.estimate.policy == deployed.policy
 
 
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
@@ -103,7 +105,7 @@ def test_figures_on_given_stages_are_those_of_the_policy_itself(name):
 def test_stages_stay_where_new_lengths_would_place_layers_elsewhere():
     deployed = uneven()
     found = adjusted(deployed, toy_problem(outputs=LONGER))
-    assert found.estimate.deployment.stages == deployed.stages
+    assert found.estimate.deployment.stages == deployed.deployment.stages
     # the fullest stage holds half of the layers: an even split must be quicker
     even = adjusted(rra(), toy_problem(outputs=LONGER))
     assert even.qps > found.qps * 1.1
@@ -121,7 +123,7 @@ def test_out_of_reach_names_the_tightest_latency():
 def test_what_the_job_fixes_stays_fixed():
     fixed = FixedSchedule(decode_iterations=3, decode_micro_batches=2, encode_batch=5)
     found = adjusted(rra(), toy_problem(outputs=LONGER, fixed=fixed)).estimate
-    assert (found.decode_iterations, found.decode_micro_batches, found.encode_batch) == (3, 2, 5)
+    assert (found.figures.decode_iterations, found.deployment.num_groups, found.figures.encode_batch) == (3, 2, 5)
     other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policy="waa-c")))
     assert other.estimate is None and "policy waa-c" in other.reason
 
@@ -149,10 +151,10 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     problem = toy_problem(outputs=LONGER)
     # so slow that far more queries must be left than are ever present
     problem = replace(problem, cluster=problem.cluster.with_nodes(host_bytes_per_s=1e6))
-    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
-    assert free.loading == redeployment(rra().stages, better.stages, problem.model, problem.dtype,
+    assert free.loading == redeployment(rra().deployment.stages, better.deployment.stages, problem.model, problem.dtype,
                                         problem.cluster)
     assert free.cost_s == free.loading.from_dram_s > 0
     left = replace(problem, num_queries=int(factor * free.break_even_queries))
@@ -164,7 +166,7 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
 
 def test_a_slower_source_takes_longer_to_pay():
     problem = toy_problem(outputs=LONGER)
-    better = replace(rra(problem, tp_degree=2, tp_gpus=4), throughput_qps=1e5)
+    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     dram, ssd = (reschedule(rra(), problem, roofline_of(problem), source=source,
                             best=answer(problem, better)) for source in ("dram", "ssd"))
     assert ssd.cost_s > dram.cost_s and ssd.break_even_queries > dram.break_even_queries
@@ -187,11 +189,11 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     none = InfeasibleError("no schedule")
     found = reschedule(old, problem, roofline_of(problem), best=none)
     assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
-    assert found.choice == "adjust" and found.chosen.latency_s <= problem.constraint.latency_s
+    assert found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
     tighter = reschedule(old, problem, roofline_of(problem), best=none,
-                         latency_limit_s=found.chosen.latency_s * 0.9)
-    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.latency_s * 0.9
+                         latency_limit_s=found.chosen.figures.latency_s * 0.9)
+    assert tighter.adjust.estimate.figures.latency_s <= found.chosen.figures.latency_s * 0.9
     impossible = reschedule(old, problem, roofline_of(problem), best=none, latency_limit_s=1e-9)
     assert impossible.choice is None and impossible.chosen is None
     assert "No schedule meets the bound" in impossible.sentence
@@ -209,7 +211,7 @@ def test_the_real_search_never_loses_to_what_is_deployed():
     problem = toy_problem(outputs=SHORTER)
     found = reschedule(rra(), problem, roofline_of(problem))
     best = max(found.keep.qps, found.adjust.qps, found.redeploy.qps)
-    assert found.chosen.throughput_qps >= best * 0.99
+    assert found.chosen.figures.throughput_qps >= best * 0.99
     assert found.adjust.qps >= found.keep.qps > 0
 
 
@@ -221,7 +223,7 @@ def test_a_schedule_that_cannot_be_deployed_here_is_refused():
     with pytest.raises(InputError, match="layers of toy"):
         reschedule(rra(), fewer, roofline_of(fewer))
     with pytest.raises(InputError, match="policy"):
-        reschedule(replace(rra(), policy="orca"), problem, roofline_of(problem))
+        reschedule(rra().changed(policy="orca"), problem, roofline_of(problem))
 
 
 def test_the_same_question_has_the_same_answer():

@@ -17,9 +17,12 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
-from xscheduler import uncertainty
+from xprofiler.timing import TimingSource
+from xscheduler import evaluator
+from xscheduler.evaluator import Evaluator
 from xscheduler.live.pinned import pinned_policy
-from xscheduler.uncertainty import Doubts, Margin, margin, plan_within, upper_limit
+from xscheduler.uncertainty import Doubts, MarginParts, upper_limit
+from xscheduler.within import plan_within
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 
@@ -34,18 +37,20 @@ def observed(problem: Problem, count: int, seed: int = 0) -> Problem:
     return replace(problem, lengths=replace(problem.lengths, outputs=outputs))
 
 
+def doubts_of(problem: Problem, timing: TimingSource | None = None) -> Doubts:
+    return Doubts(problem, Evaluator(problem, timing or roofline_of(problem)))
+
+
 def margin_of(problem: Problem, estimate: Estimate | None = None, **constraint: float):
     problem = replace(problem, constraint=replace(problem.constraint, **constraint))
-    timing = roofline_of(problem)
-    estimate = estimate or estimate_of(problem, **CONFIG)
-    return margin(problem, timing, estimate)
+    return doubts_of(problem).margin(estimate or estimate_of(problem, **CONFIG))
 
 
 # --- what is covered, and what is not ---------------------------------------------------------
 
 
 def test_nothing_uncertain_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uncertainty, "pinned_policy", None)  # not even an evaluation
+    monkeypatch.setattr(evaluator, "pinned_policy", None)  # not even an evaluation
     found = margin_of(toy_problem(latency_s=0.1), estimate_of(toy_problem(), **CONFIG))
     assert (found.factor, found.timing, found.lengths, found.drift) == (1, 1, 1, 1)
     assert "not covered" in found.sentence and "given" in found.sentence
@@ -96,12 +101,12 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
         problem.lengths, outputs=truncated_normal(60, 10, 100)))
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
-                       ).stages != estimate.deployment.stages
-    doubts = Doubts(problem, roofline_of(problem))
+                       ).deployment.stages != estimate.deployment.stages
+    doubts = doubts_of(problem)
     assert doubts.with_own_lengths(schedule_of(problem, estimate)).estimate == estimate
     expected = pinned_policy(estimate, other, roofline_of(problem)).evaluate(
         [_config(estimate)]).latency_s[0]
-    assert doubts._latency_s("x", other.lengths, doubts._case(estimate)) == pytest.approx(expected)
+    assert doubts._variant("x", other.lengths).latency_s(estimate) == pytest.approx(expected)
 
 
 def _config(estimate: Estimate):
@@ -140,7 +145,7 @@ def profile_margin(timing: ProfileTiming):
     problem = toy_problem(latency_s=1.0)
     rra = Rra(problem, timing)
     estimate = rra.estimate(RraConfig(encode_batch=12, decode_iterations=6))
-    return margin(problem, timing, estimate)
+    return doubts_of(problem, timing).margin(estimate)
 
 
 def test_a_profile_without_noise_on_lines_needs_no_margin() -> None:
@@ -229,8 +234,7 @@ def planned(problem: Problem, *, longer: bool = True, grid: RraConfigs = GRID):
     def within(bound_s: float) -> Schedule:
         return search(replace(problem, constraint=problem.constraint.with_latency(limit_s=bound_s)))
 
-    timing = roofline_of(problem)
-    return plan_within(problem, timing, within,
+    return plan_within(doubts_of(problem), within,
                        search_problem=search if longer else None), search
 
 
@@ -251,10 +255,10 @@ def test_what_is_planned_keeps_the_bound_with_its_own_margin(longer: bool) -> No
     found, _ = planned(problem, longer=longer)
     assert found.is_safe and found.margin.factor > 1 and 0 < found.cost < 0.8
     assert found.schedule.estimate.figures.latency_s * found.margin.factor <= BOUND_S
-    assert found.schedule.latency_bound_s == BOUND_S
-    again = margin(problem, roofline_of(problem), found.schedule.estimate)
+    assert found.schedule.bound.limit_s == BOUND_S
+    again = doubts_of(problem).margin(found.schedule.estimate)
     assert again == found.margin
-    assert found.schedule.bound_qps >= found.schedule.estimate.figures.throughput_qps
+    assert found.schedule.proof.bound_qps >= found.schedule.estimate.figures.throughput_qps
 
 
 def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
@@ -280,7 +284,7 @@ def test_a_margin_beyond_the_profile_leaves_smaller_schedules(
     """Resampled lengths may make a batch larger than any that was measured."""
     own, reach = Doubts.margin, 6
 
-    def limited(self: Doubts, estimate: Estimate) -> Margin:
+    def limited(self: Doubts, estimate: Estimate) -> MarginParts:
         found = own(self, estimate)
         return found if estimate.figures.encode_batch <= reach else replace(
             found, factor=math.inf, timing=math.inf)
@@ -299,7 +303,7 @@ def test_no_safe_schedule_found_is_said() -> None:
     estimate = estimate_of(problem, **CONFIG)
     stubborn: Callable[[float], Schedule] = lambda bound_s: schedule_of(  # noqa: E731
         problem, estimate.changed(latency_s=BOUND_S))
-    found = plan_within(problem, roofline_of(problem), stubborn)
+    found = plan_within(doubts_of(problem), stubborn)
     assert not found.is_safe and found.margin.sentence.startswith("NOT kept")
 
 
@@ -331,7 +335,7 @@ class Sketch:
     def estimate(self, config: RraConfig) -> Estimate:
         rate, latency = self.figures(np.array([config.encode_batch]),
                                      np.array([config.decode_iterations]))
-        return replace(SKETCHED, encode_batch=config.encode_batch, latency_s=float(latency[0]),
+        return SKETCHED.changed(encode_batch=config.encode_batch, latency_s=float(latency[0]),
                        decode_iterations=config.decode_iterations, throughput_qps=float(rate[0]))
 
 
@@ -365,8 +369,7 @@ def broken(seed: int, trials: int, confidence: float) -> tuple[int, int]:
         def within(bound_s: float, own: Problem = problem) -> Schedule:
             return sketch_search(replace(own, constraint=own.constraint.with_latency(limit_s=bound_s)))
 
-        found = plan_within(problem, roofline_of(problem), within,
-                            search_problem=sketch_search)
+        found = plan_within(doubts_of(problem), within, search_problem=sketch_search)
         assert found.is_safe
         real = Sketch(replace(problem, lengths=replace(problem.lengths, outputs=truth)))
         for estimate, is_plain in ((found.schedule.estimate, False),
@@ -379,7 +382,7 @@ def broken(seed: int, trials: int, confidence: float) -> tuple[int, int]:
 
 def test_bounds_are_kept_as_often_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a margin about half the bounds break."""
-    monkeypatch.setattr(uncertainty, "pinned_policy", lambda estimate, problem, _: Sketch(problem))
+    monkeypatch.setattr(evaluator, "pinned_policy", lambda estimate, problem, _: Sketch(problem))
     with_margin, without = broken(7, 100, 0.95)
     assert with_margin <= 8
     assert 30 <= without <= 70

@@ -56,11 +56,11 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
         found = baselines.best(ours, bound_s, plans=PLANS)
         is_admissible = figures.fits & (figures.latency_s <= bound_s)
         most = figures.throughput_qps[is_admissible].max()
-        assert found is not None and found.fits and found.latency_s <= bound_s
-        assert found.policy == ours.name and found.encode_batch <= 75
-        assert policy is dsi or found.encode_micro_batches == found.decode_micro_batches
+        assert found is not None and found.figures.fits and found.figures.latency_s <= bound_s
+        assert found.policy == ours.name and found.figures.encode_batch <= 75
+        assert policy is dsi or found.controls.encode_micro_batches == found.deployment.num_groups
         # climbing may end on another top: never more than half a percent below the highest
-        assert found.throughput_qps >= 0.995 * most, f"{bound_s = }"
+        assert found.figures.throughput_qps >= 0.995 * most, f"{bound_s = }"
 
 
 @pytest.mark.parametrize("policy", [orca, vllm, sarathi])
@@ -76,8 +76,8 @@ def test_nothing_that_a_finer_grid_finds_is_better(policy):
         found = baselines.best(ours, bound_s, plans=PLANS)
         is_admissible = (figures.fits & (figures.latency_s <= bound_s)
                          & (figures.present <= 90 + 1e-9))
-        assert found is not None and found.fits and found.latency_s <= bound_s
-        assert found.throughput_qps >= 0.99 * figures.throughput_qps[is_admissible].max()
+        assert found is not None and found.figures.fits and found.figures.latency_s <= bound_s
+        assert found.figures.throughput_qps >= 0.99 * figures.throughput_qps[is_admissible].max()
 
 
 def test_what_is_ruled_out_by_limits_is_not_evaluated():
@@ -99,7 +99,7 @@ def test_all_plans_are_considered_by_default():
     assert all_tensor_plans(ours.problem, ours.timing) == [(1, 0), (2, 2), (2, 4), (4, 4)]
     found, of_few = baselines.best(ours, math.inf), baselines.best(ours, math.inf, plans=PLANS)
     assert found is not None and of_few is not None
-    assert found.throughput_qps >= of_few.throughput_qps
+    assert found.figures.throughput_qps >= of_few.figures.throughput_qps
 
 
 def test_a_wider_bound_is_never_worse_and_dsi_never_below_ft():
@@ -108,9 +108,9 @@ def test_a_wider_bound_is_never_worse_and_dsi_never_below_ft():
         slow = baselines.best(static_of(ft, 200), bound_s, plans=PLANS)
         quick = baselines.best(static_of(dsi, 200), bound_s, plans=PLANS)
         assert slow is not None and quick is not None
-        assert slow.throughput_qps >= last and (
-            quick.throughput_qps >= 0.999 * slow.throughput_qps)
-        last = slow.throughput_qps
+        assert slow.figures.throughput_qps >= last and (
+            quick.figures.throughput_qps >= 0.999 * slow.figures.throughput_qps)
+        last = slow.figures.throughput_qps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,15 +73,16 @@ CASES = [
 def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config, padded):
     problem = problem_of(model, cluster, task)
     found = policy_of(name, problem, padded=padded).estimate(config)
-    result, outputs = replayed(name, problem, found, max(9000, int(14 * found.decode_batch)),
+    count = max(9000, int(14 * found.figures.decode_batch))
+    result, outputs = replayed(name, problem, found, count,
                                padded=padded)
     start = result.times.start_s
     begin, end = np.quantile(start, [0.4, 0.8])
     steady = (start >= begin) & (start < end)
-    assert found.throughput_qps == pytest.approx(steady.sum() / (end - begin), rel=0.06)
+    assert found.figures.throughput_qps == pytest.approx(steady.sum() / (end - begin), rel=0.06)
     longest = problem.lengths.outputs.quantile(0.99)
     alike = steady & (np.abs(outputs - longest) <= 0.03 * longest)
-    assert found.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.08)
+    assert found.figures.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.08)
 
 
 QUERIES_CASES = [
@@ -98,7 +99,7 @@ def test_latency_of_all_queries_agrees_with_the_replay(name, max_active, token_b
     result, _ = replayed(name, problem, found, 3000, padded=True)
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None
-    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -107,16 +108,18 @@ def test_what_fits_never_holds_more_than_its_budget(name):
     policy = policy_of(name, problem)
     for max_active in (3, 5000):
         found = policy.estimate(ContinuousConfig(max_active=max_active, tp_degree=2, tp_gpus=2))
-        assert found.fits and max(found.memory_bytes) <= found.memory_capacity_bytes
+        figures = found.figures
+        assert figures.fits and max(figures.memory_bytes) <= figures.memory_capacity_bytes
         result, _ = replayed(name, problem, found, 600, padded=True)
-        assert 0 < result.pools[0].memory_tokens.max() <= found.kv_tokens
+        assert 0 < result.pools[0].memory_tokens.max() <= found.deployment.kv_tokens
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_model_that_leaves_no_room_does_not_fit(name):
     problem = problem_of("gpt3-175b", "a40-8", "C2")
     found = policy_of(name, problem).estimate(ContinuousConfig(max_active=4))
-    assert not found.fits and max(found.memory_bytes) > found.memory_capacity_bytes
+    figures = found.figures
+    assert not figures.fits and max(figures.memory_bytes) > figures.memory_capacity_bytes
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -127,9 +130,9 @@ def test_arrays_equal_one_configuration_at_a_time(name):
     together = policy.evaluate(configs)
     for row, config in enumerate(configs):
         alone = policy.estimate(config)
-        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
-        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
-        assert together.fits[row] == alone.fits
+        assert together.throughput_qps[row] == pytest.approx(alone.figures.throughput_qps, rel=1e-9)
+        assert together.latency_s[row] == pytest.approx(alone.figures.latency_s, rel=1e-9)
+        assert together.fits[row] == alone.figures.fits
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -156,8 +159,8 @@ def test_sizes_beyond_those_measured_are_said_and_beyond_four_times_refused(name
         found, arrays = policy.estimate(config), policy.evaluate([config])
         assert arrays.stretch[0] == pytest.approx(64 / most, rel=0.1)
         assert any("extrapolated" in note for note in found.notes)
-        assert found.throughput_qps == (0 if is_refused else plain.throughput_qps)
-        assert found.latency_s == (math.inf if is_refused else plain.latency_s)
+        assert found.figures.throughput_qps == (0 if is_refused else plain.figures.throughput_qps)
+        assert found.figures.latency_s == (math.inf if is_refused else plain.figures.latency_s)
     assert not any("extrapolated" in note for note in plain.notes)
 
 
@@ -168,8 +171,8 @@ def test_one_query_at_a_time_takes_the_sum_of_its_steps(name):
     found = policy_of(name, problem).estimate(
         ContinuousConfig(max_active=1, tp_degree=4, tp_gpus=4))
     result, _ = replayed(name, problem, found, 5, padded=True)
-    assert found.latency_s == pytest.approx(result.latency_s.mean(), rel=0.01)
-    assert found.throughput_qps == pytest.approx(5 / result.makespan_s, rel=0.01)
+    assert found.figures.latency_s == pytest.approx(result.latency_s.mean(), rel=0.01)
+    assert found.figures.throughput_qps == pytest.approx(5 / result.makespan_s, rel=0.01)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -189,7 +192,7 @@ def test_more_reserved_for_an_output_costs_orca_places_alone(name):
     """Paged KV takes what is used, ORCA what could be."""
     plain = problem_of(task="T")
     config = ContinuousConfig(max_active=5000, tp_degree=4, tp_gpus=4)
-    small, large = (policy_of(name, p).estimate(config).decode_batch
+    small, large = (policy_of(name, p).estimate(config).figures.decode_batch
                     for p in (plain, replace(plain, default_max_tokens=4000)))
     if name == "orca":
         assert large < 0.9 * small

@@ -102,7 +102,7 @@ def test_what_is_refused_says_nothing_of_its_neighbours():
     rra = Rra(problem, profiled(problem))
     together = rra.evaluate(CONFIGS)
     for row, config in enumerate(CONFIGS):
-        alone = rra.estimate(config)
+        alone = rra.estimate(config).figures
         assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
         assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
 
@@ -113,9 +113,9 @@ def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_o
                       contexts=range(1, 101, 3), lengths=range(1, 81))
     truth = Roofline(TOY, problem.cluster.device, "float16")
     config = RraConfig(encode_batch=6, decode_iterations=4)
-    ours = Rra(problem, finely).estimate(config)
+    ours = Rra(problem, finely).estimate(config).figures
     assert ours.throughput_qps == pytest.approx(
-        Rra(problem, truth).estimate(config).throughput_qps, rel=0.05)
+        Rra(problem, truth).estimate(config).figures.throughput_qps, rel=0.05)
 
 
 def test_room_says_how_far_a_configuration_stretches_the_measurements():
@@ -148,8 +148,10 @@ def oracle(problem, timing):
 
 
 def stretch_of(problem, timing, estimate):
-    config = RraConfig(encode_batch=estimate.figures.encode_batch, tp_degree=estimate.deployment.tp_degree,
-                       decode_iterations=estimate.figures.decode_iterations, tp_gpus=estimate.deployment.tp_gpus)
+    figures, deployment = estimate.figures, estimate.deployment
+    config = RraConfig(encode_batch=figures.encode_batch,
+                       decode_iterations=figures.decode_iterations,
+                       tp_degree=deployment.tp_degree, tp_gpus=deployment.tp_gpus)
     return Rra(problem, timing).room([config]).stretch[0]
 
 
@@ -167,7 +169,7 @@ def test_the_search_equals_brute_force_within_the_range_and_never_leaves_it(tigh
     found = find_schedule(problem, timing, Effort(gap=0.0))
     assert found.estimate.figures.throughput_qps == pytest.approx(expected, rel=1e-9)
     assert found.estimate.figures.encode_batch < GRID[-1] and found.estimate.figures.fits
-    assert found.bound_qps >= expected
+    assert found.proof.bound_qps >= expected
     stretch = stretch_of(problem, timing, found.estimate)
     assert stretch <= REFUSED_BEYOND
     if tightness == math.inf:
@@ -193,7 +195,7 @@ def test_a_range_that_binds_few_iterations_first_hides_no_better_schedule(
                                 others=range(1, outputs[-1])).best(math.inf)
     found = find_schedule(problem, timing, Effort(gap=0.0))
     assert found.estimate.figures.throughput_qps >= expected * (1 - 1e-9)
-    assert found.bound_qps >= expected
+    assert found.proof.bound_qps >= expected
 
 
 def test_what_rests_on_extrapolated_times_says_so():
@@ -246,7 +248,7 @@ def test_a_job_of_longer_queries_than_four_times_is_infeasible_too(latency_s, si
 
 def test_messages_of_any_size_are_answered_for():
     problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
-    found = find_schedule(problem, profiled(problem, messages=(8, 16))).estimate
+    found = find_schedule(problem, profiled(problem, messages=(8, 16))).estimate.figures
     assert found.throughput_qps > 0 and math.isfinite(found.latency_s)
 
 

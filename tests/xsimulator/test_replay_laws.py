@@ -14,9 +14,10 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import empirical, joint_empirical
+from xgpt.core.policies import policy_names
 from xgpt.core.query_times import QueryTimes
 from xrunner.rules.steps import StepKind
-from xsimulator.policies import POLICIES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
@@ -59,7 +60,7 @@ def replays(draw, policy):
 
 def every_policy(law):
     """Runs the law on random replays of each policy."""
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("policy", policy_names())
     def test(policy):
         LAWS(given(replays(policy))(law))()
     test.__name__, test.__doc__ = law.__name__, law.__doc__

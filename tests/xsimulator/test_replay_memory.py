@@ -9,14 +9,16 @@ from problems import problem_of, roofline_of
 
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator import memory
 from xsimulator.plans import Plans
-from xsimulator.policies import POLICIES, make_config, make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.divisions import WaaC, WaaConfig
+from xsimulator.policies.waa.closed_form import waa_c
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
@@ -41,13 +43,13 @@ def fullest(policy, problem, rng):
 
     try:
         low, high = 1, 8192
-        if not estimate(low).figures.fits:
+        if not estimate(low).fits:
             return None
     except InputError:
         return None
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
-        low, high = (middle, high) if estimate(middle).figures.fits else (low, middle)
+        low, high = (middle, high) if estimate(middle).fits else (low, middle)
     return estimate(low)
 
 
@@ -57,7 +59,7 @@ def bytes_held(problem, found, result):
     model, held = problem.model, []
     plans = Plans(problem, roofline_of(problem))
     for pool in result.pools:
-        stages = tuple(found.deployment.stages[index] for index in pool.stages)
+        stages = tuple(found.stages[index] for index in pool.stages)
         weights = plans.pool([stage.ranks for stage in stages], stages[0].role,
                              stages[0].index).weight_bytes
         tokens = pool.memory_tokens.max(initial=0)
@@ -88,21 +90,20 @@ def check(policy, case, seeds, queries, enough=10**9):
         for _ in range(8):
             result = replayer.run(planned_queries(problem, *problem.lengths.sample(queries, rng)))
             held = bytes_held(problem, found, result)
-            assert held.max() <= found.figures.memory_capacity_bytes, f"{policy} {seed = } {found}"
-            per_stage = [found.figures.memory_bytes[stage.ranks[0]]
-                         for stage in found.deployment.stages]
+            assert held.max() <= found.memory_capacity_bytes, f"{policy} {seed = } {found}"
+            per_stage = [found.memory_bytes[stage.ranks[0]] for stage in found.stages]
             assert (held <= np.array(per_stage) + 1).all(), "no stage holds more than was said"
             checked += 1
     return checked
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device(policy):
     assert check(policy, CASES[0], range(9), 400, enough=8) == 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policy_names())
 def test_what_fits_never_exceeds_a_device_in_a_thousand_replays(policy):
     """125 and more of each policy, 1,000 in all, full of queries."""
     checked = sum(check(policy, case, range(20), 1200, enough=48) for case in CASES)
@@ -116,7 +117,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     """The paper's section 7.4: not even with one query encoded at a time; RRA can."""
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
-    waa, rra = WaaC(problem, timing), Rra(problem, timing)
+    waa, rra = waa_c(problem, timing), Rra(problem, timing)
     assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):

@@ -15,7 +15,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.recorded import load_recording
 from xsimulator.replay.records import ReplayResult

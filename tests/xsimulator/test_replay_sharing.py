@@ -14,7 +14,7 @@ from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.sharing import slow_downs

@@ -18,7 +18,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import planned_queries, replay_job
@@ -72,12 +72,12 @@ def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, config, padd
     problem = problem_of(model, cluster, task)
     found = estimate(problem, roofline_of(problem, padded=padded), config)
     result, outputs = replayed(problem, found, max(2500, 250 * config.encode_batch), padded=padded)
-    assert found.throughput_qps == pytest.approx(steady_figures(
+    assert found.figures.throughput_qps == pytest.approx(steady_figures(
         result, problem.constraint, problem.lengths.outputs).throughput_qps, rel=0.03)
     longest = problem.lengths.outputs.quantile(0.99)
     alike = np.abs(outputs - longest) <= 1
     alike &= result.times.start_s < 0.7 * result.makespan_s
-    assert found.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.05)
+    assert found.figures.latency_s == pytest.approx(result.latency_s[alike].mean(), rel=0.05)
 
 
 def test_no_step_of_a_group_starts_before_its_tokens_are_back():
@@ -95,7 +95,8 @@ def test_replay_of_one_query_is_the_sum_of_its_steps():
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=1, decode_iterations=2))
     result, _ = replayed(problem, found, 1, padded=True)
-    times = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster, found.stages)
+    times = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster,
+                       found.deployment.stages)
     attention = times.encode_attention_s(np.array([10]), 1)
     expected = times.encode_s(10.0, 1.0, {d: v[0] for d, v in attention.items()}).sum()
     expected += times.decode_s(1.0, 11.0).sum() + times.decode_s(1.0, 12.0).sum()
@@ -122,8 +123,8 @@ def test_prediction_of_a_job_lies_below_the_steady_state_and_above_its_share():
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=8))
     short, long = (predict_job(problem, roofline_of(problem), found, count,
                                np.random.default_rng(0), replays=2) for count in (72, 1500))
-    assert short.throughput_qps < long.throughput_qps < 1.03 * found.throughput_qps
-    assert long.throughput_qps > 0.9 * found.throughput_qps
+    assert short.throughput_qps < long.throughput_qps < 1.03 * found.figures.throughput_qps
+    assert long.throughput_qps > 0.9 * found.figures.throughput_qps
     assert short.wall_s == pytest.approx(72 / short.throughput_qps, rel=0.05)
     assert 0 < short.latency_p50_s <= short.latency_p99_s <= short.wall_s
 
@@ -144,10 +145,10 @@ def test_arrays_equal_one_configuration_at_a_time():
     together = evaluate(problem, roofline_of(problem), configs)
     for row, config in enumerate(configs):
         alone = estimate(problem, roofline_of(problem), config)
-        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
-        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
-        assert together.fits[row] == alone.fits
-        assert together.memory_bytes[row] == pytest.approx(max(alone.memory_bytes), abs=1)
+        assert together.throughput_qps[row] == pytest.approx(alone.figures.throughput_qps, rel=1e-9)
+        assert together.latency_s[row] == pytest.approx(alone.figures.latency_s, rel=1e-9)
+        assert together.fits[row] == alone.figures.fits
+        assert together.memory_bytes[row] == pytest.approx(max(alone.figures.memory_bytes), abs=1)
 
 
 def test_stages_hold_every_layer_once_in_order():
@@ -185,9 +186,9 @@ def test_outputs_of_one_token_need_no_decoding():
     lengths = JointLengths(inputs=empirical([50, 70]), outputs=empirical([1]))
     problem = problem_of(lengths=lengths)
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=8, decode_iterations=1))
-    assert found.decode_batch == 0
-    assert found.latency_s >= found.encode_s / 2
-    assert found.period_s == pytest.approx(found.encode_s, rel=0.5)
+    assert found.figures.decode_batch == 0
+    assert found.figures.latency_s >= found.figures.encode_s / 2
+    assert found.figures.period_s == pytest.approx(found.figures.encode_s, rel=0.5)
 
 
 def test_a_query_that_reserves_more_than_the_longest_output_is_planned_for():
@@ -195,8 +196,8 @@ def test_a_query_that_reserves_more_than_the_longest_output_is_planned_for():
     plain = problem_of()
     generous = replace(plain, default_max_tokens=400)
     small, large = (estimate(p, roofline_of(p), config) for p in (plain, generous))
-    assert large.kv_tokens > small.kv_tokens
-    assert large.throughput_qps == small.throughput_qps
+    assert large.deployment.kv_tokens > small.deployment.kv_tokens
+    assert large.figures.throughput_qps == small.figures.throughput_qps
     assert rra_rule(large).submit(0, plain.lengths.inputs.max + 400)
     predict_job(generous, roofline_of(generous), large, 20, np.random.default_rng(0), replays=1)
 
@@ -206,11 +207,12 @@ def test_both_kinds_of_bound_are_met_by_the_quantile_of_the_output_length():
     latencies = []
     for kind in ("sequence", "queries"):
         problem = problem_of(kind=kind)
-        latencies.append(estimate(problem, roofline_of(problem), config).latency_s)
+        latencies.append(estimate(problem, roofline_of(problem), config).figures.latency_s)
     assert latencies[0] == latencies[1]
 
 
 def test_unknown_policy_names_the_known_ones():
-    assert policy_class("rra") is Rra
+    problem = problem_of()
+    assert isinstance(make_policy("rra", problem, roofline_of(problem)), Rra)
     with pytest.raises(UnknownNameError, match="rra"):
-        policy_class("rr")
+        make_policy("rr", problem, roofline_of(problem))

@@ -99,8 +99,8 @@ def test_exact_where_nothing_is_random(policy, groups, cluster):
                           encode_parts=None if policy is ft else 3)
     found = ours.estimate(config)
     result, _ = replayed(ours, found, 4)
-    assert found.throughput_qps == pytest.approx(4 * 48 / result.makespan_s, rel=0.005)
-    assert found.latency_s == pytest.approx(result.latency_s.mean(), rel=0.005)
+    assert found.figures.throughput_qps == pytest.approx(4 * 48 / result.makespan_s, rel=0.005)
+    assert found.figures.latency_s == pytest.approx(result.latency_s.mean(), rel=0.005)
 
 
 CASES = [  # model, cluster, task, policy, config, padded, kind
@@ -127,12 +127,12 @@ def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, policy, conf
     ours = policy_of(problem_of(model, cluster, task, kind=kind), policy, padded=padded)
     found = ours.estimate(config)
     result, outputs = replayed(ours, found, max(3000 // config.encode_batch, 60))
-    assert found.throughput_qps == pytest.approx(len(outputs) / result.makespan_s, rel=0.03)
+    assert found.figures.throughput_qps == pytest.approx(len(outputs) / result.makespan_s, rel=0.03)
     latency_s = np.quantile(result.latency_s, 0.99)
     if kind == "sequence":
         longest = ours.problem.lengths.outputs.quantile(0.99)
         latency_s = result.latency_s[np.abs(outputs - longest) <= 1].mean()
-    assert found.latency_s == pytest.approx(latency_s, rel=0.05)
+    assert found.figures.latency_s == pytest.approx(latency_s, rel=0.05)
 
 
 def test_decode_iterations_are_the_expected_longest_output_of_a_batch():
@@ -141,7 +141,7 @@ def test_decode_iterations_are_the_expected_longest_output_of_a_batch():
     for batch in (1, 7, 60):
         outputs = ours.problem.lengths.outputs.sample(batch * 4000, draws).reshape(-1, batch)
         found = ours.estimate(StaticConfig(encode_batch=batch, decode_micro_batches=1))
-        assert found.decode_iterations == pytest.approx(
+        assert found.figures.decode_iterations == pytest.approx(
             (outputs.max(axis=1) - 1).mean(), rel=0.02)
 
 
@@ -150,7 +150,7 @@ def test_the_budget_is_never_exceeded_and_holds_a_full_batch():
     found = ours.estimate(StaticConfig(encode_batch=60, decode_micro_batches=4, encode_parts=2))
     result, _ = replayed(ours, found, 40)
     pool = result.pools[0]
-    assert pool.memory_tokens.max() <= found.kv_tokens
+    assert pool.memory_tokens.max() <= found.deployment.kv_tokens
     phases = np.array([step.phase for step in pool.steps])
     full = [pool.encoded[phases == phase].sum() == 60 for phase in range(40)]
     assert np.mean(full) > 0.9, "the budget is short of a batch once in a while, not often"
@@ -158,7 +158,8 @@ def test_the_budget_is_never_exceeded_and_holds_a_full_batch():
 
 def test_latency_bound_of_queries_lies_above_the_mean_and_grows_with_the_quantile():
     config = StaticConfig(encode_batch=8, decode_micro_batches=4)
-    latencies = [policy_of(problem_of(kind="queries", quantile=q)).estimate(config).latency_s
+    latencies = [policy_of(problem_of(
+        kind="queries", quantile=q)).estimate(config).figures.latency_s
                  for q in (0.5, 0.9, 0.99, 1.0)]
     assert latencies == sorted(latencies) and latencies[0] < 0.9 * latencies[-1]
 
@@ -170,8 +171,8 @@ def test_single_token_outputs_need_no_decoding():
         config = StaticConfig(encode_batch=16, decode_micro_batches=4)
         found = ours.estimate(config)
         result, _ = replayed(ours, found, 50)
-        assert found.throughput_qps == pytest.approx(800 / result.makespan_s, rel=0.05)
-        assert 0 < found.latency_s < 1.2 * result.latency_s.max()
+        assert found.figures.throughput_qps == pytest.approx(800 / result.makespan_s, rel=0.05)
+        assert 0 < found.figures.latency_s < 1.2 * result.latency_s.max()
 
 
 def test_grid_fits_memory_covers_every_plan_and_estimates_as_one_by_one():
@@ -187,8 +188,8 @@ def test_grid_fits_memory_covers_every_plan_and_estimates_as_one_by_one():
     assert not ours.evaluate([more]).fits[0], "the grid ends where memory does"
     for row in (0, len(grid) // 2, len(grid) - 1):
         one = ours.estimate(grid[row])
-        assert one.throughput_qps == pytest.approx(figures.throughput_qps[row])
-        assert one.latency_s == pytest.approx(figures.latency_s[row])
+        assert one.figures.throughput_qps == pytest.approx(figures.throughput_qps[row])
+        assert one.figures.latency_s == pytest.approx(figures.latency_s[row])
 
 
 class Refusing:

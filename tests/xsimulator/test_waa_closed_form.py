@@ -12,28 +12,25 @@ from xgpt.core.lengths import JointLengths, empirical
 from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator.handover import HandoverCost
 from xsimulator.plans import Plans
-from xsimulator.policies.waa.closed_form import Waa, WaaConfig
-from xsimulator.policies.waa.divisions import WaaC, WaaM
+from xsimulator.policies.waa.closed_form import Waa, waa_c, waa_m
+from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.policies.waa.divisions import FixedDivision
 from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
 
-class FixedDivision(Waa):
-    """So many devices encode, whatever the configuration."""
-
-    name = "waa-c"
-    encode_devices = 1
-
-    def divide(self, split, points, degree):
-        return np.full(len(points.batch), self.encode_devices)
+def divided(encode_devices):
+    """WAA whose first devices encode, so many of them whatever the configuration."""
+    def made(problem, timing, **options):
+        return Waa("waa-c", problem, timing, lambda *_: FixedDivision(encode_devices), **options)
+    return made
 
 
-class TwoEncode(FixedDivision):
-    encode_devices = 2
+one_encodes, two_encode = divided(1), divided(2)
 
 
-def waa_of(problem, policy=FixedDivision, *, padded=True, **options):
+def waa_of(problem, policy=one_encodes, *, padded=True, **options):
     return policy(problem, roofline_of(problem, padded=padded), **options)
 
 
@@ -48,29 +45,29 @@ def lengths_of(inputs, outputs):
 
 # (model, task, policy, bound, padded, configuration); both sides of what limits the throughput
 CASES = [
-    ("opt-13b", "S", WaaC, "sequence", True, WaaConfig(encode_batch=3, decode_micro_batches=2)),
-    ("opt-13b", "S", WaaM, "sequence", True, WaaConfig(encode_batch=6, decode_micro_batches=3)),
-    ("opt-13b", "T", WaaM, "queries", True, WaaConfig(encode_batch=1, decode_micro_batches=2)),
-    ("opt-13b", "S", WaaM, "queries", False, WaaConfig(
+    ("opt-13b", "S", waa_c, "sequence", True, WaaConfig(encode_batch=3, decode_micro_batches=2)),
+    ("opt-13b", "S", waa_m, "sequence", True, WaaConfig(encode_batch=6, decode_micro_batches=3)),
+    ("opt-13b", "T", waa_m, "queries", True, WaaConfig(encode_batch=1, decode_micro_batches=2)),
+    ("opt-13b", "S", waa_m, "queries", False, WaaConfig(
         encode_batch=10, decode_micro_batches=2, tp_degree=2, tp_gpus=2)),
-    ("gpt3-39b", "S", WaaM, "sequence", False, WaaConfig(
+    ("gpt3-39b", "S", waa_m, "sequence", False, WaaConfig(
         encode_batch=3, decode_micro_batches=3, tp_degree=4, tp_gpus=8)),
-    ("t5-11b", "S", WaaM, "queries", False, WaaConfig(encode_batch=8, decode_micro_batches=2))]
+    ("t5-11b", "S", waa_m, "queries", False, WaaConfig(encode_batch=8, decode_micro_batches=2))]
 
 
 @pytest.mark.parametrize(("model", "task", "policy", "kind", "padded", "config"), CASES)
 def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
     found = waa_of(problem, policy, padded=padded).estimate(config)
-    assert found.fits
+    assert found.figures.fits
     inputs, outputs = problem.lengths.sample(
-        max(14 * found.max_in_system, 2500), np.random.default_rng(1))
+        max(14 * found.controls.max_in_system, 2500), np.random.default_rng(1))
     result = replay_job(problem, roofline_of(problem, padded=padded), found,
                         planned_queries(problem, inputs, outputs))
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None and steady.queries > 1000
-    assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
-    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
@@ -104,23 +101,22 @@ def test_the_slower_pool_sets_the_pace(task, is_throttled):
 def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_slowest):
     """Two steps more than there are stages are under way, one of them handed over: where the first
     stage is not the slowest, those that are wait there."""
-    waa, batch = waa_of(problem_of("gpt3-39b")), 60
-    waa.encode_devices = devices
+    waa, batch = waa_of(problem_of("gpt3-39b"), divided(devices)), 60
     found = waa.estimate(WaaConfig(encode_batch=batch, decode_micro_batches=6))
     times = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices).encode.times
     inputs = waa.problem.lengths.inputs
     steps = times.encode_s(batch * inputs.mean, batch, {
         degree: batch * one for degree, one in times.mean_attention_s(batch).items()})
     assert (steps[0] == steps.max()) == is_first_slowest
-    assert found.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
+    assert found.figures.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
     plan = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices)
-    handover = HandoverCost(waa.problem, waa.timing, plan.stages).seconds(
-        batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
-    assert found.encode_s == pytest.approx(
+    cost = HandoverCost(waa.problem, waa.timing, plan.encode.stages, plan.decode.stages)
+    handover = cost.seconds(batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
+    assert found.figures.encode_s == pytest.approx(
         steps.sum() if is_first_slowest else (devices + 2) * steps.max() - handover)
 
 
-@pytest.mark.parametrize("division", [FixedDivision, TwoEncode])
+@pytest.mark.parametrize("division", [one_encodes, two_encode])
 @pytest.mark.parametrize(("model", "task"), [("opt-13b", "S"), ("opt-13b", "T"), ("t5-11b", "S")])
 def test_larger_encode_batches_take_longer_and_serve_no_fewer(model, task, division):
     # unpadded: in a larger group the longest context is longer, which all would pay for
@@ -136,17 +132,19 @@ def test_larger_encode_batches_take_longer_and_serve_no_fewer(model, task, divis
 def test_many_at_once_equal_one_at_a_time():
     problem = problem_of("gpt3-39b", kind="queries", quantile=0.9)
     plans = ((1, 0), (4, 8))
-    for policy in (WaaC, WaaM):
+    for policy in (waa_c, waa_m):
         configs = configs_of((1, 60), (1, 3), plans)
         waa = waa_of(problem, policy)
         together = waa_of(problem, policy).evaluate(configs)
         for row, config in enumerate(configs):
             alone = waa.estimate(config)
             for name in ("throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch"):
-                assert getattr(together, name)[row] == pytest.approx(getattr(alone, name), rel=1e-9)
-            assert together.fits[row] == alone.fits
-            assert together.kv_tokens[row] == alone.kv_tokens
-            assert together.memory_bytes[row] == pytest.approx(max(alone.memory_bytes), abs=1)
+                assert getattr(together, name)[row] == pytest.approx(
+                    getattr(alone.figures, name), rel=1e-9)
+            assert together.fits[row] == alone.figures.fits
+            assert together.kv_tokens[row] == alone.deployment.kv_tokens
+            assert together.memory_bytes[row] == pytest.approx(
+                max(alone.figures.memory_bytes), abs=1)
 
 
 def test_the_buffer_is_part_of_the_latency_alone():
@@ -154,9 +152,10 @@ def test_the_buffer_is_part_of_the_latency_alone():
     config = WaaConfig(encode_batch=8, decode_micro_batches=2)
     without, usual, more = (waa_of(problem, adjustment=a).estimate(config)
                             for a in (0.0, ADJUSTMENT, 2 * ADJUSTMENT))
-    assert without.throughput_qps == usual.throughput_qps == more.throughput_qps
-    assert without.latency_s < usual.latency_s < more.latency_s
-    assert usual.latency_s - without.latency_s < 1.1 * ADJUSTMENT * without.encode_s
+    assert len({e.figures.throughput_qps for e in (without, usual, more)}) == 1
+    assert without.figures.latency_s < usual.figures.latency_s < more.figures.latency_s
+    longer_s = usual.figures.latency_s - without.figures.latency_s
+    assert longer_s < 1.1 * ADJUSTMENT * without.figures.encode_s
 
 
 def test_all_queries_and_the_sequence_differ_by_when_their_turn_comes():
@@ -164,13 +163,14 @@ def test_all_queries_and_the_sequence_differ_by_when_their_turn_comes():
     lengths, config = lengths_of([100] * 9, [40] * 9), WaaConfig(encode_batch=4)
     own = waa_of(problem_of(lengths=lengths, quantile=0.9)).estimate(config)
     every = waa_of(problem_of(lengths=lengths, kind="queries", quantile=0.9)).estimate(config)
-    assert every.throughput_qps == own.throughput_qps
-    assert (every.latency_s - own.latency_s) / own.period_s == pytest.approx(0.9 - 0.5)
+    assert every.figures.throughput_qps == own.figures.throughput_qps
+    later_s = every.figures.latency_s - own.figures.latency_s
+    assert later_s / own.figures.period_s == pytest.approx(0.9 - 0.5)
 
 
 def test_the_bound_of_all_queries_grows_with_its_quantile():
     found = [waa_of(problem_of(kind="queries", quantile=q)).estimate(
-        WaaConfig(encode_batch=4)).latency_s for q in (0.5, 0.9, 0.99)]
+        WaaConfig(encode_batch=4)).figures.latency_s for q in (0.5, 0.9, 0.99)]
     assert found == sorted(found) and found[0] < 0.8 * found[-1]
 
 
@@ -210,7 +210,7 @@ def test_groups_lie_within_a_node_and_every_rank_is_in_one_stage(degree):
 def test_plans_that_have_no_place_are_refused(degree, gpus):
     config = WaaConfig(encode_batch=4, tp_degree=degree, tp_gpus=gpus)
     with pytest.raises(InputError) as caught:
-        waa_of(problem_of(), WaaC).estimate(config)
+        waa_of(problem_of(), waa_c).estimate(config)
     assert caught.value.mistakes[0].value == (degree, gpus)
 
 
@@ -226,26 +226,27 @@ def test_a_decoder_only_model_is_stored_twice_an_encoder_decoder_model_once():
         if copies == 2:  # the encode pool of a decoder-only model gives the first token
             ends += 2.0 * spec.head_params
         assert stored == pytest.approx(copies * layers + ends, rel=1e-9)
-        found = waa_of(problem, TwoEncode).estimate(WaaConfig(encode_batch=1))
-        assert sum(found.memory_bytes) > stored
-        assert {s.role for s in found.stages} == {"encode", "decode"}
+        found = waa_of(problem, two_encode).estimate(WaaConfig(encode_batch=1))
+        assert sum(found.figures.memory_bytes) > stored
+        assert {s.role for s in found.deployment.stages} == {"encode", "decode"}
 
 
 def test_memory_grows_with_the_batch_and_what_fits_is_below_the_capacity():
-    waa = waa_of(problem_of(), WaaC)
+    waa = waa_of(problem_of(), waa_c)
     found = waa.evaluate(configs_of(range(1, 100), (2,)))
     assert found.fits[0] and not found.fits[-1]
     np.testing.assert_array_equal(found.fits, found.memory_bytes <= waa.capacity_bytes)
     one, many = (waa_of(problem_of()).estimate(WaaConfig(encode_batch=b)) for b in (2, 20))
-    assert all(a < b for a, b in zip(one.memory_bytes, many.memory_bytes, strict=True))
+    assert all(a < b for a, b in zip(
+        one.figures.memory_bytes, many.figures.memory_bytes, strict=True))
 
 
 def test_waa_c_gives_encoding_more_devices_where_inputs_are_long():
     notes = []
     for inputs, outputs in ((30, 200), (400, 200), (1000, 5)):
         problem = problem_of("gpt3-39b", lengths=lengths_of([inputs] * 9, [outputs] * 9))
-        found = waa_of(problem, WaaC).estimate(WaaConfig(encode_batch=4))
-        notes.append(sum(stage.role == "encode" for stage in found.stages))
+        found = waa_of(problem, waa_c).estimate(WaaConfig(encode_batch=4))
+        notes.append(sum(stage.role == "encode" for stage in found.deployment.stages))
     assert notes[0] < notes[1] < notes[2]
 
 
@@ -253,10 +254,7 @@ def test_waa_c_gives_encoding_more_devices_where_inputs_are_long():
 def test_waa_m_divides_so_that_the_fullest_device_is_emptiest(model):
     problem = problem_of(model)
     configs = configs_of((1, 8, 64), (1, 3))
-    best = waa_of(problem, WaaM).evaluate(configs).memory_bytes
-    others = []
-    for count in range(1, problem.cluster.num_devices):
-        waa = waa_of(problem)
-        waa.encode_devices = count
-        others.append(waa.evaluate(configs).memory_bytes)
+    best = waa_of(problem, waa_m).evaluate(configs).memory_bytes
+    others = [waa_of(problem, divided(count)).evaluate(configs).memory_bytes
+              for count in range(1, problem.cluster.num_devices)]
     np.testing.assert_allclose(best, np.min(others, axis=0), rtol=1e-12)

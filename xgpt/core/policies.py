@@ -36,7 +36,8 @@ class Policy:
     The parts are named as "module:attribute" and imported on demand:
     controls: dataclass of its control variables, as a schedule holds them.
     rules: function from an Estimate to its batching rule, or one rule a pool (torch-free).
-    closed_form: class made of (problem, timing), with the policy's steady state.
+    closed_form: made of (problem, timing), says what the policy does in steady state
+        (xsimulator.policies.ClosedForm).
     config: dataclass of the configurations that the closed form evaluates.
     space: class of the search over them; None: a grid and its best points' neighbours.
     """
@@ -81,30 +82,30 @@ _BUDGET = Variable(name="token_budget", words="tokens of a step")
 _FORMS = "xsimulator.policies"
 
 
-def _waa(name: str, title: str, words: str, closed_form: str) -> Policy:
+def _waa(name: str, title: str, words: str) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS),
         controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
-        closed_form=f"{_FORMS}.waa.divisions:{closed_form}",
-        config=f"{_FORMS}.waa.divisions:WaaConfig", space="xscheduler.spaces.policy_search:WaaPolicySearch",
+        closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
+        config=f"{_FORMS}.waa.config:WaaConfig",
+        space="xscheduler.spaces.policy_search:WaaPolicySearch",
         pools=("encode", "decode"), is_searched=True, has_even_batches=True)
 
 
-def _static(name: str, title: str, words: str, closed_form: str, *more: Variable) -> Policy:
+def _static(name: str, title: str, words: str, *more: Variable) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS, *more),
         controls="xgpt.core.controls:StaticControls", rules="xrunner.rules.static:static_rule",
-        closed_form=f"{_FORMS}.static.closed_form:{closed_form}",
-        config=f"{_FORMS}.static.closed_form:StaticConfig")
+        closed_form=f"{_FORMS}.static.closed_form:{name}",
+        config=f"{_FORMS}.static.config:StaticConfig")
 
 
-def _continuous(name: str, title: str, words: str, rules: str, closed_form: str,
-                *more: Variable) -> Policy:
+def _continuous(name: str, title: str, words: str, rules: str, *more: Variable) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ACTIVE, *more),
         controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
-        closed_form=f"{_FORMS}.continuous.closed_form:{closed_form}",
-        config=f"{_FORMS}.continuous.closed_form:IterationConfig", is_decoder_only=True)
+        closed_form=f"{_FORMS}.continuous.closed_form:{name}",
+        config=f"{_FORMS}.continuous.config:ContinuousConfig", is_decoder_only=True)
 
 
 _ROWS = (
@@ -114,23 +115,22 @@ _ROWS = (
            variables=(_ENCODE_BATCH, _ITERATIONS, _GROUPS),
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            closed_form=f"{_FORMS}.rra.closed_form:Rra",
-           config=f"{_FORMS}.rra.closed_form:RraConfig",
+           config=f"{_FORMS}.rra.config:RraConfig",
            space="xscheduler.spaces.policy_search:RraPolicySearch", is_searched=True, has_even_batches=True,
            is_changeable=True),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
-         "divided by computing time", "WaaC"),
+         "divided by computing time"),
     _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "
-         "divided by memory", "WaaM"),
-    _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done",
-            "Ft"),
+         "divided by memory"),
+    _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done"),
     _static("dsi", "DSI", "DeepSpeed-Inference: static batches, encoded in smaller micro-batches "
-            "than they are decoded in", "Dsi", _PARTS),
+            "than they are decoded in", _PARTS),
     _continuous("orca", "ORCA", "iteration-level scheduling: a query joins as soon as one leaves",
-                "iteration:orca_rule", "Orca"),
+                "iteration:orca_rule"),
     _continuous("vllm", "VLLM", "vLLM: iteration-level scheduling with paged memory; steps encode "
-                "or decode", "paged:vllm_rule", "Vllm", _BUDGET),
+                "or decode", "paged:vllm_rule", _BUDGET),
     _continuous("sarathi", "SARATHI", "Sarathi: every step decodes and encodes chunks beside it, "
-                "within a budget of tokens", "paged:sarathi_rule", "Sarathi", _BUDGET),
+                "within a budget of tokens", "paged:sarathi_rule", _BUDGET),
 )
 _OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}
 

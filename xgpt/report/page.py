@@ -36,6 +36,7 @@ from xgpt.report.figures import (
     quantity,
 )
 from xgpt.report.output import ALONE, Answer, Output, number, read_output, text_at
+from xgpt.report.policy_words import row_of, schedule_sentences
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -89,6 +90,8 @@ def _context(output: Output) -> dict[str, Any]:
         "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": output.schedule,
         "schedule_facts": _schedule_facts(output.schedule),
+        "schedule_sentences": () if output.schedule is None else schedule_sentences(
+            output.schedule.estimate),
         "lost_to": lambda row: _lost_to(row, output.schedule),
         "words": words,
         "plots": _plots(output, metrics),
@@ -130,10 +133,11 @@ def _schedule_facts(schedule: Schedule | None) -> list[tuple[str, str]]:
     of_latencies = ("of all latencies" if schedule.bound.kind == "queries"
                     else "of the output lengths")
     facts = [
-        ("Policy", e.policy.upper()),
+        ("Policy", row_of(e).title),
         ("Encode batch", str(e.figures.encode_batch)),
         ("Decode batch", f"{e.figures.decode_batch:.1f} on average"),
-        ("Decode iterations", str(e.figures.decode_iterations)) if e.figures.decode_iterations else None,
+        ("Decode iterations", str(e.figures.decode_iterations))
+        if e.figures.decode_iterations else None,
         ("Micro-batches", str(e.deployment.num_groups)) if e.deployment.num_groups > 1 else None,
         ("Tensor parallel", f"degree {e.deployment.tp_degree} on {e.deployment.tp_gpus} devices")
         if e.deployment.tp_degree > 1 and e.deployment.tp_gpus else None,
@@ -153,7 +157,8 @@ def _schedule_facts(schedule: Schedule | None) -> list[tuple[str, str]]:
         ("Search", schedule.proof.status),
         ("Proved at most", f"{plain(schedule.proof.bound_qps)} queries/s")
         if math.isfinite(schedule.proof.bound_qps) else None,
-        ("Gap", percent(schedule.proof.gap, digits=2)) if math.isfinite(schedule.proof.gap) else None,
+        ("Gap", percent(schedule.proof.gap, digits=2))
+        if math.isfinite(schedule.proof.gap) else None,
         ("Configurations", f"{schedule.proof.nodes:,} evaluated"),
     ]
     return [fact for fact in facts if fact is not None]
@@ -171,7 +176,8 @@ def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
     bound_s = (output.schedule.bound.limit_s if output.schedule
                else number(output.job, "constraint", "latency_s"))
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
-    predicted_qps = output.schedule.estimate.figures.throughput_qps if output.schedule and is_own else None
+    predicted_qps = (output.schedule.estimate.figures.throughput_qps
+                     if output.schedule and is_own else None)
     expected = expected_output_lengths(output.job)
     note = "" if expected is None else f" Expected: {expected.note}."
     latency = plots.latency_histogram(output.queries, bound_s,

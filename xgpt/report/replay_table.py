@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xgpt.core.constraint import Constraint
-from xgpt.core.controls import ContinuousControls, RraControls, StaticControls
+from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import percent, plain
+from xgpt.report.policy_words import controls_cell
 from xgpt.report.table import fact, table
-from xgpt.report.words import counted
 
 _STAGES_LISTED = 8
 
@@ -51,7 +51,8 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
         lines.append(("steady", text))
     lines.append(("busy", _busy(replay.utilisation)))
     share = replay.kv_peak_tokens / max(estimate.deployment.kv_tokens, 1)
-    memory = f"at most {replay.kv_peak_tokens} of {estimate.deployment.kv_tokens} tokens ({percent(share)})"
+    memory = (f"at most {replay.kv_peak_tokens} of {estimate.deployment.kv_tokens} tokens "
+              f"({percent(share)})")
     if replay.preemptions:
         memory += f"; {replay.preemptions} preemptions"
     lines.append(("KV held", memory))
@@ -71,34 +72,14 @@ def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Cons
 
     for name, e in rows:
         if e is None:
-            body.append((name.upper(), "-", "-", "-", "none fits and keeps the bound"))
+            body.append((policy(name).title, "-", "-", "-", "none fits and keeps the bound"))
             continue
-        body.append((name.upper(), plain(e.figures.throughput_qps),
+        body.append((policy(name).title, plain(e.figures.throughput_qps),
                      f"{e.figures.throughput_qps / first.figures.throughput_qps:.2f}",
                      format_seconds(e.figures.latency_s) + over(e),
-                     _controls(e)))
+                     controls_cell(e)))
     return table(("policy", "queries/s", "share", "latency", "configuration"), body,
                  right=(1, 2, 3))
-
-
-def _controls(e: Estimate) -> str:
-    """Control variables, short enough for a column."""
-    controls, deployment = e.controls, e.deployment
-    if isinstance(controls, ContinuousControls):
-        words = [f"{controls.max_active} at a time"]
-        if controls.token_budget:
-            words.append(counted(controls.token_budget, "token"))
-    else:
-        words = [f"{e.figures.encode_batch} encoded"]
-    if isinstance(controls, StaticControls) and controls.encode_micro_batches > deployment.num_groups:
-        words[0] += f" in {controls.encode_micro_batches}"
-    if isinstance(controls, RraControls):
-        words.append(counted(controls.decode_iterations, "iteration"))
-    if deployment.num_groups > 1:
-        words.append(f"{deployment.num_groups} groups")
-    if deployment.tp_degree > 1:
-        words.append(f"TP {deployment.tp_degree} on {deployment.tp_gpus}")
-    return ", ".join(words)
 
 
 def _against(closed: float, replayed: float) -> str:

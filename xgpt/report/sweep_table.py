@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_seconds
+from xgpt.report.policy_words import value_of
 from xgpt.report.table import fact, table
 
 
 def sweep_table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
     """A line a bound (in seconds): its schedule, or why there is none."""
-    has_margin = any(isinstance(answer, Schedule) and answer.margin.factor > 1 for _, answer in rows)
+    has_margin = any(isinstance(answer, Schedule) and answer.margin.factor > 1
+                     for _, answer in rows)
     header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups",
               "TP", *(("margin",) if has_margin else ()))
     body = [_row(bound_s, answer, has_margin) for bound_s, answer in rows]
@@ -23,9 +25,10 @@ def sweep_table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
 def _row(bound_s: float, answer: Schedule | str, has_margin: bool) -> tuple[str, ...]:
     if isinstance(answer, str):
         return (format_seconds(bound_s), "infeasible", *("-",) * (7 if has_margin else 6))
-    e = answer.estimate
+    e, deployment = answer.estimate, answer.estimate.deployment
+    iterations = value_of(e, "decode_iterations")
     shared = (format_seconds(bound_s), e.policy, f"{e.figures.throughput_qps:.4g}",
               format_seconds(e.figures.latency_s), str(e.figures.encode_batch),
-              str(e.figures.decode_iterations) if e.policy == "rra" else "-", str(e.deployment.num_groups),
-              f"{e.deployment.tp_degree} x {e.deployment.tp_gpus}" if e.deployment.tp_degree > 1 else "-")
+              "-" if iterations is None else str(iterations), str(deployment.num_groups),
+              f"{deployment.tp_degree} x {deployment.tp_gpus}" if deployment.tp_degree > 1 else "-")
     return (*shared, f"{answer.margin.factor - 1:.1%}") if has_margin else shared

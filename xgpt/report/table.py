@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xgpt.core.constraint import Constraint
-from xgpt.core.controls import ContinuousControls, RraControls, StaticControls
-from xgpt.core.policies import policy
 from xgpt.core.schedule import JOB_STATUS, Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
+from xgpt.report.policy_words import controls_line
 from xgpt.report.words import (
     counted,
     layers_of,
@@ -58,8 +57,8 @@ def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
         ("simulated", _chosen(estimate)),
         ("parallel", _parallel(estimate)),
         ("throughput", _throughput(estimate)),
-        ("latency", _latency_against(estimate.figures.latency_s, constraint.latency_s, constraint.kind,
-                                     constraint.quantile)),
+        ("latency", _latency_against(estimate.figures.latency_s, constraint.latency_s,
+                                     constraint.kind, constraint.quantile)),
         ("step times", _step_times(estimate)),
         ("memory", _memory(estimate)),
         *_marks(estimate),
@@ -91,7 +90,8 @@ def stage_table(schedule: Schedule) -> str:
     e = schedule.estimate
     body = []
     for stage in e.deployment.stages:
-        held = [e.figures.memory_bytes[rank] for rank in stage.ranks if rank < len(e.figures.memory_bytes)]
+        memory_bytes = e.figures.memory_bytes
+        held = [memory_bytes[rank] for rank in stage.ranks if rank < len(memory_bytes)]
         memory = format_bytes(max(held)) if held else "-"
         phase = {"both": "encode, decode"}.get(stage.role, stage.role)
         body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
@@ -104,41 +104,31 @@ def _marks(e: Estimate) -> list[tuple[str, str]]:
 
 
 def _throughput(e: Estimate) -> str:
-    return (f"{plain(e.figures.throughput_qps)} queries/s, {plain(e.figures.output_tokens_per_s)} output tokens/s "
-            "in steady state")
+    return (f"{plain(e.figures.throughput_qps)} queries/s, "
+            f"{plain(e.figures.output_tokens_per_s)} output tokens/s in steady state")
 
 
 def _step_times(e: Estimate) -> str:
-    return (f"encode {format_seconds(e.figures.encode_s)}, decode iteration "
-            f"{format_seconds(e.figures.decode_iteration_s)}, period {format_seconds(e.figures.period_s)}")
-
-
-def _controls(e: Estimate) -> str:
-    """Policy and control variables in a few words."""
-    name, controls, groups = policy(e.policy).title, e.controls, e.deployment.num_groups
-    in_groups = f", in {groups} micro-batches" if groups > 1 else ""
-    if isinstance(controls, ContinuousControls):
-        budget = f", {controls.token_budget} tokens a step" if controls.token_budget else ""
-        return f"{name}: up to {counted(controls.max_active, 'query')} at a time{budget}{in_groups}"
-    text = f"{name}: encode {e.figures.encode_batch} together"
-    if isinstance(controls, StaticControls) and controls.encode_micro_batches > groups:
-        text += f" in {controls.encode_micro_batches} micro-batches"
-    if isinstance(controls, RraControls):
-        text += f", then {counted(controls.decode_iterations, 'decode iteration')}"
-    return text + in_groups
+    figures = e.figures
+    return (f"encode {format_seconds(figures.encode_s)}, decode iteration "
+            f"{format_seconds(figures.decode_iteration_s)}, period "
+            f"{format_seconds(figures.period_s)}")
 
 
 def _chosen(e: Estimate) -> str:
-    return f"{_controls(e)}; {e.figures.decode_batch:.1f} queries decode at once"
+    return f"{controls_line(e)}; {e.figures.decode_batch:.1f} queries decode at once"
 
 
 def _parallel(e: Estimate) -> str:
-    stages = counted(len(e.deployment.stages), "stage")
-    encode = sum(stage.role == "encode" for stage in e.deployment.stages)
-    if encode:
-        stages = f"{counted(encode, 'stage')} to encode, {len(e.deployment.stages) - encode} to decode"
-    if e.deployment.tp_degree > 1 and e.deployment.tp_gpus:
-        return f"{stages}; tensor parallelism of {e.deployment.tp_degree} on {e.deployment.tp_gpus} devices"
+    deployment = e.deployment
+    stages = counted(len(deployment.stages), "stage")
+    if len(deployment.pools) > 1:
+        first, *others = deployment.pools
+        stages = ", ".join([f"{counted(len(first.stages), 'stage')} to {first.name}",
+                            *(f"{len(pool.stages)} to {pool.name}" for pool in others)])
+    if deployment.tp_degree > 1 and deployment.tp_gpus:
+        return (f"{stages}; tensor parallelism of {deployment.tp_degree} on {deployment.tp_gpus} "
+                "devices")
     return f"{stages}; no tensor parallelism"
 
 
@@ -170,10 +160,10 @@ def _bound_cost(schedule: Schedule) -> str:
 
 
 def _status(schedule: Schedule) -> str:
+    most_qps = schedule.proof.bound_qps
     if schedule.proof.status == JOB_STATUS:
-        return schedule.proof.status if math.isinf(schedule.proof.bound_qps) else (
-            f"{schedule.proof.status} (the steady state gives at most {plain(schedule.proof.bound_qps)} "
-            "queries/s)")
+        return schedule.proof.status if math.isinf(most_qps) else (
+            f"{schedule.proof.status} (the steady state gives at most {plain(most_qps)} queries/s)")
     if not math.isfinite(schedule.proof.gap):
         return f"{schedule.proof.status}, no gap proved"
     gap = f"gap {percent(schedule.proof.gap, digits=2)}"
@@ -183,9 +173,10 @@ def _status(schedule: Schedule) -> str:
 
 
 def _memory(e: Estimate) -> str:
-    if not e.figures.memory_bytes:
+    sizes = e.figures.memory_bytes
+    if not sizes:
         return "-"
-    least, most = format_bytes(min(e.figures.memory_bytes)), format_bytes(max(e.figures.memory_bytes))
+    least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
     spread = most if least == most else f"{least} to {most}"
     fits = "" if e.figures.fits else ": DOES NOT FIT"
     return f"{spread} of {format_bytes(e.figures.memory_capacity_bytes)} per rank{fits}"

@@ -37,8 +37,8 @@ def _way(way: Way) -> str:
     if way.estimate is None:
         return way.reason or "-"
     e = way.estimate
-    text = (f"{plain(e.figures.throughput_qps)} queries/s, latency {format_seconds(e.figures.latency_s)}: "
-            f"{variables(e)}")
+    text = (f"{plain(e.figures.throughput_qps)} queries/s, latency "
+            f"{format_seconds(e.figures.latency_s)}: {variables(e)}")
     return text if way.reason is None else f"not admissible, {way.reason} ({text})"
 
 

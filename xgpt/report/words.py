@@ -8,16 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from xgpt.core.schedule import JOB_STATUS, Estimate, Schedule, StageAssignment
+from xgpt.core.schedule import JOB_STATUS, Schedule, StageAssignment
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
 
-_POLICY_NAMES = {
-    "rra": "round-robin allocation (RRA): all stages encode, then decode",
-    "waa-c": "workload-aware allocation by compute (WAA-C): separate stages encode and decode",
-    "waa-m": "workload-aware allocation by memory (WAA-M): separate stages encode and decode",
-}
 # why the search gives a box of configurations up
 _REASONS = {
     "no better than the incumbent": "no better than the best found",
@@ -93,7 +88,8 @@ def bound_cost(schedule: Schedule) -> str:
 
 def proof(schedule: Schedule) -> str:
     """What the search proved, in one sentence."""
-    looked = f"{counted(schedule.proof.nodes, 'configuration')} in {format_seconds(schedule.proof.seconds)}"
+    looked = (f"{counted(schedule.proof.nodes, 'configuration')} in "
+              f"{format_seconds(schedule.proof.seconds)}")
     if schedule.proof.status == JOB_STATUS:
         quality = " ".join(schedule.explanation).rstrip(".")
     elif not math.isfinite(schedule.proof.gap):
@@ -140,28 +136,6 @@ def pruned_words(schedule: Schedule) -> str:
     return f"{counts.total():,} {boxes} of configurations: {', '.join(parts)}"
 
 
-def schedule_in_words(schedule: Schedule) -> tuple[str, ...]:
-    """The chosen schedule as a few sentences."""
-    e = schedule.estimate
-    policy = _POLICY_NAMES.get(e.policy.lower(), e.policy)
-    sentences = [f"Policy: {policy}."]
-    if e.policy.lower() == "rra":
-        sentences.append(
-            f"Each period encodes {counted(e.figures.encode_batch, 'query')} together and then decodes "
-            f"{counted(e.figures.decode_iterations, 'iteration')} before the next encoding; "
-            f"{e.figures.decode_batch:.1f} queries decode at once on average. One period takes "
-            f"{format_seconds(e.figures.period_s)}, of which encoding takes {format_seconds(e.figures.encode_s)}.")
-    else:
-        sentences.append(
-            f"{counted(e.figures.encode_batch, 'query')} are encoded together, {e.figures.decode_batch:.1f} decode "
-            f"at once on average; a decode iteration takes {format_seconds(e.figures.decode_iteration_s)}.")
-    if e.deployment.num_groups > 1:
-        sentences.append(f"The decode batch is split into {e.deployment.num_groups} micro-batches, "
-                         f"so that stages work while others hand over.")
-    sentences.append(_stages_in_words(e))
-    return tuple(sentences)
-
-
 def layers_of(stage: StageAssignment) -> str:
     """`layers 0-14`, with the encoder's layers apart where there are any."""
     parts = []
@@ -204,15 +178,6 @@ def _place(output: Output, metrics: dict[str, object]) -> str:
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
     return where if ranks is None else f"{counted(ranks, 'rank')} of {where}"
-
-
-def _stages_in_words(e: Estimate) -> str:
-    if e.deployment.tp_gpus and e.deployment.tp_degree > 1:
-        parallel = (f"the first {e.deployment.tp_gpus} devices work in tensor-parallel groups of "
-                    f"{e.deployment.tp_degree}")
-    else:
-        parallel = "no tensor parallelism"
-    return f"The layers are spread over {counted(len(e.deployment.stages), 'stage')}, {parallel}."
 
 
 def _span(first: int, count: int) -> str:

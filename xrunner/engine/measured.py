@@ -52,11 +52,13 @@ def write_measured(output: Path, outcome: Outcome, tally: Tally,
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
         "stages": [_of_stage(group) for group in stages],
-        "ranks": [{"rank": r.rank, "stage": r.stage, "role": r.role, **_figures(r)}
+        "ranks": [{"rank": r.rank, "stage": r.stage, "pool": r.pool, "role": r.role,
+                   **_figures(r)}
                   for r in reports],
     }
     write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
-    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "role": group[0].role,
+    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "pool": group[0].pool,
+                         "role": group[0].role,
                          **record._asdict()})
              for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
@@ -78,7 +80,8 @@ def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
         kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
         assert orders[0][-kept:] == orders[1][-kept:], (
             f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
-    return {"stage": first.stage, "role": first.role, "ranks": [r.rank for r in ranks],
+    return {"stage": first.stage, "pool": first.pool, "role": first.role,
+            "ranks": [r.rank for r in ranks],
             "busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
             "bytes_read": sum(r.bytes_read for r in ranks),
             "rows_compacted": first.rows_compacted,

@@ -56,7 +56,8 @@ class RankReport:
     bytes_read: int
     rows_compacted: int
     peak_memory_bytes: int
-    role: Role = "both"
+    pool: str = "all"
+    role: Role = "both"  # of the pool
     handover_bytes: int = 0  # WAA: of entries sent, or received
     handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
     disk_bytes: int | None = None  # that loading took from storage; None: not counted here

@@ -50,7 +50,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     sink = RunSink(plan, num_queries=len(queries), before=before)
     head = Head(
         rule=static_rule(schedule.estimate), executor=executor, sink=sink, clock=clock,
-        neighbours=Neighbours(world.comm, routes(schedule.estimate.deployment.stages)[0]),
+        neighbours=Neighbours(world.comm, routes(schedule.deployment.pools)[0]),
         vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                               decode_text=TextTokenizer(plan.model_dir).decode))
     for place in order_of(len(queries), plan, before):
@@ -64,7 +64,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
 def _follow(plan: RunPlan, schedule: Schedule, world: World) -> None:
     clock, rank = Stopwatch(), world.comm.rank
     executor, load_s = _load(plan, world, clock)
-    neighbours = Neighbours(world.comm, routes(schedule.estimate.deployment.stages)[rank])
+    neighbours = Neighbours(world.comm, routes(schedule.deployment.pools)[rank])
     await_start(neighbours, executor)
     world.barrier()
     clock.restart()

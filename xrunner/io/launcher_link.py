@@ -17,7 +17,7 @@ from typing import Any
 
 from xrunner.plan import write_atomically
 from xrunner.query import FinishedQuery
-from xrunner.rules.rra import RraChange, RraRule
+from xrunner.rules.rra import PhaseControls, RraRule
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
 _INTERVAL_S = 0.5  # between states written, and between looks for a change
@@ -29,24 +29,23 @@ LengthsSoFar = dict[int, tuple[int, int]]  # query -> (input tokens, output toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeOrder:
-    """The control variables from the next phase on (see RraChange). `revision` counts from 1."""
+    """What holds from the next phase on. `revision` counts from 1."""
 
     revision: int
-    encode_batch: int
-    decode_iterations: int
-    group_max_active: int
-    group_kv_tokens: int
-    steered_to: float = 0.0
+    controls: PhaseControls
 
     def save(self, output: Path) -> None:
-        write_atomically(output / ADJUST_FILE, json.dumps(asdict(self)) + "\n")
+        write_atomically(output / ADJUST_FILE, json.dumps(
+            {"revision": self.revision, **asdict(self.controls)}) + "\n")
 
 
 def load_change_order(output: Path) -> ChangeOrder | None:
+    """The last order that the launcher gave; None before it has given one."""
     try:
-        return ChangeOrder(**json.loads((output / ADJUST_FILE).read_text(encoding="utf-8")))
+        values = json.loads((output / ADJUST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    return ChangeOrder(revision=values.pop("revision"), controls=PhaseControls(**values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +125,7 @@ class LauncherLink:
         order = load_change_order(self._output)
         if order is None or order.revision <= self._revision:
             return
-        values = asdict(order)
-        self._revision = values.pop("revision")
-        change = RraChange(phase=rule.next_phase, **values)
-        rule.change(change)
-        self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, **asdict(change)})
+        self._revision, phase = order.revision, rule.next_phase
+        rule.change(order.controls, phase=phase)
+        self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, "phase": phase,
+                           **asdict(order.controls)})

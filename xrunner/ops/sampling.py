@@ -47,8 +47,8 @@ def sample_shards(logits: Tensor, choices: Sequence[Sampling], positions: Sequen
     kept = shard.gather(_candidates(logits[drawn], most, first)) if drawn else None
     if best is None:
         return None
-    values, found = _merged(best)
-    tokens = found.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
+    values, candidates = _merged(best)
+    tokens = candidates.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
     if kept is not None:
         for row, row_values, row_tokens in zip(drawn, *_merged(kept), strict=True):
             tokens[row] = row_tokens[_draw(row_values, choices[row], positions[row])]

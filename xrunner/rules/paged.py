@@ -9,7 +9,9 @@ be encoded again: its input and what it generated so far. Groups as in xrunner.r
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
@@ -102,23 +104,36 @@ class _PagedGroup:
         return query, self.leave(query) + 1  # its latest token was not in the cache yet
 
 
-class _PagedQueue:
-    """Waiting queries and groups: what both rules have in common."""
+class PagedRule:
+    """Waiting queries and groups of blocks. The two kinds of batching differ in what a group whose
+    turn it is does."""
 
-    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int) -> None:
-        self.slots = slot_shares(max_active, num_groups)
-        self.group_blocks = kv_tokens // num_groups // BLOCK_TOKENS
-        self.groups = [_PagedGroup(self.group_blocks) for _ in range(num_groups)]
-        self.waiting: deque[tuple[int, int]] = deque()  # (query, tokens to encode)
-        self.group_of: dict[int, _PagedGroup] = {}
-        self.turns = Turns(num_groups)
+    needs_tokens = True
+    slot_use = SlotUse.REUSED
+
+    def __init__(self, decide: Callable[[PagedRule, int], Step | None], *, num_groups: int,
+                 max_active: int, kv_tokens: int, token_budget: int) -> None:
+        """`decide` says what the group whose turn it is does; `max_active` and `kv_tokens` bound
+        all groups together, `token_budget` one step."""
+        assert token_budget >= 1, f"{token_budget = }"
+        self.num_groups, self.token_budget = num_groups, token_budget
+        self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
+        self._decide = decide
+        self._slots = slot_shares(max_active, num_groups)
+        num_blocks = kv_tokens // num_groups // BLOCK_TOKENS
+        self.groups = [_PagedGroup(num_blocks) for _ in range(num_groups)]
+        self._group_of: dict[int, _PagedGroup] = {}
 
     @property
-    def held_tokens(self) -> int:
+    def group_max_active(self) -> int:
+        return self._slots[0]
+
+    @property
+    def reserved_tokens(self) -> int:
         return sum(g.num_blocks - g.free for g in self.groups) * BLOCK_TOKENS
 
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int) -> bool:
-        if blocks_of(max(reserve_tokens, input_tokens)) > self.group_blocks:
+    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+        if blocks_of(max(reserve_tokens, input_tokens)) > self.groups[0].num_blocks:
             return False
         self.waiting.append((query, input_tokens))
         return True
@@ -126,21 +141,24 @@ class _PagedQueue:
     def next_group(self) -> int | None:
         return self.turns.find(lambda g: bool(self.waiting or self.groups[g].num_present))
 
+    def decide(self) -> Step | None:
+        return self._decide(self, self.turns.group)
+
+    def finish(self, query: int) -> None:
+        self._group_of.pop(query).leave(query)
+
     def can_admit(self, index: int) -> bool:
         """Whether the first waiting query may join this group now."""
         group = self.groups[index]
-        return (bool(self.waiting) and group.num_present < self.slots[index]
+        return (bool(self.waiting) and group.num_present < self._slots[index]
                 and group.has_room(self.waiting[0][1]))
 
     def admit(self, group: _PagedGroup) -> tuple[int, int]:
         """The first waiting query gets the blocks of its input: (query, tokens)."""
         query, tokens = self.waiting.popleft()
         group.hold(tokens)
-        self.group_of[query] = group
+        self._group_of[query] = group
         return query, tokens
-
-    def finish(self, query: int) -> None:
-        self.group_of.pop(query).leave(query)
 
     def make_room(self, group: _PagedGroup) -> tuple[int, ...]:
         """Evicts until every query left can grow by a token. One that was encoded in part is named
@@ -148,152 +166,86 @@ class _PagedQueue:
         evicted = []
         while group.num_needed > group.free:
             query, tokens = group.evict()
-            del self.group_of[query]
+            del self._group_of[query]
             self.waiting.appendleft((query, tokens))
             evicted.append(query)
         return tuple(evicted)
 
 
-class VllmRule:
-    """ENCODE as soon as a waiting query has room, with as many as `token_budget` holds; else
-    DECODE of all that run."""
+def _encode_or_decode(rule: PagedRule, index: int) -> Step | None:
+    """ENCODE as soon as a waiting query has room, with as many as the budget holds; else DECODE of
+    all that run."""
+    group, left, joined = rule.groups[index], rule.token_budget, list[int]()
+    while rule.can_admit(index):
+        # an input longer than the budget is encoded alone: an evicted query's has grown
+        if joined and rule.waiting[0][1] > left:
+            break
+        query, tokens = rule.admit(group)
+        group.join(query, tokens)
+        left -= tokens
+        joined.append(query)
+    number = rule.turns.end()
+    if joined:
+        return Step(kind=StepKind.ENCODE, group=index, phase=number, iteration=0,
+                    joined=tuple(joined))
+    if not group.running:
+        return None
+    evicted = rule.make_room(group)
+    group.advance()
+    return Step(kind=StepKind.DECODE, group=index, phase=number, iteration=1, evicted=evicted)
 
-    needs_tokens = True
-    slot_use = SlotUse.REUSED
 
-    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
-                 token_budget: int) -> None:
-        """`max_active` and `kv_tokens` bound all groups together; `token_budget` one step."""
-        assert token_budget >= 1, f"{token_budget = }"
-        self.num_groups, self.token_budget = num_groups, token_budget
-        self._queue = _PagedQueue(num_groups=num_groups, max_active=max_active,
-                                  kv_tokens=kv_tokens)
-
-    @property
-    def group_max_active(self) -> int:
-        return self._queue.slots[0]
-
-    @property
-    def reserved_tokens(self) -> int:
-        return self._queue.held_tokens
-
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        return self._queue.submit(query, reserve_tokens, input_tokens)
-
-    def next_group(self) -> int | None:
-        return self._queue.next_group()
-
-    def decide(self) -> Step | None:
-        index = self._queue.turns.group
-        group = self._queue.groups[index]
-        joined = self._encode(index)
-        number = self._queue.turns.end()
-        if joined:
-            return Step(kind=StepKind.ENCODE, group=index, phase=number, iteration=0,
-                        joined=joined)
-        if not group.running:
-            return None
-        evicted = self._queue.make_room(group)
+def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
+    """Every step holds at most the budget's tokens: one of each running query, the rest chunks of
+    waiting inputs. A query's blocks for all its input are held from its first chunk on."""
+    group, number = rule.groups[index], rule.turns.end()
+    may_admit = group.num_needed <= group.free
+    evicted = rule.make_room(group)
+    left = rule.token_budget - len(group.running)
+    is_decode = bool(group.running)
+    if is_decode:
         group.advance()
-        return Step(kind=StepKind.DECODE, group=index, phase=number, iteration=1, evicted=evicted)
-
-    def finish(self, query: int) -> None:
-        self._queue.finish(query)
-
-    def _encode(self, index: int) -> tuple[int, ...]:
-        queue, left = self._queue, self.token_budget
-        joined: list[int] = []
-        while queue.can_admit(index):
-            # an input longer than the budget is encoded alone: an evicted query's has grown
-            if joined and queue.waiting[0][1] > left:
+    chunks, joined = list[Chunk](), list[int]()
+    while left > 0:
+        if group.partial is None:
+            if not (may_admit and rule.can_admit(index)):
                 break
-            query, tokens = queue.admit(queue.groups[index])
-            queue.groups[index].join(query, tokens)
-            left -= tokens
-            joined.append(query)
-        return tuple(joined)
+            query, tokens = rule.admit(group)
+            group.partial = _Partial(query=query, tokens=tokens)
+        begun = group.partial
+        size = min(left, begun.tokens - begun.done)
+        chunks.append(Chunk(query=begun.query, first=begun.done, tokens=size))
+        begun.done += size
+        left -= size
+        if begun.done == begun.tokens:
+            group.join(begun.query, begun.tokens)
+            group.partial = None
+            joined.append(begun.query)
+    if not is_decode and not chunks:
+        return None
+    kind = StepKind.ENCODE if not is_decode else StepKind.MIXED if chunks else StepKind.DECODE
+    return Step(kind=kind, group=index, phase=number, iteration=int(is_decode),
+                joined=tuple(joined), chunks=tuple(chunks), evicted=evicted)
 
 
-class SarathiRule:
-    """Every step holds at most `token_budget` tokens: one of each running query, the rest chunks
-    of waiting inputs. A query's blocks for all its input are held from its first chunk on."""
-
-    needs_tokens = True
-    slot_use = SlotUse.REUSED
-
-    def __init__(self, *, num_groups: int, max_active: int, kv_tokens: int,
-                 token_budget: int) -> None:
-        """`max_active` and `kv_tokens` bound all groups together; `token_budget` one step."""
-        assert token_budget >= 1, f"{token_budget = }"
-        self.num_groups, self.token_budget = num_groups, token_budget
-        # a step takes every running query along, so no more run than it holds tokens
-        self._queue = _PagedQueue(
-            num_groups=num_groups, max_active=min(max_active, num_groups * token_budget),
-            kv_tokens=kv_tokens)
-
-    @property
-    def group_max_active(self) -> int:
-        return self._queue.slots[0]
-
-    @property
-    def reserved_tokens(self) -> int:
-        return self._queue.held_tokens
-
-    def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        return self._queue.submit(query, reserve_tokens, input_tokens)
-
-    def next_group(self) -> int | None:
-        return self._queue.next_group()
-
-    def decide(self) -> Step | None:
-        index = self._queue.turns.group
-        group = self._queue.groups[index]
-        number = self._queue.turns.end()
-        may_admit = group.num_needed <= group.free
-        evicted = self._queue.make_room(group)
-        is_decode = bool(group.running)
-        left = self.token_budget - len(group.running)
-        if is_decode:
-            group.advance()
-        chunks, joined = self._encode(index, left, may_admit=may_admit)
-        if not is_decode and not chunks:
-            return None
-        kind = StepKind.ENCODE if not is_decode else StepKind.MIXED if chunks else StepKind.DECODE
-        return Step(kind=kind, group=index, phase=number, iteration=int(is_decode),
-                    joined=joined, chunks=chunks, evicted=evicted)
-
-    def finish(self, query: int) -> None:
-        self._queue.finish(query)
-
-    def _encode(self, index: int, left: int, *,
-                may_admit: bool) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
-        group, chunks, joined = self._queue.groups[index], [], []
-        while left > 0:
-            if group.partial is None:
-                if not (may_admit and self._queue.can_admit(index)):
-                    break
-                query, tokens = self._queue.admit(group)
-                group.partial = _Partial(query=query, tokens=tokens)
-            partial = group.partial
-            size = min(left, partial.tokens - partial.done)
-            chunks.append(Chunk(query=partial.query, first=partial.done, tokens=size))
-            partial.done += size
-            left -= size
-            if partial.done == partial.tokens:
-                group.join(partial.query, partial.tokens)
-                group.partial = None
-                joined.append(partial.query)
-        return tuple(chunks), tuple(joined)
+vllm = partial(PagedRule, _encode_or_decode)
 
 
-def vllm_rule(estimate: Estimate) -> VllmRule:
+def sarathi(*, num_groups: int, max_active: int, kv_tokens: int, token_budget: int) -> PagedRule:
+    # a step takes every running query along, so no more run than it holds tokens
+    return PagedRule(_decode_and_chunks, num_groups=num_groups, kv_tokens=kv_tokens,
+                     max_active=min(max_active, num_groups * token_budget),
+                     token_budget=token_budget)
+
+
+def vllm_rule(estimate: Estimate) -> PagedRule:
     """The rule that executes `estimate`."""
-    return VllmRule(**_of(estimate))
+    return vllm(**_of(estimate))
 
 
-def sarathi_rule(estimate: Estimate) -> SarathiRule:
+def sarathi_rule(estimate: Estimate) -> PagedRule:
     """The rule that executes `estimate`."""
-    return SarathiRule(**_of(estimate))
+    return sarathi(**_of(estimate))
 
 
 def _of(estimate: Estimate) -> dict[str, int]:

@@ -23,15 +23,16 @@ from xrunner.rules.steps import Step, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RraChange:
-    """Control variables, and a group's limits, that hold from the beginning of `phase` on."""
+class PhaseControls:
+    """RRA's control variables, and a group's limits, as they hold within a phase. `target_active`:
+    queries still active when a phase begins, to which they are led back (0: they are left as they
+    come)."""
 
-    phase: int
     encode_batch: int
     decode_iterations: int
     group_max_active: int
     group_kv_tokens: int
-    steered_to: float = 0.0
+    target_active: float = 0.0
 
 
 class RraRule:
@@ -42,26 +43,23 @@ class RraRule:
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
                  max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
-                 steered_to: float = 0.0, slots: int = 0) -> None:
+                 target_active: float = 0.0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
         `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries).
-        `steered_to`: queries still active when a phase begins, to which they are led back (0: they
-        are left as they come). `slots`: queries that a group may come to hold after a change, if
-        more than now."""
+        `target_active`: see PhaseControls."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
-        self.encode_batch = encode_batch
-        self.decode_iterations = decode_iterations
         self.num_groups = num_groups
-        self.steered_to = steered_to
-        self._most_active = max(math.ceil(max_active / num_groups), 1)  # of a group, in this phase
-        self.group_max_active = max(self._most_active, slots)  # in any
-        self.group_kv_tokens = kv_tokens // num_groups
+        self.controls = PhaseControls(  # of this phase
+            encode_batch=encode_batch, decode_iterations=decode_iterations,
+            group_max_active=max(math.ceil(max_active / num_groups), 1),
+            group_kv_tokens=kv_tokens // num_groups, target_active=target_active)
+        self.group_max_active = self.controls.group_max_active  # in any phase
         self._sizer = sizer or BatchSizer(mean_input=0.0)
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
         self._reserved = [0] * num_groups
         self._group_of: dict[int, int] = {}
-        self._changes: deque[RraChange] = deque()  # to come
+        self._changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
         self._phase = 0
         self._iteration = 0  # 0: the encode round of this phase
         self._group = 0
@@ -75,20 +73,24 @@ class RraRule:
         """The first phase that a change can still be made for."""
         return self._phase + 1
 
-    def change(self, change: RraChange) -> None:
-        """From the beginning of `change.phase` on. Queries that are active stay, also where they
-        are more than the new limits allow: admission then waits. The KV budget must hold any query
-        that waits. In the order of phases."""
-        after = self._changes[-1].phase if self._changes else self._phase
-        assert change.phase > self._phase and change.phase >= after, f"{change = } {self._phase = }"
-        assert change.group_max_active <= self.group_max_active, f"{change = }"
-        assert change.encode_batch >= 1 and change.decode_iterations >= 1, f"{change = }"
+    def make_room(self, slots: int) -> None:
+        """A group may come to hold so many queries after a change, if that is more than now."""
+        self.group_max_active = max(self.group_max_active, slots)
+
+    def change(self, controls: PhaseControls, *, phase: int) -> None:
+        """These hold from the beginning of `phase` on. Queries that are active stay, also where
+        they are more than the new limits allow: admission then waits. The KV budget must hold any
+        query that waits. To be called in the order of phases."""
+        after = self._changes[-1][0] if self._changes else self._phase
+        assert phase > self._phase and phase >= after, f"{phase = } {after = } {self._phase = }"
+        assert controls.group_max_active <= self.group_max_active, f"{controls = }"
+        assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
         most = max((reserve for _, reserve, _ in self._waiting), default=0)
-        assert most <= change.group_kv_tokens, f"{change = } {most = }"
-        self._changes.append(change)
+        assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
+        self._changes.append((phase, controls))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
-        if reserve_tokens > self.group_kv_tokens:
+        if reserve_tokens > self.controls.group_kv_tokens:
             return False
         self._waiting.append((query, reserve_tokens, input_tokens))
         return True
@@ -116,7 +118,7 @@ class RraRule:
     def quota(self, group: int, phase: int) -> int:
         """Queries `group` encodes in `phase`; sums to encode_batch over the groups, and the odd
         ones rotate so that groups stay even."""
-        base, odd = divmod(self.encode_batch, self.num_groups)
+        base, odd = divmod(self.controls.encode_batch, self.num_groups)
         return base + ((group + phase * odd) % self.num_groups < odd)
 
     @property
@@ -124,18 +126,18 @@ class RraRule:
         return StepKind.ENCODE if self._iteration == 0 else StepKind.DECODE
 
     def _admit(self, group: int) -> tuple[int, ...]:
-        room, quota = self._most_active - len(self._active[group]), self.quota(
-            group, self._phase)
+        controls, active = self.controls, self._active[group]
+        room, quota = controls.group_max_active - len(active), self.quota(group, self._phase)
         first = islice(self._waiting, self._sizer.most(quota))
         wanted = self._sizer.count([tokens for _, _, tokens in first], quota,
                                    self._lean(group)) if quota else 0
         joined = []
         for _ in range(min(wanted, room)):
             query, reserve, _ = self._waiting[0]
-            if self._reserved[group] + reserve > self.group_kv_tokens:
+            if self._reserved[group] + reserve > controls.group_kv_tokens:
                 break  # keep the input's order: a smaller query behind does not overtake
             self._waiting.popleft()
-            self._active[group][query] = reserve
+            active[query] = reserve
             self._reserved[group] += reserve
             self._group_of[query] = group
             joined.append(query)
@@ -143,51 +145,47 @@ class RraRule:
 
     def _lean(self, group: int) -> int:
         """Queries more, or fewer, that would bring the group's decode batch back to its mean."""
-        if not self.steered_to or len(self._waiting) < self.encode_batch:
+        controls = self.controls
+        if not controls.target_active or len(self._waiting) < controls.encode_batch:
             return 0  # of a job's last queries every group gets its even share
-        carried = self.steered_to / self.num_groups
+        carried = controls.target_active / self.num_groups
         return self._sizer.lean(len(self._active[group]) - carried,
-                                carried + self.encode_batch / self.num_groups)
+                                carried + controls.encode_batch / self.num_groups)
 
     def _advance(self) -> None:
         self._group += 1
         if self._group == self.num_groups:
             self._group = 0
             self._iteration += 1
-            if self._iteration > self.decode_iterations:
+            if self._iteration > self.controls.decode_iterations:
                 self._start_next_phase()
 
     def _start_next_phase(self) -> None:
         self._phase, self._iteration, self._group = self._phase + 1, 0, 0
-        while self._changes and self._changes[0].phase <= self._phase:
-            change = self._changes.popleft()
-            self.encode_batch, self.decode_iterations = (change.encode_batch,
-                                                         change.decode_iterations)
-            self._most_active = change.group_max_active
-            self.group_kv_tokens = change.group_kv_tokens
-            self.steered_to = change.steered_to
+        while self._changes and self._changes[0][0] <= self._phase:
+            _, self.controls = self._changes.popleft()
 
 
-def rra_rule(estimate: Estimate, *, slots: int = 0) -> RraRule:
-    """The rule that executes `estimate`. `slots`: see RraRule."""
+def rra_rule(estimate: Estimate) -> RraRule:
+    """The rule that executes `estimate`."""
     controls, deployment = _controls(estimate), estimate.deployment
     groups = deployment.num_groups
     return RraRule(
         encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
         num_groups=groups, max_active=groups * most_active(estimate),
         kv_tokens=deployment.kv_tokens, sizer=sizer_of(controls.even),
-        steered_to=controls.even.target_active, slots=slots)
+        target_active=controls.even.target_active)
 
 
-def rra_change(estimate: Estimate, *, phase: int, slots: int) -> RraChange:
-    """What turns a rule of the same groups, with `slots`, into that of `estimate`."""
+def phase_controls(estimate: Estimate, *, slots: int) -> PhaseControls:
+    """What turns a rule of the same groups, with room for `slots`, into that of `estimate`."""
     controls = _controls(estimate)
-    return RraChange(
-        phase=phase, encode_batch=controls.encode_batch,
+    return PhaseControls(
+        encode_batch=controls.encode_batch,
         decode_iterations=controls.decode_iterations,
         group_max_active=min(most_active(estimate), slots),
         group_kv_tokens=estimate.deployment.group_kv_tokens,
-        steered_to=controls.even.target_active)
+        target_active=controls.even.target_active)
 
 
 def most_active(estimate: Estimate) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
 
 
@@ -96,3 +98,10 @@ class BatchingRule(Protocol):
     def finish(self, query: int) -> None:
         """An active query has its last token: its slot and tokens are free from now on."""
         ...
+
+
+def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:
+    """The rules that execute `estimate`, as its policy's row says: one per pool, in the order of
+    their stages. Raises UnknownNameError for a policy that no row describes."""
+    rules = policy(estimate.policy).load("rules")(estimate)
+    return rules if isinstance(rules, tuple) else (rules,)

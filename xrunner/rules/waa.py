@@ -28,15 +28,15 @@ class WaaEncodeRule:
     slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
-                 encode_kv_tokens: int, sizer: BatchSizer, steered_to: float = 0.0) -> None:
-        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's. `steered_to`: the
-        decode batch that encode batches lead back to (0: none); what is encoded together then
-        depends on the clock."""
+                 encode_kv_tokens: int, sizer: BatchSizer, target_active: float = 0.0) -> None:
+        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's.
+        `target_active`: the decode batch that encode batches lead back to (0: none); what is
+        encoded together then depends on the clock."""
         assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
         self.encode_batch, self.num_groups = encode_batch, num_groups
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
-        self._sizer, self._steered_to = sizer, steered_to
+        self._sizer, self._target_active = sizer, target_active
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
@@ -109,10 +109,10 @@ class WaaEncodeRule:
 
     def _lean(self) -> int:
         """Queries more, or fewer, that would bring the decode batch back to its mean."""
-        if not self._steered_to:
+        if not self._target_active:
             return 0
         decoding = len(self._in_system) - len(self._encoding)
-        return self._sizer.lean(decoding - self._steered_to, self._steered_to)
+        return self._sizer.lean(decoding - self._target_active, self._target_active)
 
     def _trimmed(self, batch: list[tuple[int, int, int]]) -> tuple[int, int, int]:
         """As much of a batch as the budgets can ever hold; one query always fits."""
@@ -182,7 +182,7 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
         WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
                       sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
                       kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
-                      steered_to=controls.even.target_active),
+                      target_active=controls.even.target_active),
         WaaDecodeRule(num_groups=groups,
                       group_max_active=math.ceil(controls.max_in_system / groups)),
     )

@@ -107,15 +107,15 @@ class MpiComm:
 
     def _next_source(self, sources: Sequence[int], until_s: float = math.inf) -> int | None:
         """Who has sent something; None where nobody has by `until_s`."""
-        found: list[int] = []
+        senders: list[int] = []
 
         def look() -> bool:
-            found.extend(source for source in sources
-                         if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
-            return bool(found) or time.perf_counter() >= until_s
+            senders.extend(source for source in sources
+                           if self._comm.Iprobe(source=source, tag=_TAG_HEADER))
+            return bool(senders) or time.perf_counter() >= until_s
 
         wait_politely(look, self._sleep_s)
-        return found[0] if found else None
+        return senders[0] if senders else None
 
     def flush(self) -> None:
         while self._pending:
@@ -167,9 +167,9 @@ class LocalComm:
         self._inboxes[target].put(self.rank, message, tensor)
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
-        found = self._inboxes[self.rank].take(sources)
-        assert found is not None
-        return found
+        item = self._inboxes[self.rank].take(sources)
+        assert item is not None
+        return item
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
         return self._inboxes[self.rank].take(sources, wait_s)

@@ -31,27 +31,27 @@ class Transfer(NamedTuple):
     target_heads: slice = _ALL
 
 
-def transfers(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Transfer]:
-    """Of all ranks of an encode and a decode pool. Every entry a decode rank holds comes once."""
-    encode = [stage for stage in stages if stage.role == "encode"]
-    decode = [stage for stage in stages if stage.role == "decode"]
+def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignment],
+              spec: ModelSpec) -> list[Transfer]:
+    """What all ranks of an encode pool's stages send to those of a decode pool's. Every entry that
+    a decode rank holds comes once."""
     if spec.is_encoder_decoder:  # every rank of the last encode stage has the encoder's output
         givers = encode[-1].ranks
         return [Transfer(source=givers[i % len(givers)], target=rank)
                 for stage in decode for i, rank in enumerate(stage.ranks)]
-    found = []
+    needed = []
     for own, other in ((e, d) for d in decode for e in encode):
         layers = _shared(_layers(own), _layers(other))
         for i, j in ((i, j) for j in range(other.tp_degree) for i in range(own.tp_degree)):
             held, wanted = _heads(own, i, spec), _heads(other, j, spec)
             heads = _shared(held, wanted)
             if layers and heads:
-                found.append(Transfer(
+                needed.append(Transfer(
                     source=own.ranks[i], target=other.ranks[j],
                     source_layers=_within(layers, _layers(own)), source_heads=_within(heads, held),
                     target_layers=_within(layers, _layers(other)),
                     target_heads=_within(heads, wanted)))
-    return found
+    return needed
 
 
 def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL, heads: slice = _ALL) -> Tensor:

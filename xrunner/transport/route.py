@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +19,7 @@ class Route:
     """One rank's neighbours. The head is the first rank of the first stage."""
 
     rank: int
+    pool: str  # its name
     stage: int  # its place in the pool
     steps_from: int | None  # None: the head, which decides them
     peers: tuple[int, ...] = ()  # of the head: its group, which takes the same inputs
@@ -30,30 +30,24 @@ class Route:
     encoded_to: tuple[int, ...] = ()  # of the last stage: who take the encoder's output from it
 
 
-ALONE = Route(rank=0, stage=0, steps_from=None)
+ALONE = Route(rank=0, pool="all", stage=0, steps_from=None)
 
 
-def pools(stages: Sequence[StageAssignment]) -> list[list[StageAssignment]]:
-    """The stages of each pool: one that does both phases, or those that encode and those that
-    decode."""
-    return [list(pool) for _, pool in groupby(stages, key=lambda stage: stage.role)]
+def routes(pools: Sequence[Pool]) -> dict[int, Route]:
+    """The route of every rank of all pools."""
+    return {rank: route for pool in pools for rank, route in _of_pool(pool).items()}
 
 
-def routes(stages: Sequence[StageAssignment]) -> dict[int, Route]:
-    """By rank, for the stages of all pools."""
-    return {rank: route for pool in pools(stages) for rank, route in _of_pool(pool).items()}
-
-
-def _of_pool(stages: Sequence[StageAssignment]) -> dict[int, Route]:
-    groups = [stage.ranks for stage in stages]
-    works_both = stages[0].role == "both"  # else an encoder's output is for the other pool
+def _of_pool(pool: Pool) -> dict[int, Route]:
+    groups = [stage.ranks for stage in pool.stages]
+    works_both = pool.role == "both"  # else an encoder's output is for another pool
     head, last = groups[0][0], len(groups) - 1
-    found = {}
+    by_rank = {}
     for place, group in enumerate(groups):
         for index, rank in enumerate(group):
             is_head, is_last = rank == head, place == last
-            found[rank] = Route(
-                rank=rank, stage=place, peers=group[1:] if is_head else (),
+            by_rank[rank] = Route(
+                rank=rank, pool=pool.name, stage=place, peers=group[1:] if is_head else (),
                 steps_from=(None if is_head else head if place == 0
                             else _sender(groups[place - 1], index)),
                 following=() if is_last else _takers(group, index, groups[place + 1]),
@@ -64,7 +58,7 @@ def _of_pool(stages: Sequence[StageAssignment]) -> dict[int, Route]:
                 encoded_to=tuple(taker for other in groups[:last]
                                  for taker in _takers(group, index, other))
                 if works_both and is_last else ())
-    return found
+    return by_rank
 
 
 def _sender(group: Sequence[int], index: int) -> int:

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.lengths import IntArray
+from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Role, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
@@ -26,12 +24,13 @@ from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies import BASELINES, Policy, make_policy
+from xsimulator.policies import ClosedForm, make_policy
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import Waa, WaaConfig
-from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.policies.waa.divisions import FixedDivision
 
 MAX_BATCH = 1 << 16
 POLICIES = ("rra", "waa-c", "waa-m")
@@ -78,30 +77,16 @@ class PinnedPlans(Plans):
         return self._pools[tuple(ranks)]
 
 
-class PinnedWaa(Waa):
-    """WAA whose devices stay divided as they are."""
-
-    name = "waa-c"
-    encode_devices = 0
-
-    def divide(self, split: WaaPlans, points: Any, degree: int) -> IntArray:
-        return np.full(len(points.batch), self.encode_devices)
-
-
 def pinned_policy(deployed: Estimate, problem: Problem,
-                  timing: TimingSource) -> Policy:
+                  timing: TimingSource) -> ClosedForm:
     """The closed form of the schedule's policy on its stages (a baseline's: on its own)."""
-    if deployed.policy in BASELINES:
+    if deployed.policy in baselines():
         return make_policy(deployed.policy, problem, timing)
     plans = PinnedPlans(problem, timing, deployed.deployment.stages)
-    made: Rra | PinnedWaa
     if deployed.policy == "rra":
-        made = Rra(problem, timing, plans=plans)
-    else:
-        made = PinnedWaa(problem, timing, plans=plans)
-        made.encode_devices = len({rank for stage in deployed.deployment.stages if stage.role == "encode"
-                                   for rank in stage.ranks})
-    return made
+        return Rra(problem, timing, plans=plans)
+    devices = deployed.deployment.encoding.num_devices
+    return Waa(deployed.policy, problem, timing, lambda *_: FixedDivision(devices), plans=plans)
 
 
 def fits_the_job(deployed: Estimate, problem: Problem) -> None:

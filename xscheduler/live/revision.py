@@ -13,8 +13,10 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
+from xscheduler.evaluator import Evaluator
 from xscheduler.live.pinned import PinnedSearch, Way
-from xscheduler.uncertainty import Doubts, plan_within
+from xscheduler.uncertainty import Doubts
+from xscheduler.within import plan_within
 
 # Share of throughput from which on a change is made: it costs a few phases in which the pool
 # swings into its new batch sizes, which no estimate counts.
@@ -44,7 +46,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
                     decode_micro_batches=now.deployment.num_groups)
     most = [count for count in (problem.num_queries, most_present) if count is not None]
     problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
-    keep = _keep(now, problem, timing)
+    evaluator = Evaluator(problem, timing)
+    keep = _keep(now, evaluator)
 
     def find(other: Problem) -> Schedule:
         way = PinnedSearch(now, other, timing, other.constraint.latency_s).best()
@@ -60,7 +63,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
 
     constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
     try:
-        planned = plan_within(replace(problem, constraint=constraint), timing, within,
+        planned = plan_within(Doubts(replace(problem, constraint=constraint), evaluator), within,
                               search_problem=find)
     except InfeasibleError as cause:
         return stays(f"no other batch sizes do: {cause}")
@@ -74,13 +77,14 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     return Revised(keep=keep, estimate=found, reason=gain, is_kept=planned.is_safe)
 
 
-def _keep(now: Estimate, problem: Problem, timing: TimingSource) -> Way:
+def _keep(now: Estimate, evaluator: Evaluator) -> Way:
     """Also held to the bound's confidence."""
+    problem = evaluator.problem
     bound_s = problem.constraint.latency_s
-    keep = PinnedSearch(now, problem, timing, bound_s).current()
+    keep = PinnedSearch(now, problem, evaluator.timing, bound_s).current()
     if keep.estimate is None or keep.reason is not None:
         return keep
-    own = Doubts(problem, timing).margin(keep.estimate)
+    own = Doubts(problem, evaluator).margin(keep.estimate)
     if keep.estimate.figures.latency_s * own.factor <= bound_s:
         return keep
     return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the bound "

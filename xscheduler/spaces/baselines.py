@@ -14,6 +14,7 @@ import numpy as np
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job_file import CONTROLS
 from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import schedule_from_flat
@@ -24,7 +25,7 @@ from xscheduler.admissible import Limits, admissible
 from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
 from xscheduler.spaces.space import Selection
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xsimulator.policies import BASELINES, make_policy
+from xsimulator.policies import make_policy
 from xsimulator.policies.figures import EstimateArrays
 
 
@@ -71,7 +72,7 @@ class _Pinned:
     """A baseline's closed form whose space is what the job's fixed variables leave of it."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        assert problem.fixed.policy in BASELINES, f"{problem.fixed.policy = }"
+        assert problem.fixed.policy in baselines(), f"{problem.fixed.policy = }"
         self.problem, self.timing, self.name = problem, timing, problem.fixed.policy
         self._inner: Any = make_policy(self.name, problem, timing)
         self._given = _given(problem)

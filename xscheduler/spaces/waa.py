@@ -16,7 +16,7 @@ from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
 from xscheduler.spaces.waa_examiner import WaaExaminer
 from xscheduler.spaces.waa_points import WaaPoints, group_range
-from xsimulator.policies import policy_class
+from xsimulator.policies import make_policy
 from xsimulator.policies.waa.plans import WaaPlans
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
@@ -29,7 +29,7 @@ class WaaSpace:
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  plans: Sequence[TensorPlan]) -> None:
-        waa: Any = policy_class(name)(problem, Remembered(timing))
+        waa: Any = make_policy(name, problem, Remembered(timing))
         self.name, self.problem = name, problem
         self.plans = tuple(plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))

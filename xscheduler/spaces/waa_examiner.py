@@ -17,7 +17,8 @@ from xscheduler.admissible import Limit, beyond_range
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.tensor_plans import batch_range, even_parts
 from xscheduler.spaces.waa_points import WaaPoints, group_range
-from xsimulator.policies.waa.bounds import WaaBounds, WaaBoxes
+from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
 
 FEW_POINTS = 6  # that are evaluated one by one

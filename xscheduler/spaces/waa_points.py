@@ -11,7 +11,8 @@ from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit, crowding
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xsimulator.policies.waa.bounds import WaaBounds
-from xsimulator.policies.waa.closed_form import Waa, WaaConfig
+from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
 GROUPS_PER_STAGE = 2  # at most

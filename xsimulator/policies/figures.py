@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xgpt.core.controls import Controls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, StageAssignment
-from xgpt.core.schedule_file import estimate_from_flat
+from xgpt.core.schedule import Deployment, Estimate, Figures, Pool, StageAssignment
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 
@@ -21,8 +21,8 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EstimateArrays:
-    """The figures of an Estimate for many configurations, in their order. `memory_bytes` is that
-    of the fullest rank."""
+    """The figures of an Estimate are given for many configurations, in their order; `memory_bytes`
+    is that of the fullest rank."""
 
     throughput_qps: FloatArray
     latency_s: FloatArray
@@ -38,7 +38,7 @@ class EstimateArrays:
 
 def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],
              ) -> dict[str, FloatArray]:
-    """[count] columns by name, put together from (rows, their figures by name)."""
+    """Columns [count] by name are put together from (rows, their figures by name)."""
     columns: dict[str, FloatArray] = {}
     for rows, figures in parts:
         for name, values in figures.items():
@@ -47,7 +47,7 @@ def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],
 
 
 def by_plan(plans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], IntArray]:
-    """The rows of each (tp_degree, tp_gpus) among those of many configurations."""
+    """Each (tp_degree, tp_gpus) has these rows among those of many configurations."""
     rows: dict[tuple[int, int], list[int]] = {}
     for row, plan in enumerate(plans):
         rows.setdefault(plan, []).append(row)
@@ -55,12 +55,12 @@ def by_plan(plans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], IntArray]
 
 
 def extrapolation(stretch: float) -> list[str]:
-    """A note of an Estimate whose sizes are so many times those measured; none up to once."""
+    """An Estimate whose sizes are so many times those measured has this note; none up to once."""
     return [f"extrapolated: sizes up to {stretch:.2g} times those measured"] if stretch > 1 else []
 
 
 class TensorPlanned(Protocol):
-    """A configuration, as far as it says which devices form groups."""
+    """A configuration says which devices form groups."""
 
     @property
     def tp_degree(self) -> int: ...
@@ -69,7 +69,7 @@ class TensorPlanned(Protocol):
 
 
 class Assembler:
-    """Puts the Estimate of one configuration together, for every policy alike."""
+    """The assembler puts the Estimate of one configuration together, for every policy alike."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._problem, self._timing = problem, timing
@@ -78,21 +78,30 @@ class Assembler:
     def capacity_bytes(self) -> int:
         return memory.capacity_bytes(self._problem.cluster.device)
 
-    def estimate(self, config: TensorPlanned, figures: Mapping[str, float], *,
-                 stages: Sequence[StageAssignment], held_bytes: FloatArray, notes: Sequence[str],
-                 **controls: Any) -> Estimate:
-        """`figures` as of EstimateArrays, with decode_iteration_s; `held_bytes` [stages] on each
-        rank of a stage; `controls`: what else the Estimate says of its policy."""
+    def estimate(self, controls: Controls, deployment: Deployment, figures: Mapping[str, float], *,
+                 held_bytes: FloatArray, notes: Sequence[str] = ()) -> Estimate:
+        """`figures` are those of EstimateArrays, with encode_batch, decode_iterations and
+        decode_iteration_s; `held_bytes` [stages] lie on each rank of a stage."""
         by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
-            stages, held_bytes, strict=True) for rank in stage.ranks}
-        taken: dict[str, Any] = {name: figures[name] for name in (
+            deployment.stages, held_bytes, strict=True) for rank in stage.ranks}
+        fits = figures.get("fits", max(by_rank.values()) <= self.capacity_bytes)
+        means = {name: figures[name] for name in (
             "throughput_qps", "latency_s", "encode_s", "decode_iteration_s", "period_s",
             "decode_batch")}
-        fits = figures.get("fits", max(by_rank.values()) <= self.capacity_bytes)
-        return estimate_from_flat(
-            tp_degree=config.tp_degree, tp_gpus=config.tp_gpus, **taken, **controls,
-            output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
-            memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
-            memory_capacity_bytes=self.capacity_bytes, kv_tokens=int(figures["kv_tokens"]),
-            fits=bool(fits), stages=tuple(stages),
-            notes=(f"times: {self._timing.provenance()}", *notes))
+        return Estimate(
+            controls=controls, deployment=deployment,
+            notes=(f"times: {self._timing.provenance()}", *notes),
+            figures=Figures(
+                **means, fits=bool(fits), memory_capacity_bytes=self.capacity_bytes,
+                output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
+                encode_batch=max(round(figures["encode_batch"]), 1),
+                decode_iterations=max(round(figures["decode_iterations"]), 1),
+                memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank))))
+
+
+def one_pool(config: TensorPlanned, stages: tuple[StageAssignment, ...], num_groups: int,
+             kv_tokens: float) -> Deployment:
+    """All devices form one pool that works both phases."""
+    pool = Pool(name="all", role="both", stages=stages, num_groups=num_groups,
+                kv_tokens=int(kv_tokens))
+    return Deployment(pools=(pool,), tp_degree=config.tp_degree, tp_gpus=config.tp_gpus)

@@ -13,8 +13,8 @@ from xprofiler.timing import Operator, TimingSource
 
 
 class Presented(NamedTuple):
-    """The largest sizes that configurations present to the timing source, [configs] each or one
-    for all; 0 where they present none."""
+    """Configurations present such sizes to the timing source at most, [configs] each or one for
+    all; 0 where they present none."""
 
     encode_tokens: FloatArray | float = 0.0  # at once
     encode_queries: FloatArray | float = 0.0
@@ -24,7 +24,7 @@ class Presented(NamedTuple):
 
 
 class MeasuredRange:
-    """Compares sizes with the reach of a timing source's tables."""
+    """It compares sizes with the reach of a timing source's tables."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._timing = timing
@@ -33,11 +33,11 @@ class MeasuredRange:
         self._of_degree: dict[int, Presented] = {}
 
     def is_endless(self, degrees: Iterable[int]) -> bool:
-        """Whether the source answers for any size as well as for any other."""
+        """It says whether the source answers for any size as well as for any other."""
         return all(np.isinf(size) for degree in degrees for size in self._reach(degree))
 
     def stretch(self, degrees: Iterable[int], presented: Presented) -> FloatArray:
-        """[configs] the largest ratio of a size to the largest that was measured."""
+        """The largest ratio [configs] is that of a size to the largest that was measured."""
         largest: FloatArray = np.zeros(np.broadcast_shapes(*map(np.shape, presented)))
         for _, size, measured in self._pairs(degrees, presented):
             if np.isfinite(measured):
@@ -45,19 +45,19 @@ class MeasuredRange:
         return largest
 
     def beyond(self, degrees: Iterable[int], presented: Presented, times: float) -> list[str]:
-        """In words, the sizes of the one configuration that exceed `times` what was measured."""
+        """The words name the sizes of one configuration that exceed `times` what was measured."""
         return sorted({f"up to {float(np.squeeze(size)):.0f} {words}, measured up to {measured:.0f}"
                        for words, size, measured in self._pairs(degrees, presented)
                        if np.squeeze(size) > times * measured})
 
     def _pairs(self, degrees: Iterable[int], presented: Presented,
                ) -> Iterator[tuple[str, FloatArray | float, float]]:
-        """(in words, size, measured up to)."""
+        """Each size comes with its words and the size that was measured up to."""
         for degree in degrees:
             yield from zip(_WORDS, presented, self._reach(degree), strict=True)
 
     def _reach(self, degree: int) -> Presented:
-        """The largest sizes that were measured at that degree."""
+        """These are the largest sizes that were measured at that degree."""
         if degree not in self._of_degree:
             reach = self._timing.reach
             head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION,

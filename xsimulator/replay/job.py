@@ -13,8 +13,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.registry import rules_for
-from xrunner.rules.steps import BatchingRule
+from xrunner.rules.steps import BatchingRule, rules_for
 from xrunner.rules.waa import WaaEncodeRule
 from xsimulator.handover import HandoverCost
 from xsimulator.layer_times import LayerTimes
@@ -40,7 +39,7 @@ class Replayer:
         encoding, decoding = ([pool for pool in self._pools if pool.role == role]
                               for role in ("encode", "decode"))
         self._links = [(source, target, HandoverCost(
-            problem, timing, [*source.stages, *target.stages]))
+            problem, timing, source.stages, target.stages))
             for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
         self._clocks: list[StepClock] = []

@@ -12,16 +12,16 @@ so both kinds of bound come to the latency of the output length at the bound's q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.occupancy import Occupancy, QueryFlow
+from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.continuous.filling import (
@@ -42,6 +42,7 @@ from xsimulator.policies.figures import (
     by_plan,
     extrapolation,
     gathered,
+    one_pool,
 )
 from xsimulator.policies.grids import geometric
 from xsimulator.policies.measured_range import MeasuredRange
@@ -50,36 +51,37 @@ LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean
 
 
 def orca(problem: Problem, timing: TimingSource) -> Continuous:
-    """The closed form of ORCA."""
+    """ORCA's closed form: one encoding a step at most, KV reserved at admission."""
     return Continuous(OrcaFilling, problem, timing)
 
 
 def vllm(problem: Problem, timing: TimingSource) -> Continuous:
-    """The closed form of vLLM."""
+    """vLLM's closed form: it encodes whatever has room before it decodes on."""
     return Continuous(VllmFilling, problem, timing)
 
 
 def sarathi(problem: Problem, timing: TimingSource) -> Continuous:
-    """The closed form of Sarathi."""
+    """Sarathi's closed form: it fills every step to its token budget with chunks of inputs."""
     return Continuous(SarathiFilling, problem, timing)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """[configs] what configurations hold; `load` of one of their groups."""
+class _OfPlan(NamedTuple):
+    """Configurations of one plan hold this, [configs]; `load` is that of one group of each."""
 
-    groups: IntArray
+    key: tuple[int, int]  # tp_degree, tp_gpus
+    rows: IntArray  # among all configurations
+    groups: Groups
     kv_tokens: FloatArray
     fits: BoolArray
     load: Load
 
 
 class Continuous:
-    """Evaluates configurations of one problem; keeps what they share."""
+    """This closed form evaluates configurations of one problem, and keeps what they share."""
 
     def __init__(self, filling: Callable[[QuerySizes], Filling], problem: Problem,
                  timing: TimingSource) -> None:
-        """`filling`: how the engine fills its steps, of what queries there are."""
+        """`filling` makes of the queries that there are the way in which steps are filled."""
         self.problem, self.timing = problem, timing
         self.plans = Plans(problem, timing)
         self.flow = QueryFlow(
@@ -101,7 +103,8 @@ class Continuous:
         return self._assembler.capacity_bytes
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[ContinuousConfig]:
-        """Every plan with each number of queries, a tenth apart, up to what memory holds."""
+        """The grid has every plan with numbers of queries a tenth apart, as far as memory holds
+        them."""
         configs = [ContinuousConfig(max_active=count, tp_degree=tp_degree, tp_gpus=tp_gpus,
                                     token_budget=budget)
                    for tp_degree, tp_gpus in plans for count in geometric(max_queries)
@@ -109,7 +112,7 @@ class Continuous:
         return self._useful(configs)
 
     def evaluate(self, configs: Sequence[ContinuousConfig]) -> EstimateArrays:
-        """Figures of every configuration; vectorised over those of one plan."""
+        """The figures of every configuration are worked out together for those of one plan."""
         columns = self._figures(configs)
         fits = columns.pop("fits") > 0
         return EstimateArrays(fits=fits, **{name: columns[name] for name in (
@@ -117,36 +120,35 @@ class Continuous:
             "kv_tokens", "memory_bytes", "stretch")})
 
     def limits(self, configs: Sequence[ContinuousConfig]) -> tuple[FloatArray, FloatArray]:
-        """(throughput_qps, latency_s) that `evaluate` does not better: steps never wait for each
-        other. Much quicker where pipelines are long."""
+        """The (throughput_qps, latency_s) that `evaluate` does not better are those of steps that
+        never wait for each other. They are found much quicker where pipelines are long."""
         qps, latency_s = np.zeros(len(configs)), np.full(len(configs), np.inf)
-        held = self._held(configs)
-        for key, rows in _rows_of_plans(configs).items():
-            load, groups = held.load.take(rows), held.groups[rows]
-            steps = self._steps(key, load)
-            least = least_intervals(steps.plain_s, steps.encode_s, load.share, groups,
+        for held in self._held(configs):
+            load, number, steps = held.load, held.groups.number, self._steps(held.key, held.load)
+            least = least_intervals(steps.plain_s, steps.encode_s, load.share, number,
                                     steps.kind_of)
-            is_timed = steps.is_timed & held.fits[rows]
-            qps[rows] = np.where(is_timed, groups * load.per_step / least.any_s, 0.0)
-            latency_s[rows] = np.where(is_timed, LEAST_LATENCY * self._latency(load, least),
-                                       np.inf)
+            is_timed = steps.is_timed & held.fits
+            qps[held.rows] = np.where(is_timed, number * load.per_step / least.any_s, 0.0)
+            latency_s[held.rows] = np.where(is_timed, LEAST_LATENCY * self._latency(load, least),
+                                            np.inf)
         return qps, latency_s
 
     def estimate(self, config: ContinuousConfig) -> Estimate:
-        """One configuration as the artefact that is shown, and executed."""
+        """The Estimate says of one configuration what is shown, and what is executed."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         figures = {name: float(values[0]) for name, values in self._figures([config]).items()}
         groups = self._groups(plan, [config])
+        kv_tokens = figures["kv_tokens"]
         return self._assembler.estimate(
-            config, figures, stages=plan.stages, notes=extrapolation(figures["stretch"]),
-            held_bytes=self._memory.by_stage(plan, groups, np.array([figures["kv_tokens"]]))[0],
-            policy=self.name, encode_batch=max(round(figures["encode_batch"]), 1),
-            decode_iterations=1, decode_micro_batches=int(groups.number[0]),
-            max_active=config.max_active,
-            token_budget=self._filling.budget_of(config.token_budget))
+            ContinuousControls(
+                policy=self.name, max_active=config.max_active,
+                token_budget=self._filling.budget_of(config.token_budget) or None),
+            one_pool(config, plan.stages, int(groups.number[0]), kv_tokens),
+            figures | {"decode_iterations": 1}, notes=extrapolation(figures["stretch"]),
+            held_bytes=self._memory.by_stage(plan, groups, np.array([kv_tokens]))[0])
 
     def _useful(self, configs: list[ContinuousConfig]) -> list[ContinuousConfig]:
-        """Those that fit; of one plan no more queries than memory ever holds."""
+        """Configurations are useful that fit, with no more queries than memory ever holds."""
         useful = []
         for key, rows in _rows_of_plans(configs).items():
             own, plan = [configs[row] for row in rows], self.plans.both(*key)
@@ -167,37 +169,28 @@ class Continuous:
     def _budgets(self, configs: Sequence[ContinuousConfig]) -> FloatArray:
         return np.array([self._filling.budget_of(c.token_budget) for c in configs], float)
 
-    def _held(self, configs: Sequence[ContinuousConfig]) -> _Held:
-        """One call for all plans: a walk costs the same for many configurations as for one."""
-        count, fits = np.ones(len(configs), np.int64), np.zeros(len(configs), bool)
-        slots, kv_tokens = np.zeros(len(configs)), np.zeros(len(configs))
+    def _held(self, configs: Sequence[ContinuousConfig]) -> list[_OfPlan]:
+        """All plans are asked for at once: a walk costs the same for many configurations."""
+        slots, group_tokens = np.zeros(len(configs)), np.zeros(len(configs))
+        parts = []
         for key, rows in _rows_of_plans(configs).items():
             plan = self.plans.both(*key)
             groups = self._groups(plan, [configs[row] for row in rows])
-            count[rows], slots[rows] = groups.number, groups.slots
-            kv_tokens[rows], fits[rows] = self._memory.kv_tokens(plan, groups)
-        load = self._filling.load(slots, np.floor(kv_tokens / count), self._budgets(configs))
-        return _Held(groups=count, kv_tokens=kv_tokens, fits=fits, load=load)
+            kv_tokens, fits = self._memory.kv_tokens(plan, groups)
+            slots[rows], group_tokens[rows] = groups.slots, np.floor(kv_tokens / groups.number)
+            parts.append((key, rows, groups, kv_tokens, fits))
+        load = self._filling.load(slots, group_tokens, self._budgets(configs))
+        return [_OfPlan(*part, load.take(part[1])) for part in parts]
 
     def _figures(self, configs: Sequence[ContinuousConfig]) -> dict[str, FloatArray]:
-        held, parts = self._held(configs), []
-        for key, rows in _rows_of_plans(configs).items():
-            plan = self.plans.both(*key)
-            figures = self._plan_figures(key, held.groups[rows], held.load.take(rows))
-            figures["memory_bytes"] = self._memory.by_stage(
-                plan, self._groups(plan, [configs[row] for row in rows]),
-                held.kv_tokens[rows]).max(axis=1)
-            parts.append((rows, figures))
-        return gathered(len(configs), parts) | {
-            "kv_tokens": held.kv_tokens, "fits": held.fits.astype(float)}
+        return gathered(len(configs), (
+            (held.rows, self._plan_figures(held)) for held in self._held(configs)))
 
-    def _plan_figures(self, key: tuple[int, int], groups: IntArray,
-                      load: Load) -> dict[str, FloatArray]:
-        """The figures of configurations of one plan."""
-        steps = self._steps(key, load)
-        between = intervals(steps.plain_s, steps.encode_s, load.share, groups, steps.kind_of,
+    def _plan_figures(self, held: _OfPlan) -> dict[str, FloatArray]:
+        load, number, steps = held.load, held.groups.number, self._steps(held.key, held.load)
+        between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
                             alternates=self._filling.alternates)
-        qps = groups * load.per_step / between.any_s
+        qps = number * load.per_step / between.any_s
         seconds = {
             "latency_s": self._latency(load, between), "period_s": between.any_s,
             "decode_iteration_s": between.plain_s,
@@ -205,8 +198,11 @@ class Continuous:
         return {
             **{name: np.where(steps.is_timed, own, np.inf) for name, own in seconds.items()},
             "throughput_qps": np.where(steps.is_timed, qps, 0.0), "stretch": steps.stretch,
-            "decode_batch": groups * load.decoding, "present": groups * load.present,
-            "encode_batch": load.encoded.mean(axis=1)}
+            "decode_batch": number * load.decoding, "present": number * load.present,
+            "encode_batch": load.encoded.mean(axis=1), "kv_tokens": held.kv_tokens,
+            "fits": held.fits.astype(float),
+            "memory_bytes": self._memory.by_stage(
+                self.plans.both(*held.key), held.groups, held.kv_tokens).max(axis=1)}
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
@@ -216,12 +212,11 @@ class Continuous:
     def _steps(self, key: tuple[int, int], load: Load) -> Steps:
         if key not in self._times:
             self._times[key] = LoadTimes(self.plans.both(*key), self.problem.lengths.inputs,
-                                         self._occupancy, self._range)
+                                         self._context, self._range)
         return self._times[key](load)
 
-    @cached_property
-    def _occupancy(self) -> Occupancy:
-        return self.flow.occupancy(1, padded=self.timing.facts.is_padded)
+    def _context(self, queries: FloatArray) -> FloatArray:
+        return self.flow.charged_context(queries, padded=self.timing.facts.is_padded)
 
 
 def _rows_of_plans(configs: Sequence[ContinuousConfig]) -> dict[tuple[int, int], IntArray]:

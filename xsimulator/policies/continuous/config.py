@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousConfig:
-    """`max_active`: most queries at a time, over all groups. `token_budget`: most tokens of one
-    step (vLLM, Sarathi); 0: the default."""
+    """`max_active` is the most queries at a time over all groups, `token_budget` the most tokens of
+    one step (vLLM, Sarathi; 0 stands for the engine's default)."""
 
     max_active: int
     tp_degree: int = 1

@@ -27,31 +27,32 @@ MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides
 
 
 class Filling(Protocol):
-    """How one engine fills the steps of a group."""
+    """A filling says how one engine fills the steps of a group."""
 
     name: str
     alternates: bool  # a step that encodes is followed by one that decodes, in each group
     budgets: tuple[int, ...]  # token budgets worth a look; 0: it has none
 
     def budget_of(self, token_budget: int) -> int:
-        """The token budget where that one is asked for (0: the default)."""
+        """The token budget that the engine has where this one is asked for (0: its default)."""
         ...
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
-        """What a group holds with so many slots, KV tokens and tokens a step, [configs] each."""
+        """The load is what a group holds with so many slots, KV tokens and tokens a step, all
+        [configs]."""
         ...
 
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
-        """[configs] most tokens of one step, for the activations."""
+        """The most tokens [configs] that one step works decide on the room for activations."""
         ...
 
     def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
-        """[configs] seconds that a query's `d` decode iterations take."""
+        """The seconds [configs] count that a query's `d` decode iterations take."""
         ...
 
 
 class OrcaFilling:
-    """One encoding a step at most, KV reserved at admission."""
+    """ORCA encodes one query a step at most, and reserves its KV at admission."""
 
     name, alternates = "orca", False
     budgets: tuple[int, ...] = (0,)
@@ -85,8 +86,8 @@ class OrcaFilling:
 
 
 class VllmFilling:
-    """KV in blocks, none reserved for the output; encodes whatever has room before it decodes
-    on."""
+    """vLLM keeps KV in blocks, reserves none for the output, and encodes whatever has room before
+    it decodes on."""
 
     name, alternates = "vllm", True
 
@@ -141,8 +142,8 @@ class VllmFilling:
 
 
 class SarathiFilling:
-    """KV in blocks, none reserved for the output; fills every step to its token budget with chunks
-    of waiting inputs."""
+    """Sarathi keeps KV in blocks, reserves none for the output, and fills every step to its token
+    budget with chunks of waiting inputs."""
 
     name, alternates = "sarathi", False
     budgets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -186,14 +187,14 @@ class SarathiFilling:
 
 
 class _Paged:
-    """What engines share whose KV lies in blocks, none reserved for the output."""
+    """Engines share this whose KV lies in blocks, none of it reserved for the output."""
 
     def __init__(self, queries: QuerySizes, *, is_chunked: bool) -> None:
         self._queries, self._is_chunked = queries, is_chunked
 
     @cached_property
     def walks(self) -> WalkTable:
-        """Walks by (slots, KV tokens, budget)."""
+        """The table gives walks by (slots, KV tokens, budget)."""
         return WalkTable(WalkedQueries(
             iterations=self.iterations, held=self._tokens_held, is_chunked=self._is_chunked,
             input_sizes=self._queries.input_sizes, last_sizes=self._queries.last_sizes), SIZES)
@@ -203,7 +204,7 @@ class _Paged:
         return max(self._queries.present.iterations, 1e-9)
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
-        """[configs] queries that slots and blocks hold, if blocks did not scatter."""
+        """Slots and blocks would hold so many queries [configs] if blocks did not scatter."""
         inputs, held = self._queries.lengths.inputs, self._tokens_held
         waiting = (inputs.std**2 + inputs.mean**2) / inputs.mean  # the one that finds no room
         room = kv_tokens * (1 - WATERMARK) - waiting / 2
@@ -211,12 +212,12 @@ class _Paged:
                                    self._queries.present.context_std)
 
     def rate(self, walk: Walk) -> FloatArray:
-        """[configs] queries that end per step; encoding one again yields a token too."""
+        """So many queries [configs] end per step; encoding one again yields a token too."""
         return walk.running / np.maximum(self.iterations - walk.evictions, self.iterations / 2)
 
     @cached_property
     def _tokens_held(self) -> float:
-        """Tokens in blocks of a query present, before a step adds one."""
+        """A query present holds so many tokens in blocks, before a step adds one."""
         return float(loads.blocks_tokens(self._queries.present.context - 1))
 
 

@@ -27,7 +27,7 @@ _SEED = 5  # of the order of the sequence: the same wherever it is computed
 
 
 class Intervals(NamedTuple):
-    """[configs] mean seconds from a step's start to the group's next turn."""
+    """Mean seconds [configs] pass from a step's start to the group's next turn."""
 
     any_s: FloatArray
     encode_s: FloatArray  # of those that encode
@@ -36,7 +36,7 @@ class Intervals(NamedTuple):
 
 def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray,
                     groups: IntArray, kind_of: Sequence[int] | None = None) -> Intervals:
-    """What no order of the steps goes below in the mean: a group's steps one after the other, and
+    """No order of the steps goes below this in the mean: a group's steps one after the other, and
     all steps through the slowest stage; of the two kinds of steps apart, about. Arguments as of
     `intervals`."""
     kinds = np.arange(plain_s.shape[1]) if kind_of is None else np.array(kind_of)
@@ -49,7 +49,7 @@ def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray
 
 
 def _least(step_s: FloatArray, groups: IntArray, kinds: IntArray) -> FloatArray:
-    """Of steps of `step_s` [configs, kinds] in the mean."""
+    """The least interval where steps take `step_s` [configs, kinds] in the mean."""
     number = np.bincount(kinds, minlength=step_s.shape[1])
     return np.asarray(np.maximum(step_s @ number, groups * step_s.max(axis=1)))
 
@@ -62,7 +62,7 @@ def intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, grou
     `alternates`: a group that has encoded decodes next, if their shares allow."""
     kinds = np.arange(plain_s.shape[1]) if kind_of is None else np.array(kind_of)
     assert (groups <= len(kinds)).all(), f"{groups.max() = } {len(kinds) = }"
-    found = [least_intervals(plain_s, encode_s, share, groups, kinds.tolist()).any_s,
+    columns = [least_intervals(plain_s, encode_s, share, groups, kinds.tolist()).any_s,
              (encode_s.mean(axis=1)[:, kinds]).sum(axis=1),
              plain_s[:, kinds].sum(axis=1)]  # one group alone waits for nothing
     rows = np.flatnonzero(groups > 1)
@@ -71,9 +71,9 @@ def intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, grou
         if part.size:
             result = _seldom(plain_s[part], encode_s[part], share[part], groups[part], kinds,
                              alternates)
-            for column, values in zip(found, result, strict=True):
+            for column, values in zip(columns, result, strict=True):
                 column[part] = values
-    return Intervals(*found)
+    return Intervals(*columns)
 
 
 def _seldom(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups: IntArray,
@@ -82,14 +82,14 @@ def _seldom(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
     proportion to their share."""
     least = np.minimum(LEAST_ENCODES / (_count(len(kinds)) * groups), 0.5)
     part = np.minimum(share / least, 1.0)
-    found = _rounds(plain_s, encode_s, np.maximum(share, least), groups, kinds, alternates)
+    means = _rounds(plain_s, encode_s, np.maximum(share, least), groups, kinds, alternates)
     without = _least(plain_s, groups, kinds)
-    return Intervals(without + part * (found.any_s - without), found.encode_s,
-                     without + part * (found.plain_s - without))
+    return Intervals(without + part * (means.any_s - without), means.encode_s,
+                     without + part * (means.plain_s - without))
 
 
 def _count(stages: int) -> int:
-    """Rounds: turns of each group."""
+    """Each group has as many turns, one a round."""
     return max(-(-STEPS // stages), MIN_ROUNDS)
 
 
@@ -123,7 +123,7 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
         starts[turn] = then[1]
         then[1:] += steps
         done, then = then, done
-    found = _means(starts.reshape(-1, stages, configs), is_encode, is_real, rounds, groups)
+    means = _means(starts.reshape(-1, stages, configs), is_encode, is_real, rounds, groups)
     # a short sequence has not quite the mean step that it stands for
     drawn = index[-(rounds + 1) * stages:-stages] + np.arange(configs) * (empty + 1)
     counts = np.bincount(drawn.ravel(), minlength=configs * (empty + 1))
@@ -131,12 +131,13 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
     mean_s = np.einsum("cs,skc->ck", weights, table[:empty])
     exact_s = share[:, None] * encode_s.mean(axis=1) + (1 - share)[:, None] * plain_s
     ratio = _least(exact_s, groups, kinds) / _least(mean_s, groups, kinds)
-    return found._replace(any_s=found.any_s * ratio)
+    return means._replace(any_s=means.any_s * ratio)
 
 
 def _means(starts: FloatArray, is_encode: NDArray[np.bool_], is_real: FloatArray, rounds: int,
            groups: IntArray) -> Intervals:
-    """Over `rounds` rounds after the warm-up; starts, is_encode: [rounds, stages, configs]."""
+    """The means are taken over `rounds` rounds after the warm-up; starts, is_encode:
+    [rounds, stages, configs]."""
     between = np.diff(starts, axis=0)[-rounds:] * is_real
     encodes = is_encode[-rounds - 1:-1]
     of_encodes, number = (between * encodes).sum(axis=(0, 1)), encodes.sum(axis=(0, 1))

@@ -23,8 +23,8 @@ _WINDOW = 32  # counts looked at on each side of the mean
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """What the steps of one group hold, [configs] unless said. `per_step`: queries that finish per
-    step of any kind."""
+    """A load is what the steps of one group hold, [configs] unless said; `per_step` queries finish
+    per step of any kind."""
 
     per_step: FloatArray
     share: FloatArray  # of steps that encode
@@ -40,7 +40,7 @@ class Load:
     between: FloatArray  # steps of others that encode, between two of its tokens
 
     def take(self, rows: IntArray) -> Load:
-        """Of these configurations."""
+        """The load of some of the configurations."""
         return Load(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
@@ -67,7 +67,8 @@ def one_at_a_time(present: FloatArray, iterations: float) -> FloatArray:
 
 
 def ends_per_step(present: FloatArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Chance that any query ends at a step [configs], and how many do then [configs, SIZES]."""
+    """The chance [configs] that any query ends at a step, and how many do then [configs, SIZES],
+    follow from the chance of each."""
     chance = np.clip(chance, 0.0, 1.0 - 1e-9)
     mean = present * chance
     none = np.exp(present * np.log1p(-chance))
@@ -88,7 +89,7 @@ def ends_per_step(present: FloatArray, chance: FloatArray) -> tuple[FloatArray, 
 
 
 def blocks_tokens(tokens: FloatArray | float) -> FloatArray:
-    """Tokens in whole blocks that hold so many, in the mean."""
+    """Whole blocks that hold so many tokens have room for this many, in the mean."""
     return np.asarray(tokens, float) + (BLOCK_TOKENS - 1) / 2
 
 
@@ -117,12 +118,12 @@ def in_pieces(tokens: FloatArray, counts: FloatArray, pieces: FloatArray,
             np.where(is_split, each, counts))
 
 
-def scaled(found: Walk, rate: FloatArray,
+def scaled(walk: Walk, rate: FloatArray,
             mean_input: float) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(share of steps that encode, tokens, queries) of a walk, in the mean exactly what `rate`
     queries a step need: a walk's own draws are too few for that."""
-    wanted = rate * mean_input * (1 + found.again)
-    ratio = wanted / np.maximum(found.share * found.tokens.mean(axis=1), 1e-12)
-    more_often = np.clip(ratio, found.share, 1 / np.maximum(found.share, 1e-12))
-    share = np.minimum(found.share * more_often, 1.0)
-    return share, found.tokens * (ratio / more_often)[:, None], found.joined
+    wanted = rate * mean_input * (1 + walk.again)
+    ratio = wanted / np.maximum(walk.share * walk.tokens.mean(axis=1), 1e-12)
+    more_often = np.clip(ratio, walk.share, 1 / np.maximum(walk.share, 1e-12))
+    share = np.minimum(walk.share * more_often, 1.0)
+    return share, walk.tokens * (ratio / more_often)[:, None], walk.joined

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
-from xsimulator.longest_context import expected_maximum
-from xsimulator.occupancy import Occupancy
 from xsimulator.plans import Plan
 from xsimulator.policies.continuous.load import Load
 from xsimulator.policies.figures import BoolArray
@@ -19,7 +18,7 @@ from xsimulator.stage_times import PerDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """Step times of one plan; 1 s where not timed."""
+    """Steps of one plan take so long; 1 s stands where they are not timed."""
 
     encode_s: FloatArray  # [configs, SIZES, kinds]
     plain_s: FloatArray  # [configs, kinds]
@@ -29,13 +28,13 @@ class Steps:
 
 
 class LoadTimes:
-    """How long the steps of loads take on one plan."""
+    """It says how long the steps of loads take on one plan."""
 
-    def __init__(self, plan: Plan, inputs: Lengths, occupancy: Occupancy,
+    def __init__(self, plan: Plan, inputs: Lengths, context: Callable[[FloatArray], FloatArray],
                  measured: MeasuredRange) -> None:
-        """`occupancy`: of the queries present, of which their context is taken."""
+        """`context` gives the tokens that each of so many decoding queries is charged."""
         self._times, self._tables, self._inputs = plan.times, plan.steps, inputs
-        self._occupancy, self._measured = occupancy, measured
+        self._context, self._measured = context, measured
 
     def __call__(self, load: Load) -> Steps:
         beside, alone = (self._context(n) for n in (load.beside, load.alone))
@@ -57,21 +56,12 @@ class LoadTimes:
             context[:, None]), axis=-1)
 
     def _attention_s(self, load: Load) -> PerDegree:
-        """Of what one step encodes, in one layer."""
+        """Attention takes so long for what one step encodes, in one layer."""
         single = self._times.encode_attention_s(load.tokens, 1.0)
         several = self._times.mean_attention_s(load.encoded)
         is_single, mean = load.encoded < 1.5, self._inputs.mean
         return {degree: np.where(is_single, single[degree], load.tokens / mean * several[degree])
                 for degree in single}
-
-    def _context(self, queries: FloatArray) -> FloatArray:
-        """Tokens of context that each of so many decoding queries is charged."""
-        occupancy = self._occupancy
-        mean = np.full_like(queries, occupancy.context[0] / max(occupancy.active[0], 1e-12))
-        if occupancy.maximum_context is None:
-            return mean
-        return np.maximum(mean, expected_maximum(
-            occupancy.maximum_context, queries[:, None])[:, 0])
 
     def _presented(self, load: Load, context: FloatArray) -> Presented:
         beside = np.zeros_like(load.beside) if self._times.is_encoder_decoder else load.beside

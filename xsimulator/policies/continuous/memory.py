@@ -16,7 +16,7 @@ from xsimulator.policies.figures import BoolArray
 
 
 class Groups(NamedTuple):
-    """[configs] how the queries of configurations of one plan are divided."""
+    """Configurations [configs] of one plan divide their queries into groups."""
 
     number: IntArray  # one per stage, but never one without a query
     slots: FloatArray  # queries of each; fractional where they do not share evenly
@@ -24,7 +24,7 @@ class Groups(NamedTuple):
 
 
 class ContinuousMemory:
-    """What the configurations of one problem need."""
+    """It says what the configurations of one problem need."""
 
     def __init__(self, problem: Problem, longest_query_tokens: int) -> None:
         self._problem, self._longest = problem, longest_query_tokens
@@ -34,7 +34,8 @@ class ContinuousMemory:
         return memory.capacity_bytes(self._problem.cluster.device)
 
     def kv_tokens(self, plan: Plan, groups: Groups) -> tuple[FloatArray, BoolArray]:
-        """[configs] KV budget over all groups, and whether it holds the longest query in each."""
+        """The KV budget [configs] is that of all groups together; the flag says whether it holds
+        the longest query in each."""
         problem = self._problem
         one = memory.kv_bytes(problem.model, plan.stages, problem.dtype, 1.0)
         left = self.capacity_bytes - plan.weight_bytes - self._activation_bytes(plan, groups)
@@ -45,13 +46,13 @@ class ContinuousMemory:
         return group_blocks * BLOCK_TOKENS * groups.number, room >= blocks
 
     def by_stage(self, plan: Plan, groups: Groups, kv_tokens: FloatArray) -> FloatArray:
-        """[configs, stages] bytes on each rank of a stage."""
+        """Each rank of a stage holds so many bytes [configs, stages]."""
         problem = self._problem
         return (plan.weight_bytes + self._activation_bytes(plan, groups)
                 + memory.kv_bytes(problem.model, plan.stages, problem.dtype, kv_tokens))
 
     def _activation_bytes(self, plan: Plan, groups: Groups) -> FloatArray:
-        """[configs, stages] of the largest step: its tokens through a layer, its logits."""
+        """The largest step has its tokens in a layer, and its logits [configs, stages]."""
         problem = self._problem
         return memory.step_bytes(
             problem.model, plan.stages, problem.dtype, rows=groups.step_tokens,

@@ -32,7 +32,7 @@ _NO_LIMIT = 1e12  # tokens of a step
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WalkedQueries:
-    """The queries that are walked with."""
+    """A walk's queries are described by these sizes."""
 
     iterations: float  # E[D]
     held: float  # tokens of a query present, in the mean
@@ -43,7 +43,7 @@ class WalkedQueries:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Walk:
-    """[configs] unless said; means over steps that decode."""
+    """A walk's result is in means over steps that decode, [configs] unless said."""
 
     running: FloatArray
     again: FloatArray  # tokens encoded again, per token encoded for the first time
@@ -56,7 +56,7 @@ class Walk:
 
 
 class _Stream:
-    """Sizes drawn one after the other, for ever: [number] of them, over and over."""
+    """Sizes [number] are drawn one after the other, over and over."""
 
     def __init__(self, values: FloatArray) -> None:
         self.values = values
@@ -66,32 +66,32 @@ class _Stream:
         return np.asarray(self.values[index % self.values.size])
 
     def until(self, index: IntArray) -> FloatArray:
-        """Sum of all before `index`."""
+        """All sizes before `index` come to this sum."""
         rounds, rest = np.divmod(index, self.values.size)
         return np.asarray(rounds * self._sums[-1] + self._sums[rest])
 
     def reach(self, amount: FloatArray) -> IntArray:
-        """How many of the first ones come to no more than `amount`."""
+        """So many of the first sizes come to no more than `amount`."""
         rounds, rest = np.divmod(amount + 1e-6, self._sums[-1])
         within = np.searchsorted(self._sums, rest, side="right") - 1
         return np.asarray(rounds.astype(np.int64) * self.values.size + within)
 
 
 class _Stack:
-    """[configs] stacks of sizes; the oldest of a full one are forgotten."""
+    """Each configuration has a stack of sizes; the oldest of a full one are forgotten."""
 
     def __init__(self, configs: int) -> None:
         self.count = np.zeros(configs, np.int64)
         self._sizes, self._end = np.zeros((configs, _DEPTH)), np.zeros(configs, np.int64)
 
     def push(self, rows: IntArray, values: FloatArray) -> None:
-        """One on each of these rows."""
+        """One value goes on each of these rows."""
         self._sizes[rows, self._end[rows] % _DEPTH] = values
         self._end[rows] += 1
         self.count[rows] = np.minimum(self.count[rows] + 1, _DEPTH)
 
     def push_many(self, numbers: IntArray, first: IntArray, values: _Stream, age: int) -> None:
-        """numbers [configs] of `values` from `first` on, less `age`."""
+        """So many [configs] of `values` from `first` on, less `age`, go on the stacks."""
         kept = np.minimum(numbers, _DEPTH)
         rows = np.repeat(np.arange(len(kept)), kept)
         place = np.arange(rows.size) - np.repeat(np.cumsum(kept) - kept, kept)
@@ -109,11 +109,11 @@ class _Stack:
 
 
 class _Walker:
-    """The state of all configurations, and what a step does to it."""
+    """The walker keeps the state of all configurations, and takes their steps."""
 
     def __init__(self, queries: WalkedQueries, slots: FloatArray, room: FloatArray,
                  budget: FloatArray) -> None:
-        """Arguments as of `walk`."""
+        """The arguments are those of `walk`."""
         input_sizes, last_sizes, held = queries.input_sizes, queries.last_sizes, queries.held
         is_chunked, iterations = queries.is_chunked, queries.iterations
         rng = np.random.default_rng(_SEED)
@@ -139,7 +139,7 @@ class _Walker:
         self.may_admit = np.ones(configs, bool)
 
     def step(self, number: int) -> tuple[FloatArray, FloatArray]:
-        """Queries that decode at it, and those that wait evicted."""
+        """A step returns the queries that decode at it, and those that wait evicted."""
         self.may_admit[:] = True
         self._evict(number)
         self.free -= self.running
@@ -159,7 +159,7 @@ class _Walker:
         return decoding, waits
 
     def _evict(self, number: int) -> None:
-        """Until all can grow by a token."""
+        """The latest admitted are evicted until all others can grow by a token."""
         rows = np.flatnonzero((self.free < self.running) & (self.running > 1))
         for _ in range(_AT_ONCE):
             if not rows.size:
@@ -191,7 +191,7 @@ class _Walker:
         self._begin(number)
 
     def _encode(self, rows: IntArray, number: int) -> None:
-        """On with the input that is encoded in part."""
+        """The input that is encoded in part goes on."""
         take = np.minimum(self.part[rows], self.left[rows])
         self.tokens[rows] += take
         self.left[rows] -= take
@@ -204,7 +204,7 @@ class _Walker:
         self.latest.push(ready, self.whole[ready] + _HALF_BLOCK - (number + 1))
 
     def _come_back(self, rows: IntArray, number: int) -> IntArray:
-        """The latest evicted is first in line; rows where another may follow."""
+        """The latest evicted is first in line; the result is the rows where another may follow."""
         size, running = self.waiting.top(rows), self.running[rows]
         fits = (self.free[rows] - size - _HALF_BLOCK >= self.watermark[rows]) | (running == 0)
         starts = (self.part[rows] <= 0) & (self.left[rows] > 0) & fits
@@ -219,7 +219,7 @@ class _Walker:
         return rows[self.waiting.count[rows] > 0]
 
     def _begin(self, number: int) -> None:
-        """New queries, as many as slots, blocks and budget hold; the last perhaps in part."""
+        """New queries begin, as many as slots, blocks and budget hold; the last perhaps in part."""
         left, drawn = self.left, self.drawn
         can = self.may_admit & (self.waiting.count == 0) & (self.part <= 0) & (left > 0)
         held = self.blocks.until(drawn)
@@ -256,8 +256,9 @@ class _Walker:
 
 def walk(queries: WalkedQueries, slots: FloatArray, room: FloatArray, budget: FloatArray,
          sizes: int) -> Walk:
-    """slots, room (tokens), budget (tokens a step, where inputs are encoded in parts): [configs]
-    of one group; `sizes` of steps that encode stand for their distribution."""
+    """The walk is that of one group of each configuration: slots, room (tokens), and budget (tokens
+    a step, where inputs are encoded in parts) are [configs]; `sizes` of steps that encode stand for
+    their distribution."""
     walker = _Walker(queries, slots, room, budget)
     tokens, joined = (np.empty((STEPS - _WARM_UP, len(slots))) for _ in range(2))
     running, waits = np.zeros(len(slots)), np.zeros(len(slots))
@@ -279,19 +280,19 @@ def walk(queries: WalkedQueries, slots: FloatArray, room: FloatArray, budget: Fl
 
 def equally_likely(tokens: FloatArray, joined: FloatArray,
                    sizes: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Share of steps that encode [configs], and `sizes` equally likely ones of them in rising
+    """The steps that encode have this share [configs], and `sizes` equally likely sizes in rising
     order: tokens and queries [configs, sizes]."""
     order = np.argsort(tokens, axis=1)
     tokens, joined = (np.take_along_axis(a, order, axis=1) for a in (tokens, joined))
     steps = tokens.shape[1]
     number = (tokens > 0).sum(axis=1)
     edges = steps - number[:, None] * (1 - np.arange(sizes + 1) / sizes)  # [configs, sizes + 1]
-    found = []
+    sizes_of = []
     for values in (tokens, joined):
         sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
         low = np.minimum(edges.astype(np.int64), steps - 1)
         at = np.take_along_axis(sums, low, axis=1)
         after = np.take_along_axis(sums, low + 1, axis=1)
         between = at + (edges - low) * (after - at)
-        found.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
-    return number / steps, found[0], found[1]
+        sizes_of.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
+    return number / steps, sizes_of[0], sizes_of[1]

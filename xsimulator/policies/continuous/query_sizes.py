@@ -18,7 +18,7 @@ _SEED = 11  # of the order in which sizes are combined
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """Moments over the queries present, which are length-biased."""
+    """The moments are over the queries present, which are length-biased."""
 
     iterations: float  # E[D]
     reserve: float  # tokens reserved, of those present from admission to their last token
@@ -28,7 +28,7 @@ class Present:
 
 
 class QuerySizes:
-    """Moments and equally likely sizes of the queries of one workload."""
+    """The queries of one workload have these moments and equally likely sizes."""
 
     def __init__(self, lengths: JointLengths, *, is_encoder_decoder: bool,
                  reserved_outputs: int) -> None:
@@ -38,7 +38,7 @@ class QuerySizes:
 
     @property
     def longest(self) -> int:
-        """Tokens of a query that is as long as can be."""
+        """A query that is as long as can be has so many tokens."""
         return self.lengths.inputs.max + self._reserved_outputs
 
     @cached_property
@@ -64,17 +64,17 @@ class QuerySizes:
 
     @cached_property
     def decoding_share(self) -> float:
-        """Of the queries: those that are not done with their first token."""
+        """This share of the queries is not done with its first token."""
         return float(self.lengths.outputs.pmf[self._fewer:].sum())
 
     @cached_property
     def input_sizes(self) -> FloatArray:
-        """[SIZES] input tokens, equally likely: means over slices of the distribution."""
+        """Input tokens [SIZES] are equally likely: means over slices of the distribution."""
         return slices(self.lengths.inputs)
 
     @cached_property
     def last_sizes(self) -> FloatArray:
-        """[SIZES] tokens a query holds at its last iteration, equally likely."""
+        """A query holds these tokens [SIZES], equally likely, at its last iteration."""
         outputs = self.lengths.outputs
         if self.lengths.pairs is None:
             rng = np.random.default_rng(_SEED)
@@ -86,14 +86,14 @@ class QuerySizes:
 
     @cached_property
     def _sums(self) -> FloatArray:
-        """[SIZES, _COLUMNS] tokens of 1, 2, .. inputs together, each with the exact mean."""
+        """1, 2, .. inputs together have these tokens [SIZES, _COLUMNS], with the exact means."""
         rng = np.random.default_rng(_SEED)
         columns = [self.input_sizes] + [rng.permutation(self.input_sizes)
                                         for _ in range(_COLUMNS - 1)]
         return np.cumsum(np.stack(columns, axis=1), axis=1)
 
     def batch_tokens(self, counts: FloatArray) -> FloatArray:
-        """[..., SIZES] tokens of batches of `counts` [..., SIZES] queries; the mean is exact."""
+        """Batches of `counts` [..., SIZES] queries have these tokens; the mean is exact."""
         inputs = self.lengths.inputs
         whole = np.clip(np.rint(counts).astype(np.int64), 1, _COLUMNS)
         few = self._sums[np.arange(SIZES), whole - 1]
@@ -106,21 +106,22 @@ class QuerySizes:
 
 
 def normal_scores() -> FloatArray:
-    """[SIZES] equally likely values of a standard normal."""
+    """The values [SIZES] of a standard normal are equally likely."""
     return np.asarray(special.ndtri((np.arange(SIZES) + 0.5) / SIZES))
 
 
 def slices(lengths: Lengths) -> FloatArray:
-    """[SIZES] means over slices of equal probability."""
+    """The means [SIZES] are over slices of equal probability."""
     share = np.concatenate([[0.0], np.cumsum(lengths.pmf)])
     tokens = np.concatenate([[0.0], np.cumsum(lengths.pmf * lengths.support)])
     edges = np.interp(np.linspace(0.0, share[-1], SIZES + 1), share, tokens)
-    found: FloatArray = np.diff(edges) * SIZES / share[-1]
-    return found
+    means: FloatArray = np.diff(edges) * SIZES / share[-1]
+    return means
 
 
 def _given_output(lengths: JointLengths, power: int) -> FloatArray:
-    """[max output] E[input ** power | output]; the overall mean where an output never occurs."""
+    """E[input ** power | output] is given by output [max output], and is the overall mean where an
+    output never occurs."""
     overall = float(lengths.inputs.pmf @ lengths.inputs.support.astype(float) ** power)
     if lengths.pairs is None:
         return np.full(lengths.outputs.max, overall)

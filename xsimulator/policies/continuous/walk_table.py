@@ -24,10 +24,10 @@ _TOGETHER = 1024  # points walked at a time
 
 
 class WalkTable:
-    """Walks of one workload as a function of (slots, room, budget)."""
+    """The table has walks of one workload as a function of (slots, room, budget)."""
 
     def __init__(self, queries: WalkedQueries, sizes: int) -> None:
-        """`sizes`: see walk."""
+        """`sizes` is that of `walk`."""
         self._queries, self._sizes = queries, sizes
         nodes = np.arange(1.0, _WHOLE_SLOTS + 1)
         beyond = _WHOLE_SLOTS * _SLOT_RATIO ** np.arange(1, 240)
@@ -36,7 +36,7 @@ class WalkTable:
         self._rows = np.empty((0, len(_SCALARS) + len(_VECTORS) * sizes))
 
     def __call__(self, slots: FloatArray, room: FloatArray, budget: FloatArray) -> Walk:
-        """[configs] each."""
+        """The walk of configurations, [configs] each, is interpolated."""
         slots = np.clip(slots, 1.0, self._slots[-2])
         low = np.searchsorted(self._slots, slots, side="right") - 1
         shares = [(slots - self._slots[low]) / (self._slots[low + 1] - self._slots[low])]
@@ -52,14 +52,14 @@ class WalkTable:
                 shares, corner, strict=True)], axis=0))
         weight = np.stack(weights)  # [corners, configs]
         rows = self._find(np.array(points), weight > 1e-9)
-        found = np.einsum("kc,kcv->cv", weight, self._rows[rows])
-        scalars = {name: found[:, i] for i, name in enumerate(_SCALARS)}
-        vectors = np.split(found[:, len(_SCALARS):], len(_VECTORS), axis=1)
+        between = np.einsum("kc,kcv->cv", weight, self._rows[rows])
+        scalars = {name: between[:, i] for i, name in enumerate(_SCALARS)}
+        vectors = np.split(between[:, len(_SCALARS):], len(_VECTORS), axis=1)
         return Walk(**scalars, **dict(zip(_VECTORS, vectors, strict=True)))
 
     def _find(self, points: IntArray, is_needed: BoolArray) -> IntArray:
-        """[corners, configs] rows of `points` [corners, variables, configs]; any where a corner is
-        not needed."""
+        """The `points` [corners, variables, configs] lie in these rows [corners, configs]; any row
+        stands where a corner is not needed."""
         slot, room = points[:, 0], points[:, 1]
         budget = points[:, 2] if self._queries.is_chunked else np.zeros_like(slot)
         holds = 2.0 ** (room / _PER_OCTAVE) / self._queries.held

@@ -57,16 +57,16 @@ _OfPlan = Callable[[Plan, PhaseBatches, IntArray], FloatArray]
 
 
 class RraBounds:
-    """Bounds for one Rra, of boxes given by a corner of each: its batch and its N_D."""
+    """The bounds are for one Rra, of boxes given by a corner of each: its batch and its N_D."""
 
     def __init__(self, rra: Rra) -> None:
         self._rra, self._steps = rra, LeastSteps(rra)
 
     def throughput_qps(self, corners: RraConfigs, smallest: IntArray,
                        last: IntArray | None = None) -> FloatArray:
-        """[boxes] no configuration with a batch of `smallest` up to the corner's, and the corner's
-        N_D (a line) or any up to `last`, has more. Infinite where the corner's own sizes are
-        refused: that says nothing of the others."""
+        """No configuration of a box [boxes] has more: it has a batch of `smallest` up to the
+        corner's, and the corner's N_D (a line) or any up to `last`. The bound is infinite where the
+        corner's own sizes are refused: that says nothing of the others."""
         steps = self._steps
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
@@ -82,7 +82,7 @@ class RraBounds:
         return self._of_each_plan(corners, bound)
 
     def line_throughput_qps(self, corners: RraConfigs, smallest: IntArray) -> FloatArray:
-        """[boxes] as throughput_qps on lines, but tighter, and slower to find: by the timeline."""
+        """On lines this is tighter than throughput_qps, and slower to find: by the timeline."""
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             kinds = self._steps.on_line(plan, batches, self._with_batches(
@@ -95,9 +95,9 @@ class RraBounds:
 
     def latency_s(self, corners: RraConfigs, largest: IntArray,
                   first: IntArray | None = None) -> FloatArray:
-        """[boxes] no configuration with a batch of the corner's up to `largest`, and the corner's
-        N_D (a line) or any down to `first`, has less. 0 where the corner's own sizes are
-        refused."""
+        """No configuration of a box [boxes] has less: it has a batch of the corner's up to
+        `largest`, and the corner's N_D (a line) or any down to `first`. The bound is 0 where the
+        corner's own sizes are refused."""
         steps = self._steps
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
@@ -115,7 +115,7 @@ class RraBounds:
         return _known(self._of_each_plan(corners, bound))
 
     def line_latency_s(self, corners: RraConfigs, largest: IntArray) -> FloatArray:
-        """[boxes] as latency_s on lines, but tighter, and slower to find: by the timeline."""
+        """On lines this is tighter than latency_s, and slower to find: by the timeline."""
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             kinds = self._steps.on_line(plan, batches, batches,
@@ -139,12 +139,12 @@ class RraBounds:
 
     def _with_batches(self, plan: Plan, corners: RraConfigs, encode_batch: IntArray,
                       rows: IntArray) -> PhaseBatches:
-        """The same lines at the other end of the box; the same order of rows."""
+        """These are the same lines at the other end of the box, in the same order of rows."""
         return self._rra.batches_of(plan, replace(corners, encode_batch=encode_batch), rows)
 
 
 def _tolerance(plan: Plan, batches: PhaseBatches, is_range: bool) -> FloatArray:
-    """[configs] share by which the closed form may be off a bound."""
+    """The closed form may be off a bound by this share [configs]."""
     is_crowded = batches.groups > len(plan.stages)
     return np.select([is_crowded & (batches.encode_batch < batches.groups), is_crowded],
                      [SPARSE_TOLERANCE, CROWDED_TOLERANCE],
@@ -152,11 +152,11 @@ def _tolerance(plan: Plan, batches: PhaseBatches, is_range: bool) -> FloatArray:
 
 
 def _rate(batches: PhaseBatches, period_s: FloatArray) -> FloatArray:
-    """[configs] queries a second; infinite where the period is not known."""
+    """The queries a second [configs] are infinite where the period is not known."""
     is_known = np.isfinite(period_s) & (period_s > 0)
     return np.where(is_known, batches.encode_batch / np.where(is_known, period_s, 1.0), np.inf)
 
 
 def _known(seconds: FloatArray) -> FloatArray:
-    """0 where nothing is known."""
+    """Seconds are 0 where nothing is known."""
     return np.where(np.isfinite(seconds), seconds, 0.0)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -29,7 +30,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.figures import Assembler, EstimateArrays, gathered
+from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.memory import RraMemory
@@ -47,8 +48,8 @@ MIN_CHUNK = 256
 
 
 class Room(NamedTuple):
-    """[configs] bytes on the fullest rank, queries present in the mean, and the largest size
-    presented to the timing source over the largest that it measured."""
+    """Room is taken [configs] as bytes on the fullest rank, queries present in the mean, and the
+    largest size presented to the timing source over the largest that it measured."""
 
     memory_bytes: FloatArray
     present: FloatArray
@@ -56,15 +57,15 @@ class Room(NamedTuple):
 
 
 class Rra:
-    """Evaluates configurations of one problem; keeps what they share."""
+    """This closed form evaluates configurations of one problem, and keeps what they share."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *,
                  adjustment: float | None = None, exact_iterations: int = EXACT_ITERATIONS,
                  plans: Plans | None = None) -> None:
-        """`adjustment`: share by which an encode step's tokens may leave their mean (section 5.2 of
-        the paper; xrunner.rules.batch_sizer), by default the problem's. `exact_iterations`: phases
-        of up to as many are worked iteration by iteration. `plans`: which layers lie where; by
-        default as they are best divided for this problem."""
+        """`adjustment` is the share by which an encode step's tokens may leave their mean (section
+        5.2 of the paper; xrunner.rules.batch_sizer), by default the problem's. Phases of up to
+        `exact_iterations` are worked iteration by iteration. `plans` says which layers lie where;
+        by default they are divided as is best for this problem."""
         self.problem, self.timing = problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
         self.flow = QueryFlow(
@@ -86,7 +87,7 @@ class Rra:
         return self._assembler.capacity_bytes
 
     def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
-        """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
+        """The figures of every configuration are worked out together for those of one plan."""
         configs = RraConfigs.of(configs)
         columns = gathered(len(configs), (
             (rows, self._figures(plan, self.batches_of(plan, configs, rows)))
@@ -94,7 +95,7 @@ class Rra:
         return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
     def room(self, configs: RraConfigs | Sequence[RraConfig]) -> Room:
-        """What each takes of what there is: quick, no timeline."""
+        """Each configuration takes so much of what there is. That is quick: no timeline."""
         configs = RraConfigs.of(configs)
         memory_bytes, present, stretch = (np.empty(len(configs)) for _ in range(3))
         # what is held does not depend on how finely a phase is divided: blocks of one kind do
@@ -103,36 +104,40 @@ class Rra:
             batches = self.batches_of(plan, configs, rows, like)
             memory_bytes[rows] = self._held(plan, batches).max(axis=1)
             present[rows] = batches.encode_batch * batches.queries.mean_present
-            stretch[rows] = self._stretch(plan, batches, decode_loads(batches))
+            stretch[rows] = self._stretch(plan, batches)
         return Room(memory_bytes, present, stretch)
 
     def estimate(self, config: RraConfig) -> Estimate:
-        """One configuration as the artefact that is shown, and executed."""
+        """The Estimate says of one configuration what is shown, and what is executed."""
         plan, batches = self._single(config)
         figures = {name: float(values[0]) for name, values in self._figures(plan, batches).items()}
         period, encode = figures["period_s"], figures["encode_s"]
         figures["decode_iteration_s"] = (
             max(period - encode, 0.0) / config.decode_iterations if np.isfinite(period) else np.inf)
+        figures |= {"encode_batch": config.encode_batch,
+                    "decode_iterations": config.decode_iterations}
         steers = self.adjustment > 0 and self.problem.adjustment.steers is not False
+        groups = int(batches.groups[0])
+        even = EvenBatches(
+            adjustment=self.adjustment, mean_input_tokens=self.encode_tokens.mean,
+            target_active=steers * max(figures["present"] - config.encode_batch, 0.0))
         return self._assembler.estimate(
-            config, figures, stages=plan.stages, held_bytes=self._held(plan, batches)[0],
-            notes=[f"extrapolated: {words}" for words in self.beyond(config)],
-            policy="rra", encode_batch=config.encode_batch,
-            decode_iterations=config.decode_iterations,
-            decode_micro_batches=int(batches.groups[0]), adjustment=self.adjustment,
-            mean_input_tokens=self.encode_tokens.mean,
-            steered_to=steers * max(figures["present"] - config.encode_batch, 0.0))
+            RraControls(encode_batch=config.encode_batch, decode_micro_batches=groups,
+                        decode_iterations=config.decode_iterations, even=even),
+            one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
+            held_bytes=self._held(plan, batches)[0],
+            notes=[f"extrapolated: {words}" for words in self.beyond(config)])
 
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
-        """In words, the sizes of this configuration beyond `times` what was measured."""
+        """The words name the sizes of this configuration beyond `times` what was measured."""
         plan, batches = self._single(config)
         return self._range.beyond(plan.times.degrees, self._presented(
             batches, decode_loads(batches)), times)
 
     def by_plan(self, configs: RraConfigs,
                 like: IntArray | None = None) -> list[tuple[Plan, IntArray]]:
-        """Rows of one plan each, in falling order of their blocks, few enough for a cache. `like`:
-        batches whose blocks are taken in place of their own."""
+        """Each part has rows of one plan, in falling order of their blocks, few enough for a cache.
+        The blocks of the batches `like` are taken in place of their own."""
         like = configs.encode_batch if like is None else like
         keys = configs.tp_degree * (self.problem.cluster.num_devices + 1) + configs.tp_gpus
         columns = self.blocks.columns(configs.decode_iterations, like)
@@ -153,7 +158,7 @@ class Rra:
 
     def batches_of(self, plan: Plan, configs: RraConfigs, rows: IntArray,
                    like: IntArray | None = None) -> PhaseBatches:
-        """Those of some `rows` of `configs`; `like` as in by_plan."""
+        """The batches of some `rows` of `configs`; `like` is that of by_plan."""
         like = configs.encode_batch if like is None else like
         fixed = configs.decode_micro_batches[rows]
         groups = np.where(fixed > 0, fixed, len(plan.stages)).astype(float)
@@ -186,11 +191,13 @@ class Rra:
             "memory_bytes": self._memory.by_stage(plan, batches, kv_tokens).max(axis=1),
         }
 
-    def _stretch(self, plan: Plan, batches: PhaseBatches, loads: DecodeLoads) -> FloatArray:
+    def _stretch(self, plan: Plan, batches: PhaseBatches,
+                 loads: DecodeLoads | None = None) -> FloatArray:
         degrees = plan.times.degrees
         if self._range.is_endless(degrees):
             return np.zeros(len(batches.encode_batch))
-        return self._range.stretch(degrees, self._presented(batches, loads))
+        return self._range.stretch(degrees, self._presented(
+            batches, loads or decode_loads(batches)))
 
     def _presented(self, batches: PhaseBatches, loads: DecodeLoads) -> Presented:
         lengths = self.problem.lengths
@@ -202,5 +209,5 @@ class Rra:
             context=longest * (not self.problem.model.is_encoder_decoder) + lengths.outputs.max)
 
     def _held(self, plan: Plan, batches: PhaseBatches) -> FloatArray:
-        """[configs, stages] bytes on each rank of a stage."""
+        """Each rank of a stage holds so many bytes [configs, stages]."""
         return self._memory.by_stage(plan, batches, self._memory.kv_tokens(batches))

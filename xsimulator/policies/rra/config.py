@@ -12,7 +12,7 @@ from xgpt.core.lengths import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RraConfig:
-    """One point of RRA's space. `decode_micro_batches` None: one per stage."""
+    """One point of RRA's space; `decode_micro_batches` None stands for one per stage."""
 
     encode_batch: int
     decode_iterations: int
@@ -23,7 +23,7 @@ class RraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RraConfigs:
-    """Many of them, as arrays of equal length. `decode_micro_batches` 0: one per stage."""
+    """Many points, as arrays of equal length; `decode_micro_batches` 0 stands for one per stage."""
 
     encode_batch: IntArray
     decode_iterations: IntArray
@@ -36,7 +36,7 @@ class RraConfigs:
 
     @classmethod
     def of(cls, configs: RraConfigs | Sequence[RraConfig]) -> RraConfigs:
-        """The same configurations as arrays."""
+        """The same configurations are given as arrays."""
         if isinstance(configs, RraConfigs):
             return configs
         rows = np.array([(c.encode_batch, c.decode_iterations, c.tp_degree, c.tp_gpus,

@@ -14,7 +14,7 @@ from xsimulator.policies.rra.phase_batches import PhaseBatches
 
 
 def stage_work(kinds: Sequence[StageSteps], kind_of: Sequence[int]) -> list[StageWork]:
-    """The steps by stage, as xsimulator.pipeline takes them."""
+    """The steps are given by stage, as xsimulator.pipeline takes them."""
     work = [StageWork(encode_s=k.encode_one, encode_rest_s=k.encode_all - k.encode_one,
                  decode_s=k.decode_one, decode_rest_s=k.decode_all - k.decode_one) for k in kinds]
     return [work[kind] for kind in kind_of]
@@ -22,8 +22,9 @@ def stage_work(kinds: Sequence[StageSteps], kind_of: Sequence[int]) -> list[Stag
 
 def least_period_s(kinds: Sequence[StageSteps], kind_of: Sequence[int],
                    batches: PhaseBatches) -> FloatArray:
-    """The busiest stage's work; a group's own steps one after the other; or all groups' encode
-    steps on one stage and the last one's way on, then the first group's iterations."""
+    """A period is no shorter than the busiest stage's work; a group's own steps one after the
+    other; or all groups' encode steps on one stage and the last one's way on, then the first
+    group's iterations."""
     widths, counts = batches.queries.widths, np.bincount(kind_of)
     decode: FloatArray = np.zeros(len(batches.encode_batch))
     period: FloatArray = np.zeros(len(batches.encode_batch))
@@ -38,9 +39,9 @@ def least_period_s(kinds: Sequence[StageSteps], kind_of: Sequence[int],
 
 def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches: PhaseBatches, *,
                     seen_iterations: int, is_line: bool) -> FloatArray:
-    """The longest of: own steps one after the other, the first group's behind all groups' encode
-    steps; and through the stages up to one, all groups' steps there, and on through the others; in
-    the mean of first and last group."""
+    """A latency is no shorter than own steps one after the other, the first group's behind all
+    groups' encode steps; nor than the way through the stages up to one, all groups' steps there,
+    and on through the others; in the mean of first and last group."""
     blocks, rows, counts = batches.queries, np.arange(len(batches.encode_batch)), np.bincount(
         kind_of)
     through = _encode_through(kinds, counts)
@@ -72,12 +73,12 @@ def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches
 
 
 def _encode_through(kinds: Sequence[StageSteps], counts: IntArray) -> FloatArray:
-    """One group's encode step on every stage."""
+    """One group's encode step goes through every stage."""
     return np.asarray(np.sum([k.encode_one * c for k, c in zip(kinds, counts, strict=True)],
                              axis=0))
 
 
 def _encode_all(kinds: Sequence[StageSteps], counts: IntArray) -> FloatArray:
-    """All groups' encode steps on one stage, and one group's on the others."""
+    """All groups' encode steps pass one stage, and one group's the others."""
     most = np.max([k.encode_all - k.encode_one for k in kinds], axis=0)
     return np.asarray(_encode_through(kinds, counts) + most)

@@ -23,7 +23,7 @@ from xsimulator.policies.rra.phase_batches import (
 
 
 class StageSteps(NamedTuple):
-    """Seconds of one kind of stage: of one group's step, and of all groups'."""
+    """One kind of stage takes so many seconds for one group's step, and for all groups'."""
 
     encode_one: FloatArray  # [configs]
     encode_all: FloatArray
@@ -32,15 +32,15 @@ class StageSteps(NamedTuple):
 
 
 class RangeOf(NamedTuple):
-    """What is least over a range of N_D. `variance` [blocks, boxes] of the number of active
-    queries, `read` [boxes] tokens of context."""
+    """Over a range of N_D these are least: the `variance` [blocks, boxes] of the number of active
+    queries, and the tokens of context [boxes] that are `read`."""
 
     variance: FloatArray
     read: FloatArray
 
 
 class LeastSteps:
-    """Derives them for one Rra.
+    """The least step times are derived for one Rra.
 
     For throughput they are those of `batches`, in relation to which no smaller batch's are less;
     for latency (`largest` given: queries of a group in the box's largest batch) no larger batch's
@@ -56,14 +56,15 @@ class LeastSteps:
 
     def on_line(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches, *,
                 largest: FloatArray | None = None) -> list[StageSteps]:
-        """By kind of stage, at one N_D; `small`: the smallest batches of the boxes."""
+        """The steps are given by kind of stage, at one N_D; `small` are the smallest batches of
+        the boxes."""
         decode = self._line_decode(plan, batches, small, largest is not None)
         return [StageSteps(*e, *d) for e, d in zip(
             self._encode(plan, batches, largest), decode, strict=True)]
 
     def over_range(self, plan: Plan, batches: PhaseBatches, over: RangeOf, *,
                    largest: FloatArray | None = None) -> list[StageSteps]:
-        """By kind of stage, at any N_D of a range."""
+        """The steps are given by kind of stage, for any N_D of a range."""
         decode = self._range_decode(plan, batches, over, largest)
         return [StageSteps(*e, *d) for e, d in zip(
             self._encode(plan, batches, largest), decode, strict=True)]
@@ -88,7 +89,7 @@ class LeastSteps:
 
     def _encode(self, plan: Plan, batches: PhaseBatches,
                 largest: FloatArray | None) -> list[tuple[FloatArray, FloatArray]]:
-        """As in the closed form without what an uneven split costs: that falls and rises again."""
+        """What an uneven split costs is left out here: that falls and rises again."""
         inputs, groups = self._rra.encode_tokens, batches.encode_groups
         queries = batches.encode_batch / groups
         tokens = queries * inputs.mean
@@ -103,7 +104,8 @@ class LeastSteps:
 
     def _encode_attention(self, plan: Plan, queries: FloatArray,
                           is_least_latency: bool) -> dict[int, FloatArray]:
-        """ENCODE_ATTENTION of a query: the least of any smaller batch's, or of any larger one's."""
+        """A query's ENCODE_ATTENTION is the least of any smaller batch's, or of any larger
+        one's."""
         nodes = np.asarray(TOGETHER, float)
         attention = {}
         for degree, own in plan.times.mean_attention_s(nodes).items():
@@ -117,7 +119,7 @@ class LeastSteps:
 
     def _line_decode(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches,
                      is_least_latency: bool) -> list[tuple[FloatArray, FloatArray]]:
-        """As in the closed form; contexts are those of the smallest batch."""
+        """Contexts are those of the smallest batch; all else is as in the closed form."""
         tables, loads = plan.least_steps, decode_loads(batches)
         queries = loads.both
         context = charged_context(batches.queries,
@@ -159,7 +161,7 @@ class LeastSteps:
 
     def _variance_by_block(self, column: int, own: int, other: int,
                            is_least_latency: bool) -> FloatArray:
-        """[blocks] see QueryFlow.least_variance."""
+        """The least variance [blocks] is QueryFlow.least_variance's."""
         ends = self._rra.blocks.ends(column)
         least = self._rra.flow.least_variance(min(own, other), max(own, other), own)
         if is_least_latency:  # of that iteration and any before it
@@ -184,7 +186,8 @@ class _OfDegrees(dict[int, PairEnvelope]):
 
 def _one_and_all(seconds: list[FloatArray],
                  steps: FloatArray) -> list[tuple[FloatArray, FloatArray]]:
-    """By kind of stage, of `steps` (expected number) whose `seconds` are [slowest and usual]."""
+    """By kind of stage, one of `steps` (expected number) takes the slowest of `seconds` [slowest
+    and usual], and all no less than these in turn."""
     most = np.minimum(steps, 1.0)
     return [(slowest * most, np.maximum(steps * usual, slowest * most))
             for slowest, usual in seconds]

@@ -10,20 +10,20 @@ from xsimulator.policies.rra.phase_batches import PhaseBatches
 
 
 class RraMemory:
-    """What the configurations of one problem need."""
+    """It says what the configurations of one problem need."""
 
     def __init__(self, problem: Problem, longest_query_tokens: int) -> None:
-        """`longest_query_tokens`: what the longest query reserves at admission."""
+        """`longest_query_tokens` is what the longest query reserves at admission."""
         self._problem, self._longest = problem, longest_query_tokens
 
     def kv_tokens(self, batches: PhaseBatches) -> FloatArray:
-        """[configs] reserved over all groups."""
+        """So many tokens [configs] are reserved over all groups."""
         return memory.reserved_tokens(batches.queries, batches.group_batch, batches.groups,
                                       self._longest, self._problem.num_queries)
 
     def by_stage(self, plan: Plan, batches: PhaseBatches,
                  kv_tokens: FloatArray) -> FloatArray:
-        """[configs, stages] bytes on each rank of a stage."""
+        """Each rank of a stage holds so many bytes [configs, stages]."""
         problem = self._problem
         return (plan.weight_bytes
                 + memory.kv_bytes(problem.model, plan.stages, problem.dtype, kv_tokens)

@@ -16,7 +16,7 @@ from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PhaseBatches:
-    """Configurations of one plan in falling order of their blocks, and their queries."""
+    """The phases of configurations of one plan, in falling order of their blocks, hold these."""
 
     encode_batch: FloatArray  # [configs]
     groups: FloatArray
@@ -36,15 +36,16 @@ class PhaseBatches:
 
 
 class EncodeTokens:
-    """How the tokens of encode micro-batches scatter, as far as the workload adjustment (paper
-    section 5.2) lets them."""
+    """The tokens of encode micro-batches scatter as far as the workload adjustment (paper section
+    5.2) lets them."""
 
     def __init__(self, inputs: Lengths, adjustment: float) -> None:
         self.mean, self.std = inputs.mean, inputs.std
         self._adjustment = adjustment
 
     def largest(self, batches: PhaseBatches) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[configs] queries and tokens of a micro-batch, and tokens of the largest of a phase."""
+        """A micro-batch has so many queries and tokens [configs], the largest of a phase so many
+        tokens."""
         groups = batches.encode_groups
         queries = batches.encode_batch / groups
         odd = queries - np.floor(queries)  # that share of the groups encodes one query more
@@ -54,7 +55,7 @@ class EncodeTokens:
         return queries, tokens, tokens + expected_maximum_z(groups) * spread
 
     def adjusted(self, spread: FloatArray, tokens: FloatArray, queries: FloatArray) -> FloatArray:
-        """[configs] standard deviation of the tokens that is left of `spread` where micro-batches
+        """This standard deviation [configs] of the tokens is left of `spread` where micro-batches
         of that many queries are adjusted."""
         if self._adjustment <= 0:
             return spread
@@ -67,7 +68,7 @@ class EncodeTokens:
 
 
 class DecodeLoads(NamedTuple):
-    """[blocks, configs] at each iteration of a block."""
+    """Each iteration of a block works such groups [blocks, configs]."""
 
     most: FloatArray  # queries of the largest group
     queries: FloatArray  # of a group that has any
@@ -76,12 +77,13 @@ class DecodeLoads(NamedTuple):
 
     @property
     def both(self) -> FloatArray:
-        """[2, blocks, configs] queries of the largest group, and of a usual one."""
+        """The largest group, and a usual one, have so many queries [2, blocks, configs]."""
         return np.stack([self.most, self.queries])
 
 
 def decode_loads(batches: PhaseBatches, variance: FloatArray | None = None) -> DecodeLoads:
-    """`variance`: in place of the number of active queries' own, [blocks, configs]."""
+    """The loads follow from the number of active queries; `variance` [blocks, configs] stands in
+    place of its own."""
     blocks, group_batch = batches.queries, batches.group_batch
     variance = blocks.variance_active if variance is None else variance
     mean = group_batch * blocks.active
@@ -99,8 +101,8 @@ def decode_loads(batches: PhaseBatches, variance: FloatArray | None = None) -> D
 
 
 def charged_context(blocks: PhaseBlocks, loads: DecodeLoads) -> FloatArray:
-    """[2, blocks, configs] tokens of context that each query of the largest group, and of a usual
-    one, is charged."""
+    """Each query of the largest group, and of a usual one, is charged so many tokens of context
+    [2, blocks, configs]."""
     queries = loads.both
     context = np.broadcast_to(blocks.context, queries.shape)
     if blocks.maximum_context is None:
@@ -111,8 +113,8 @@ def charged_context(blocks: PhaseBlocks, loads: DecodeLoads) -> FloatArray:
 
 
 def moved_rows(batches: PhaseBatches, loads: DecodeLoads) -> tuple[FloatArray, FloatArray]:
-    """[blocks, configs] rows of the cache that a group moves where queries of it end, and the
-    share of its steps to which that happens."""
+    """A group moves so many rows of the cache [blocks, configs] where queries of it end, and that
+    happens to this share of its steps."""
     moved = batches.group_batch * batches.queries.moved
     happens = -np.expm1(-moved)
     return (moved / np.where(happens > 0, happens, 1.0),

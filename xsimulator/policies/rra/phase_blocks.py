@@ -59,7 +59,7 @@ class PhaseBlocks:
     max_present: FloatArray
 
     def take(self, columns: IntArray, group_batch: FloatArray) -> PhaseBlocks:
-        """Those of the given configurations, of that many queries encoded in each group."""
+        """The blocks of the given configurations, with so many queries encoded in each group."""
         place = np.clip(np.log2(group_batch) - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
         lower = np.minimum(place.astype(np.int64), len(GROUP_OCTAVES) - 2)
         share = place - lower
@@ -83,11 +83,11 @@ class PhaseBlocks:
 
 
 class BlockTable:
-    """The blocks of one flow of queries, by N_D; keeps each."""
+    """The table keeps the blocks of one flow of queries, by N_D."""
 
     def __init__(self, flow: QueryFlow, *, padded: bool, seen_iterations: int,
                  exact_iterations: int = EXACT_ITERATIONS) -> None:
-        """`seen_iterations`: decode iterations of the query whose latency is asked for."""
+        """The query whose latency is asked for needs `seen_iterations`."""
         self._flow, self._padded, self._exact_iterations = flow, padded, exact_iterations
         self._seen = max(seen_iterations - 1, 0)
         self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
@@ -96,31 +96,31 @@ class BlockTable:
         self._stacked: PhaseBlocks | None = None
 
     def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
-        """[configs] where these N_D are found, for that many queries encoded in a phase."""
+        """These N_D are found in such columns [configs], for so many queries encoded in a phase."""
         keys = 2 * iterations + (encode_batch < SMALL_BATCH)
         most = int(keys.max(initial=0))
         if most >= len(self._column):
             grown = np.full(2 * most + 2, -1, np.int64)
             grown[: len(self._column)] = self._column
             self._column = grown
-        found = self._column[keys]
-        if (found < 0).any():
-            self._add(np.unique(keys[found < 0]).tolist())
-            found = self._column[keys]
-        return np.asarray(found)
+        columns = self._column[keys]
+        if (columns < 0).any():
+            self._add(np.unique(keys[columns < 0]).tolist())
+            columns = self._column[keys]
+        return np.asarray(columns)
 
     def ends(self, column: int) -> IntArray:
-        """[blocks] iterations before which each block of that column's phase ends."""
+        """Each block of that column's phase ends before such an iteration [blocks]."""
         return self._ends[column]
 
     @property
     def stacked(self) -> PhaseBlocks:
-        """All that is known, by column."""
+        """All blocks that are known are stacked by column."""
         assert self._stacked is not None
         return self._stacked
 
     def _add(self, keys: Sequence[int]) -> None:
-        """In rising order: both keys of an N_D in turn, for they share most of the work."""
+        """The keys are in rising order: both of an N_D in turn, for they share most of the work."""
         rows = []
         for key in keys:
             self._column[key] = len(self._ends)
@@ -170,7 +170,8 @@ class BlockTable:
 
 def block_ends(occupancy: Occupancy, last: int, exact_iterations: int,
                resolution: float = RESOLUTION) -> IntArray:
-    """[blocks] the iterations 0..N_D - 1 before which each block ends; one ends after `last`."""
+    """Each block ends before one of these iterations, 0..N_D - 1 [blocks]; one ends after
+    `last`."""
     n_d = occupancy.decode_iterations
     if n_d <= exact_iterations:
         return np.arange(1, n_d + 1)
@@ -191,8 +192,8 @@ def _log(values: FloatArray) -> FloatArray:
 
 
 class _Stack:
-    """Rows of arrays, one array a field with the rows along its second axis (its only one for
-    single values), zero where a phase has fewer blocks; grows in leaps."""
+    """Rows of arrays are stacked, one array a field with the rows along its second axis (its only
+    one for single values), zero where a phase has fewer blocks; grows in leaps."""
 
     def __init__(self) -> None:
         self._count = self._blocks = 0
@@ -220,5 +221,5 @@ class _Stack:
         self._count, self._blocks = total, blocks
 
     def fields(self) -> dict[str, Any]:
-        """By name; blocks and columns beyond those added are zero."""
+        """The arrays by name; blocks and columns beyond those added are zero."""
         return self._fields

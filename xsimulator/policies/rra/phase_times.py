@@ -37,7 +37,8 @@ class PhaseTimes(NamedTuple):
     is_timed: BoolArray  # [configs]
 
     def latency_s(self, batches: PhaseBatches, seen_iterations: int) -> FloatArray:
-        """[configs] of a query of that many decode iterations, for which the blocks were made."""
+        """A query of that many decode iterations, for which the blocks were made, takes so long
+        [configs]."""
         if seen_iterations == 0:
             return self.timeline.encoded_s
         queries, rows = batches.queries, np.arange(len(batches.encode_batch))
@@ -62,7 +63,7 @@ def phase_times(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
 
 def _encode_s(plan: Plan, batches: PhaseBatches,
               tokens: EncodeTokens) -> tuple[list[_Pair], BoolArray]:
-    """Seconds by kind of stage."""
+    """The slowest group's encode step and all others' are given by kind of stage."""
     queries, usual, most = tokens.largest(batches)
     one = plan.times.mean_attention_s(queries)
     both = np.stack([most, usual])
@@ -74,7 +75,8 @@ def _encode_s(plan: Plan, batches: PhaseBatches,
 
 def _decode_s(plan: Plan, batches: PhaseBatches,
               loads: DecodeLoads) -> tuple[list[_Pair], FloatArray, BoolArray]:
-    """[blocks, configs] expected seconds by kind of stage, and what _own_steps_s says."""
+    """The decode steps [blocks, configs] are given by kind of stage, with what _own_steps_s
+    says."""
     context = charged_context(batches.queries, loads)
     seconds = plan.steps.decode_s(loads.both, context)
     rows, share = moved_rows(batches, loads)
@@ -87,8 +89,8 @@ def _decode_s(plan: Plan, batches: PhaseBatches,
 
 def _own_steps_s(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
                  usual: Sequence[FloatArray]) -> FloatArray:
-    """[phases before the last, the last; blocks, configs] seconds by which an iteration takes
-    longer in the eyes of the latency bound's query, which is there for certain, than in the mean.
+    """An iteration takes so many seconds [phases before the last, the last; blocks, configs] longer
+    in the eyes of the latency bound's query, which is there for certain, than in the mean.
     If nobody else is, that is all of the iteration; if nobody else of its group, one step more for
     the slowest stage, as far as the stages are full."""
     blocks = batches.queries

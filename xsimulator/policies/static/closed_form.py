@@ -26,13 +26,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from xgpt.core.controls import StaticControls
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered
+from xsimulator.policies.figures import (
+    Assembler,
+    EstimateArrays,
+    by_plan,
+    gathered,
+    one_pool,
+)
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.static.config import StaticConfig
@@ -50,22 +57,22 @@ CHUNK_ELEMENTS = 4_000_000  # of the largest arrays: configurations are evaluate
 
 
 def ft(problem: Problem, timing: TimingSource) -> Static:
-    """The closed form of FT."""
+    """FT's closed form: encode steps are no variable."""
     return Static("ft", problem, timing)
 
 
 def dsi(problem: Problem, timing: TimingSource) -> Static:
-    """The closed form of DSI. One part is among those of its grid: on a single stage more would
-    only cost."""
+    """DSI's closed form. One part is among those of its grid: on a single stage more would only
+    cost."""
     return Static("dsi", problem, timing, grid_parts=(1, 2, 3, 4, 6, 8))
 
 
 class Static:
-    """Evaluates configurations of one problem; keeps what they share."""
+    """This closed form evaluates configurations of one problem, and keeps what they share."""
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource, *,
                  grid_parts: Sequence[int | None] = (None,)) -> None:
-        """`grid_parts`: the encode_parts of the grid."""
+        """`grid_parts` are the encode_parts of the grid."""
         self.name, self.problem, self.timing = name, problem, timing
         self._grid_parts = grid_parts
         self._plans = Plans(problem, timing)
@@ -86,8 +93,9 @@ class Static:
         return self._assembler.capacity_bytes
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[StaticConfig]:
-        """Every (tp_degree, tp_gpus) of `plans`, with decode groups up to twice its stages and
-        batches that are their multiples, 10 % apart, as far as memory and queries reach."""
+        """The grid has every (tp_degree, tp_gpus) of `plans`, with decode groups up to twice its
+        stages and batches that are their multiples, 10 % apart, as far as memory and queries reach.
+        """
         configs = []
         for tp_degree, tp_gpus in plans:
             plan = self._plans.both(tp_degree, tp_gpus)
@@ -104,30 +112,32 @@ class Static:
         return configs
 
     def evaluate(self, configs: Sequence[StaticConfig]) -> EstimateArrays:
-        """Figures of every configuration; vectorised over those of one (tp_degree, tp_gpus)."""
+        """The figures of every configuration are worked out together for those of one plan."""
         columns = gathered(len(configs), (
             (rows, self._figures(plan, self._steps([configs[row] for row in rows])))
             for plan, rows in self._chunks(configs)))
         return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
     def estimate(self, config: StaticConfig) -> Estimate:
-        """One configuration as the artefact that is shown, and executed."""
+        """The Estimate says of one configuration what is shown, and what is executed."""
         plan, steps = self._plans.both(config.tp_degree, config.tp_gpus), self._steps([config])
         figures = {name: float(values[0]) for name, values in self._figures(plan, steps).items()}
         rounds = float(self._rounds.not_done(steps.batch).sum())
         period, encode = figures["period_s"], figures["encode_s"]
         figures["decode_iteration_s"] = (
             max(period - encode, 0.0) / max(rounds, 1.0) if np.isfinite(period) else np.inf)
+        figures |= {"encode_batch": config.encode_batch, "decode_iterations": rounds}
+        groups = int(steps.groups[0])
         return self._assembler.estimate(
-            config, figures, stages=plan.stages,
+            StaticControls(
+                policy=self.name, encode_batch=config.encode_batch, decode_micro_batches=groups,
+                encode_micro_batches=int(groups * steps.parts[0])),
+            one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
             held_bytes=self._memory.by_stage(plan, steps)[0],
-            notes=["sizes beyond what was measured"] if figures["stretch"] > 1 else [],
-            policy=self.name, encode_batch=config.encode_batch,
-            decode_iterations=max(round(rounds), 1), decode_micro_batches=int(steps.groups[0]),
-            encode_micro_batches=int(steps.groups[0] * steps.parts[0]))
+            notes=["sizes beyond what was measured"] if figures["stretch"] > 1 else [])
 
     def _chunks(self, configs: Sequence[StaticConfig]) -> Iterator[tuple[Plan, IntArray]]:
-        """Rows of one plan each, as many as are evaluated together."""
+        """Each chunk has rows of one plan, as many as are evaluated together."""
         for key, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items():
             plan = self._plans.both(*key)
             width = NODES * len(plan.stages) + self._max_iterations
@@ -200,8 +210,8 @@ class Static:
             begin_s=begin_s, spread_s=end_s - begin_s, later_s=later, place_s=usual[:, 0])
 
     def _decode_s(self, plan: Plan, steps: StaticSteps) -> tuple[FloatArray, FloatArray]:
-        """[configs, NODES, stages] seconds of the slowest group's step and of all others' at the
-        nodes."""
+        """The slowest group's step, and all others', take so many seconds [configs, NODES, stages]
+        at the nodes."""
         inputs = self.problem.lengths.inputs
         if self.timing.facts.is_padded:
             # the slowest is the one with the longest input of those with most rows
@@ -220,7 +230,7 @@ class Static:
 
 
 def _largest_of(pmf: FloatArray, counts: FloatArray) -> FloatArray:
-    """Expected largest of `counts` independent lengths."""
+    """The largest of `counts` independent lengths is expected to be this."""
     sizes, index = np.unique(counts, return_inverse=True)
     below = np.minimum(np.cumsum(pmf)[:-1], 1.0)
     largest: FloatArray = (1 + (1 - below ** sizes[:, None]).sum(axis=1))[index]

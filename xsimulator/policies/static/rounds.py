@@ -21,7 +21,7 @@ BISECTIONS = 18
 
 
 class BatchTimeline(NamedTuple):
-    """[configs, ...] the timeline of a batch, from its start on the first stage."""
+    """A batch has this timeline [configs, ...], from its start on the first stage."""
 
     queries: FloatArray  # [configs]
     groups: FloatArray  # [configs]
@@ -34,34 +34,35 @@ class BatchTimeline(NamedTuple):
 
 
 class Rounds:
-    """Of one distribution of D, the decode iterations a query needs."""
+    """The rounds follow from one distribution of D, the decode iterations a query needs."""
 
     def __init__(self, below: FloatArray) -> None:
-        """below: [max D + 1] P(D <= k), k = 0 .. max D."""
+        """`below` is P(D <= k), k = 0 .. max D [max D + 1]."""
         self._below = below
 
     @cached_property
     def nodes(self) -> FloatArray:
-        """Iterations where decode steps are evaluated: from the first after the exact rounds."""
+        """Decode steps are evaluated at these iterations, from the first after the exact rounds."""
         first = EXACT_ROUNDS + 1
         return np.linspace(first, max(len(self._below) - 1, first + 1), NODES)
 
     @cached_property
     def _node_shares(self) -> FloatArray:
-        """[max D - EXACT_ROUNDS, NODES] r(u) = shares @ r(nodes) for the later rounds."""
+        """For the later rounds r(u) = shares @ r(nodes), [max D - EXACT_ROUNDS, NODES]."""
         later = np.arange(EXACT_ROUNDS + 1, len(self._below))
         gap = self.nodes[1] - self.nodes[0]
         shares: FloatArray = np.maximum(1 - np.abs(later[:, None] - self.nodes) / gap, 0.0)
         return shares
 
     def not_done(self, queries: FloatArray) -> FloatArray:
-        """[configs, max D] P(M >= u), u = 1 .. max D, of so many queries."""
+        """Of so many queries P(M >= u) is this, u = 1 .. max D [configs, max D]."""
         sizes, index = np.unique(queries, return_inverse=True)
         chance: FloatArray = np.take(1 - self._below[:-1] ** sizes[:, None], index, axis=0)
         return chance
 
     def expected_s(self, batch: BatchTimeline, not_done: FloatArray) -> FloatArray:
-        """From a batch's start until its last token is taken up; not_done: [configs, max D]."""
+        """So long passes from a batch's start until its last token is taken up; not_done:
+        [configs, max D]."""
         exact, later = not_done[:, :EXACT_ROUNDS], not_done[:, EXACT_ROUNDS:]
         gaps = np.diff(batch.begin_s, axis=1)[:, :exact.shape[1]]
         rounds_s = (exact * gaps).sum(axis=1)
@@ -74,7 +75,8 @@ class Rounds:
         return np.asarray(batch.begin_s[:, 0] + rounds_s + place_s, dtype=np.float64)
 
     def _last_place(self, batch: BatchTimeline) -> FloatArray:
-        """[configs] where in its round the last group with a query of D = M is: 0 first, 1 last.
+        """The last group with a query of D = M has this place in its round [configs]: 0 first, 1
+        last.
 
         With x = F(M)^B/G and y = F(M - 1)^B/G for one group, P(none after group g) given M is
         (x^(g+1) y^(G-1-g) - y^G) / (x^G - y^G); the sum over g is a geometric one."""
@@ -93,7 +95,8 @@ class Rounds:
         return shares
 
     def with_output_s(self, batch: BatchTimeline, iterations: int) -> FloatArray:
-        """Expected latency of a query that needs `iterations`, among others of any length."""
+        """A query that needs `iterations`, among others of any length, is expected to take so
+        long."""
         not_done = self.not_done(batch.queries - 1)
         not_done[:, :max(iterations, 0)] = 1.0
         before_s = (batch.encodes - 1) / 2 * batch.place_s
@@ -119,7 +122,7 @@ class Rounds:
         return np.asarray(high, dtype=np.float64)
 
     def _ends_s(self, batch: BatchTimeline) -> tuple[FloatArray, FloatArray]:
-        """[points] values of M and [configs, points] when such a batch is done, both rising."""
+        """Batches of such values of M [points] are done then [configs, points], both rising."""
         exact = min(EXACT_ROUNDS, len(self._below) - 1)
         begins = batch.begin_s[:, :exact + 1]
         iterations = np.arange(exact + 1, dtype=float)
@@ -133,7 +136,7 @@ class Rounds:
 
     def _done_by(self, time_s: FloatArray, iterations: FloatArray, ends: FloatArray,
                  queries: FloatArray) -> FloatArray:
-        """[configs, ...] P(a batch of so many queries is done by then)."""
+        """A batch of so many queries is done by then with this chance [configs, ...]."""
         reached = np.full(time_s.shape, iterations[0])
         for point in range(len(iterations) - 1):
             begin, end = ends[:, point, None], ends[:, point + 1, None]
@@ -145,7 +148,7 @@ class Rounds:
 
 
 def pushed(free: FloatArray, step: FloatArray, count: FloatArray) -> FloatArray:
-    """[configs, stages] stages' ends after `count` equal steps that wait for no tokens."""
+    """The stages end then [configs, stages] after `count` equal steps that wait for no tokens."""
     through = np.cumsum(step, axis=1)
     ends = np.maximum.accumulate(free + step - through, axis=1)
     tail = np.maximum.accumulate(ends + np.maximum(count - 1, 0)[:, None] * step, axis=1)
@@ -154,7 +157,7 @@ def pushed(free: FloatArray, step: FloatArray, count: FloatArray) -> FloatArray:
 
 def advance(free: FloatArray, begin: FloatArray, last: FloatArray, step: FloatArray,
             rest: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """One decode round: (stages' ends, returns of the first group's and of the last group's
+    """One decode round gives (stages' ends, returns of the first group's and of the last group's
     tokens). `begin` and `last`: [configs] when the first group's step starts and the last group's
     tokens are there; step, rest: [configs, stages] of the slowest group and of all others. Along
     the stages end(s) = max(end(s - 1), free(s)) + step(s) is a running maximum (as in

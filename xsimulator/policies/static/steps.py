@@ -16,7 +16,7 @@ from xsimulator.policies.static.config import StaticConfig
 
 
 class StaticSteps(NamedTuple):
-    """[configs] the steps' sizes."""
+    """The steps of batches [configs] have these sizes."""
 
     batch: FloatArray
     groups: FloatArray  # decode groups that are not empty
@@ -30,7 +30,7 @@ class StaticSteps(NamedTuple):
 
 
 def static_steps(configs: Sequence[StaticConfig], inputs: Lengths) -> StaticSteps:
-    """The steps of batches whose queries have inputs of these lengths."""
+    """The batches' queries have inputs of these lengths."""
     batch = np.array([c.encode_batch for c in configs], float)
     groups = np.minimum([c.decode_micro_batches for c in configs], batch)
     parts = np.minimum([c.encode_parts or 1 for c in configs], np.ceil(batch / groups))
@@ -46,14 +46,14 @@ def static_steps(configs: Sequence[StaticConfig], inputs: Lengths) -> StaticStep
 
 
 class StaticMemory:
-    """What the configurations of one problem need."""
+    """It says what the configurations of one problem need."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
 
     def kv_tokens(self, steps: StaticSteps) -> FloatArray:
-        """[configs] over all groups: each its rows' inputs at a high quantile, and the most output
-        for each."""
+        """Each group reserves its rows' inputs at a high quantile, and the most output for each;
+        the tokens [configs] are those of all groups."""
         inputs = self._problem.lengths.inputs
         output = max(self._problem.lengths.outputs.max, self._problem.default_max_tokens)
         rows = steps.most_rows
@@ -64,7 +64,7 @@ class StaticMemory:
         return tokens
 
     def by_stage(self, plan: Plan, steps: StaticSteps) -> FloatArray:
-        """[configs, stages] bytes on each rank of a stage."""
+        """Each rank of a stage holds so many bytes [configs, stages]."""
         problem = self._problem
         return (plan.weight_bytes
                 + memory.kv_bytes(problem.model, plan.stages, problem.dtype, self.kv_tokens(steps))

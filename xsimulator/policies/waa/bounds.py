@@ -16,15 +16,17 @@ envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
-from xsimulator.policies.waa.closed_form import ROWS_RATIO, Waa, root
+from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
+from xsimulator.policies.waa.pool_times import ROWS_RATIO
+from xsimulator.policies.waa.rates import root
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
@@ -32,26 +34,9 @@ MOST_IN_SYSTEM = 1e9  # where memory does not say
 FIRST_BATCHES = 64  # tabulated to begin with
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaaBoxes:
-    """[boxes] ranges, both ends included."""
-
-    least: IntArray  # encode_batch
-    most: IntArray
-    fewest: IntArray  # decode_micro_batches
-    highest: IntArray
-
-    def __len__(self) -> int:
-        return len(self.least)
-
-    def take(self, rows: IntArray) -> WaaBoxes:
-        return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
-                        highest=self.highest[rows])
-
-
 class _Single(NamedTuple):
-    """Lower envelopes of a single group that holds all layers. [batches] seconds of encoding for
-    each query, and of a step; [sizes] seconds of a decode step."""
+    """A single group that holds all layers takes no less: seconds [batches] of encoding for each
+    query, and of a step; seconds [sizes] of a decode step."""
 
     encode_each: FloatArray
     encode_step: FloatArray
@@ -59,32 +44,33 @@ class _Single(NamedTuple):
     decode_steps: FloatArray
 
     def decode_step(self, rows: FloatArray) -> FloatArray:
-        """[boxes]."""
+        """A decode step of so many rows takes no less [boxes]."""
         return np.asarray(np.interp(np.maximum(rows, 1.0), self.sizes, self.decode_steps))
 
 
 def _leap(batch: int) -> int:
-    """A power of two beyond it, so that plans ask for the same sizes."""
+    """Tables end at a power of two beyond the batch, so that plans ask for the same sizes."""
     return int(max(1 << (2 * batch - 1).bit_length(), FIRST_BATCHES))
 
 
 def _by_batch(values: FloatArray) -> FloatArray:
-    """Of batches 1, 2, ... such that the index is the batch."""
+    """The values of batches 1, 2, ... are shifted such that the index is the batch."""
     return np.append(values[0], values)
 
 
 class WaaBounds:
-    """Bounds for one Waa."""
+    """The bounds are for one Waa."""
 
     def __init__(self, waa: Waa) -> None:
         self.waa = waa
-        self._known: dict[int, _PlanTables] = {}
+        self._known: dict[int, _PlanBounds] = {}
         self._of_degree: dict[int, _Single] = {}
         self._in_system: dict[int, float] = {}
 
     def bound(self, split: WaaPlans, boxes: WaaBoxes, *,
               worth_qps: float = 0.0) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[boxes] (most throughput_qps, least latency_s, least bytes on the fullest device) over
+        """Each of the boxes has (most throughput_qps, least latency_s, least bytes on the fullest
+        device) over
         the divisions that may be. `worth_qps`: below it, a throughput need not be bounded
         tightly."""
         limit = np.zeros(len(boxes))
@@ -107,7 +93,7 @@ class WaaBounds:
         latency[rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
         held[rows] = latency[rows]
         may_be = np.zeros(wanted.shape, bool)
-        may_be[:, rows] = self.waa.divisions(split, boxes.take(rows), wanted[:, rows])
+        may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(may_be[place])
             if not len(rows):
@@ -124,8 +110,9 @@ class WaaBounds:
         return limit * (1 + TOLERANCE), latency / (1 + TOLERANCE), held
 
     def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes) -> FloatArray:
-        """[counts of encode devices, boxes] most throughput_qps: each stage's share of the layers
-        takes it no longer than the time between two queries, and the shares are all of them."""
+        """No throughput_qps [counts of encode devices, boxes] is higher: each stage's share of the
+        layers takes it no longer than the time between two queries, and the shares are all of
+        them."""
         waa, degree = self.waa, split.tp_degree
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               self._most_in_system(split))
@@ -134,7 +121,7 @@ class WaaBounds:
                                   for _ in range(2))
         for own, stages in zip(dict.fromkeys((degree, 1)), split.stage_counts, strict=False):
             single = self._single(own, int(boxes.most.max()), float(rows.max()))
-            decode_each = (waa.mean_iterations * single.decode_step(rows)
+            decode_each = (waa.times.mean_iterations * single.decode_step(rows)
                            / np.maximum(rows, 1.0))
             encode_qps += stages[0][:, None] / single.encode_each[boxes.most]
             decode_qps += stages[1][:, None] / decode_each
@@ -142,9 +129,9 @@ class WaaBounds:
 
     def quick(self, split: WaaPlans, boxes: WaaBoxes,
               degrees: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """[boxes] (most throughput_qps, least latency_s) whatever the division, from one group of
-        each degree alone: no device does more than work all the time, no token is quicker than
-        through all layers without a pipeline, and no more decode than memory holds."""
+        """Each of the boxes has (most throughput_qps, least latency_s) whatever the division, from
+        one group of each degree alone: no device does more than work all the time, no token is
+        quicker than through all layers without a pipeline, and no more decode than memory holds."""
         waa = self.waa
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               self._most_in_system(split))
@@ -158,7 +145,7 @@ class WaaBounds:
             np.minimum(step, single.decode_step(least_rows), out=step)
             np.minimum(through, single.encode_step[boxes.least] + waa.iterations_waited
                        * single.decode_steps[0], out=through)
-        devices, iterations = waa.problem.cluster.num_devices, waa.mean_iterations
+        devices, iterations = waa.problem.cluster.num_devices, waa.times.mean_iterations
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
@@ -182,18 +169,19 @@ class WaaBounds:
         return self._in_system[id(split)]
 
     def _single(self, degree: int, most: int, rows: float) -> _Single:
-        """One group's times, as far as these sizes."""
+        """One group's times are known as far as these sizes."""
         known = self._of_degree.get(degree)
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, _leap(most) + 1, dtype=float)
-            each = self.waa.encode_query_s(batch, degree)
+            each = self.waa.times.encode_query_s(batch, degree)
             times = self.waa.plans.pool([tuple(range(degree))], "both").times
             if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
                 tokens = batch * self.waa.problem.lengths.inputs.mean
                 each = each - times.cross_kv_s(tokens)[..., 0] / batch
             count = int(np.log(max(2 * rows, 2.0)) / np.log(ROWS_RATIO)) + 3
             sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
-            per_query = self.waa.decode_query_s(sizes, degree) / self.waa.mean_iterations
+            per_query = (self.waa.times.decode_query_s(sizes, degree)
+                         / self.waa.times.mean_iterations)
             known = self._of_degree[degree] = _Single(
                 encode_each=_by_batch(np.minimum.accumulate(each)),
                 encode_step=_by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
@@ -201,19 +189,20 @@ class WaaBounds:
         return known
 
     def least_bytes(self, split: WaaPlans, batch: IntArray) -> FloatArray:
-        """[batches] no configuration of that many or more needs less on its fullest device."""
+        """No configuration of such a batch [batches], or a larger one, needs less on its fullest
+        device."""
         size = batch.astype(float)
         even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
         return np.asarray(even.min(axis=0))
 
-    def _tables(self, plan: WaaPlan) -> _PlanTables:
+    def _tables(self, plan: WaaPlan) -> _PlanBounds:
         if id(plan) not in self._known:
-            self._known[id(plan)] = _PlanTables(self.waa, plan)
+            self._known[id(plan)] = _PlanBounds(self.waa, plan)
         return self._known[id(plan)]
 
 
-class _PlanTables:
-    """One division's times: of the encode pool by batch, of the decode pool by rows."""
+class _PlanBounds:
+    """One division is bounded by its encode pool's times by batch, its decode pool's by rows."""
 
     def __init__(self, waa: Waa, plan: WaaPlan) -> None:
         self._waa, self._plan = waa, plan
@@ -222,15 +211,15 @@ class _PlanTables:
         self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
 
     def bound(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
-        """(most throughput_qps, 0 where memory does not hold it; least latency_s)."""
+        """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s)."""
         waa = self._waa
         self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
         largest: FloatArray = boxes.most.astype(float) * outputs
-        absorbed = largest / (waa.mean_iterations * self._iteration_s(largest, boxes))
+        absorbed = largest / (waa.times.mean_iterations * self._iteration_s(largest, boxes))
         limit = np.minimum(self._most_rate[boxes.most], absorbed)
         wanted: FloatArray = boxes.least.astype(float) * outputs
-        rate = self._least_rate[boxes.least] * waa.mean_iterations
+        rate = self._least_rate[boxes.least] * waa.times.mean_iterations
 
         def excess(decoding: FloatArray) -> FloatArray:
             return rate * self._iteration_s(decoding, boxes) - decoding
@@ -246,11 +235,11 @@ class _PlanTables:
         return np.where(held <= waa.capacity_bytes, limit, 0.0), latency
 
     def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
-        """[boxes] on the fullest device, with half a batch in the decode pool and those decoding.
-        """
+        """The fullest device holds no less [boxes], with half a batch in the decode pool and those
+        decoding."""
         batch = boxes.least.astype(float)
         in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
-        return self._waa.memory.fullest(self._plan, batch, boxes.highest.astype(float), in_system)
+        return self._waa.memory.fullest(self._plan, boxes.easiest, in_system)
 
     def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
         """No T_iter of as many queries or more, in any number of groups of the box, is less."""
@@ -271,7 +260,7 @@ class _PlanTables:
         waa, plan = self._waa, self._plan
         self._top = _leap(most)
         batch = np.arange(1, self._top + 1, dtype=float)
-        between, through, handover = waa.encode_times(plan, batch)
+        between, through, handover = waa.times.encode(plan, batch)
         with np.errstate(invalid="ignore"):
             rate = np.where(np.isfinite(between), batch / between, 0.0)
         encode = through + handover
@@ -284,6 +273,6 @@ class _PlanTables:
         rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
         count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
         sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
-        slowest, through_rows = waa.decode_times(plan, sizes)
+        slowest, through_rows = waa.times.decode(plan, sizes)
         self._slowest = rising_minorant(sizes, slowest)
         self._through = rising_minorant(sizes, through_rows)

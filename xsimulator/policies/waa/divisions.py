@@ -1,38 +1,68 @@
-"""WAA-C and WAA-M: how the devices are divided between encoding and decoding (paper 4.1)."""
+"""How WAA's devices are divided between encoding and decoding (paper section 4.1)."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.policies.figures import BoolArray
-from xsimulator.policies.waa.closed_form import ROWS_RATIO, Boxes, Waa, WaaConfig, WaaPoints
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
+from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
 
-__all__ = ["WaaC", "WaaConfig", "WaaM"]
+
+class Division(Protocol):
+    """A division says how many devices encode."""
+
+    def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
+        """So many devices [configs] encode."""
+        ...
+
+    def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
+        """It says [counts of encode devices, boxes] which of those wanted may be the division of
+        a configuration of each box."""
+        ...
 
 
-class WaaC(Waa):
-    """Devices in proportion to the time that each phase of a query takes."""
+class FixedDivision:
+    """As many devices encode whatever the configuration."""
 
-    name = "waa-c"
+    def __init__(self, encode_devices: int) -> None:
+        self._encode_devices = encode_devices
 
-    def divide(self, split: WaaPlans, points: WaaPoints, degree: int) -> IntArray:
-        encode_s = self.encode_query_s(points.batch, degree)
-        decode_s = self.decode_query_s(
-            np.maximum(points.batch * self.mean_iterations / points.groups, 1.0), degree)
-        return self._nearest(split, encode_s, decode_s)
+    def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
+        return np.full(len(configs.batch), self._encode_devices)
 
-    def divisions(self, split: WaaPlans, boxes: Boxes, wanted: BoolArray) -> BoolArray:
-        degree, counts = split.tp_degree, split.encode_devices[:, None]
-        batches, each = self._encode_table(int(boxes.most.max()), degree)
+    def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
+        return np.asarray(wanted & (split.encode_devices == self._encode_devices)[:, None])
+
+
+class DivisionByTime:
+    """WAA-C divides devices in proportion to the time that each phase of a query takes."""
+
+    def __init__(self, times: PoolTimes) -> None:
+        self._times = times
+        # by degree: batches 1, 2, ..., and C_E at each
+        self._encode: dict[int, tuple[FloatArray, FloatArray]] = {}
+
+    def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
+        rows = configs.batch * self._times.mean_iterations / configs.groups
+        return _nearest(
+            split, self._times.encode_query_s(configs.batch, split.tp_degree),
+            self._times.decode_query_s(np.maximum(rows, 1.0), split.tp_degree))
+
+    def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
+        degree, counts, iterations = (
+            split.tp_degree, split.encode_devices[:, None], self._times.mean_iterations)
+        _, each = self._encode_table(int(boxes.most.max()), degree)
         encode = [each[low - 1:up] for low, up in zip(boxes.least, boxes.most, strict=True)]
-        fewest_rows = np.maximum(boxes.least * self.mean_iterations / boxes.highest, 1.0)
-        most_rows = np.maximum(boxes.most * self.mean_iterations / boxes.fewest, 1.0)
+        fewest_rows = np.maximum(boxes.least * iterations / boxes.highest, 1.0)
+        most_rows = np.maximum(boxes.most * iterations / boxes.fewest, 1.0)
         sizes = ROWS_RATIO ** np.arange(int(np.log(most_rows.max()) / np.log(ROWS_RATIO)) + 3)
-        per_row = self.decode_query_s(np.asarray(sizes, float), degree)
+        per_row = self._times.decode_query_s(np.asarray(sizes, float), degree)
         # rows between two sizes cost no less, and no more, than at one of those around them
         first = np.maximum(np.searchsorted(sizes, fewest_rows, side="right") - 1, 0)
         last = np.searchsorted(sizes, most_rows) + 1
@@ -41,78 +71,71 @@ class WaaC(Waa):
         timed = [[part[np.isfinite(part)] for part in parts] for parts in (encode, decode)]
         least, largest = ([np.array([pick(part) if len(part) else np.inf for part in parts])
                            for parts in timed] for pick in (np.min, np.max))
-        fewest = self._nearest(split, least[0], largest[1])
+        fewest = _nearest(split, least[0], largest[1])
         return np.asarray(wanted & (counts >= fewest)
-                          & (counts <= self._nearest(split, largest[0], least[1])))
-
-    def _nearest(self, split: WaaPlans, encode_s: FloatArray, decode_s: FloatArray) -> IntArray:
-        with np.errstate(invalid="ignore"):
-            share = encode_s / (encode_s + decode_s)
-        return split.nearest(np.where(np.isfinite(share), share, 0.5))
+                          & (counts <= _nearest(split, largest[0], least[1])))
 
     def _encode_table(self, most: int, degree: int) -> tuple[FloatArray, FloatArray]:
-        """(batches 1, 2, ..., C_E at each), as far as `most` at least."""
-        known = self._encode_known.get(degree)
+        """The table reaches a batch of `most` at least."""
+        known = self._encode.get(degree)
         if known is None or len(known[0]) < most:
             batches = np.arange(1, 2 * most + 1, dtype=float)
-            known = self._encode_known[degree] = batches, self.encode_query_s(batches, degree)
+            known = self._encode[degree] = (batches, self._times.encode_query_s(batches, degree))
         return known
 
-    @cached_property
-    def _encode_known(self) -> dict[int, tuple[FloatArray, FloatArray]]:
-        return {}
 
+class DivisionByMemory:
+    """WAA-M divides devices so that the fullest is as empty as can be, with as many queries as are
+    wanted."""
 
-class WaaM(Waa):
-    """Devices so that the fullest is as empty as can be, with as many queries as are wanted."""
+    def __init__(self, memory: WaaMemory, mean_outputs: float) -> None:
+        self._memory, self._mean_outputs = memory, mean_outputs
 
-    name = "waa-m"
+    def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
+        fullest = self._fullest(split, configs, self._may_be(split, configs, configs))
+        devices: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
+        return devices
 
-    def divide(self, split: WaaPlans, points: WaaPoints, degree: int) -> IntArray:
-        batch, groups = points.batch, points.groups
-        fullest = self._fullest(split, batch, groups, self._may_be(split, points, points))
-        found: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
-        return found
-
-    def divisions(self, split: WaaPlans, boxes: Boxes, wanted: BoolArray) -> BoolArray:
-        low = WaaPoints(batch=boxes.least.astype(float), groups=boxes.highest.astype(float))
-        high = WaaPoints(batch=boxes.most.astype(float), groups=boxes.fewest.astype(float))
+    def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
         # the fewer are looked at, the less is ruled out: that is sound
-        wanted = wanted & self._may_be(split, low, high)
-        least = self._fullest(split, low.batch, low.groups, wanted)
-        most = self._fullest(split, high.batch, high.groups, wanted)
+        wanted = wanted & self._may_be(split, boxes.easiest, boxes.hardest)
+        least = self._fullest(split, boxes.easiest, wanted)
+        most = self._fullest(split, boxes.hardest, wanted)
         return np.asarray(wanted & (least <= most.min(axis=0)))
 
-    def _may_be(self, split: WaaPlans, low: WaaPoints, high: WaaPoints) -> BoolArray:
-        """[counts of encode devices, boxes] those that may be the best: even with all bytes spread
+    def _may_be(self, split: WaaPlans, low: WaaConfigs, high: WaaConfigs) -> BoolArray:
+        """Divisions [counts of encode devices, boxes] may be the best: even with all bytes spread
         evenly over a pool's devices, others are worse than the best of these is at worst."""
         counts = split.encode_devices
-        even = self.memory.evenly(counts, low.batch, self._wanted(low.batch))
+        even = self._memory.evenly(counts, low.batch, self._in_system(low.batch))
         worst = np.empty(len(low.batch))
         likely = np.argmin(even, axis=0)
         for place in np.unique(likely):
             rows = np.flatnonzero(likely == place)
-            worst[rows] = self._held(split, int(counts[place]), WaaPoints(
-                batch=high.batch[rows], groups=high.groups[rows]))
-        found: BoolArray = even <= worst
-        found[likely, np.arange(len(worst))] = True
-        return found
+            worst[rows] = self._held(split, int(counts[place]), high.take(rows))
+        is_likely: BoolArray = even <= worst
+        is_likely[likely, np.arange(len(worst))] = True
+        return is_likely
 
-    def _wanted(self, batch: FloatArray) -> FloatArray:
-        """Queries in the system as it is meant to be."""
-        return np.asarray(np.ceil(batch * (self.problem.lengths.outputs.mean + 1)))
+    def _in_system(self, batch: FloatArray) -> FloatArray:
+        """So many queries are in the system as it is meant to be."""
+        return np.asarray(np.ceil(batch * (self._mean_outputs + 1)))
 
-    def _fullest(self, split: WaaPlans, batch: FloatArray, groups: FloatArray,
-                 wanted: BoolArray) -> FloatArray:
-        """[counts of encode devices, configs] bytes; infinite where not wanted."""
-        found = np.full(wanted.shape, np.inf)
+    def _fullest(self, split: WaaPlans, configs: WaaConfigs, wanted: BoolArray) -> FloatArray:
+        """The fullest device holds such bytes [counts of encode devices, configs]; they are
+        infinite where not wanted."""
+        held = np.full(wanted.shape, np.inf)
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(wanted[place])
             if len(rows):
-                found[place, rows] = self._held(split, int(count), WaaPoints(
-                    batch=batch[rows], groups=groups[rows]))
-        return found
+                held[place, rows] = self._held(split, int(count), configs.take(rows))
+        return held
 
-    def _held(self, split: WaaPlans, count: int, points: WaaPoints) -> FloatArray:
-        return self.memory.fullest(split.plan(count), points.batch, points.groups,
-                                   self._wanted(points.batch))
+    def _held(self, split: WaaPlans, count: int, configs: WaaConfigs) -> FloatArray:
+        return self._memory.fullest(split.plan(count), configs, self._in_system(configs.batch))
+
+
+def _nearest(split: WaaPlans, encode_s: FloatArray, decode_s: FloatArray) -> IntArray:
+    with np.errstate(invalid="ignore"):
+        share = encode_s / (encode_s + decode_s)
+    return split.nearest(np.where(np.isfinite(share), share, 0.5))

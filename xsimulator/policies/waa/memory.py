@@ -12,12 +12,13 @@ from xgpt.core.units import DTYPE_BYTES
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
 
 
 class _PerUnit(NamedTuple):
-    """[kinds of stages] bytes on a rank: at rest, and for each token of KV, row of a step, and
-    query whose next token is chosen. Stages of one kind hold the same."""
+    """A rank holds such bytes [kinds of stages]: at rest, and for each token of KV, row of a step,
+    and query whose next token is chosen. Stages of one kind hold the same."""
 
     rest: FloatArray
     token: FloatArray
@@ -25,14 +26,14 @@ class _PerUnit(NamedTuple):
     head: FloatArray
 
     def fullest(self, tokens: FloatArray, rows: FloatArray, heads: FloatArray) -> FloatArray:
-        """[configs]."""
+        """The fullest rank holds such bytes [configs]."""
         held = (self.rest[:, None] + self.token[:, None] * tokens + self.row[:, None] * rows
                 + self.head[:, None] * heads)
         return np.asarray(held.max(axis=0))
 
 
 class WaaMemory:
-    """Of one problem's configurations."""
+    """It says what the configurations of one problem need."""
 
     def __init__(self, problem: Problem, flow: QueryFlow, plans: Plans, adjustment: float) -> None:
         self._problem, self._plans, self._adjustment = problem, plans, adjustment
@@ -42,26 +43,24 @@ class WaaMemory:
         self._mean_reserved = self._find_mean_reserved()
         self._units: dict[tuple[int, bool], tuple[Plan, _PerUnit]] = {}
 
-    def by_stage(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray,
-                 in_system: FloatArray) -> FloatArray:
-        """[configs, stages of both pools] bytes on each rank of a stage."""
+    def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
+        """Each rank of a stage holds so many bytes [configs, stages of both pools]."""
         pools = []
-        for pool, tokens, rows, heads in self._parts(plan, batch, groups, in_system):
+        for pool, tokens, rows, heads in self._largest(plan, configs, in_system):
             rest, token, row, head = self._linear(pool, is_encode=pool is plan.encode)
             pools.append(rest + tokens[:, None] * token + rows[:, None] * row
                          + heads[:, None] * head)
         return np.concatenate(pools, axis=1)
 
-    def fullest(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray,
-                in_system: FloatArray) -> FloatArray:
-        """[configs] the largest of by_stage."""
+    def fullest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
+        """The fullest rank of any stage holds so many bytes [configs]."""
         return np.maximum(*(self._per_unit(pool, is_encode=pool is plan.encode).fullest(
             tokens, rows, heads)
-            for pool, tokens, rows, heads in self._parts(plan, batch, groups, in_system)))
+            for pool, tokens, rows, heads in self._largest(plan, configs, in_system)))
 
     def evenly(self, counts: IntArray, batch: FloatArray, in_system: FloatArray) -> FloatArray:
-        """[counts of encode devices, configs] on the fullest device if all bytes were spread evenly
-        over each pool's: a lower bound, without laying anything out."""
+        """The fullest device would hold so many bytes [counts of encode devices, configs] if all
+        were spread evenly over each pool's: a lower bound, without laying anything out."""
         problem = self._problem
         encode, decode = (self._plans.pool([(0,)], role) for role in ("encode", "decode"))
         cached = memory.kv_bytes(problem.model, decode.stages, problem.dtype,
@@ -74,17 +73,18 @@ class WaaMemory:
             (decode.weight_bytes[0] + cached) / (problem.cluster.num_devices - encoding)))
 
     def encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
-        """Tokens in the encode pool at most: a batch in each stage, one that waits, and one that is
-        handed over."""
+        """The encode pool has so many tokens at most: a batch in each stage, one that waits, and
+        one that is handed over."""
         tokens: FloatArray = np.ceil((stages + 2) * self._largest_batch(batch))
         return tokens
 
     def _largest_batch(self, batch: FloatArray) -> FloatArray:
-        """Tokens of an encode batch at its upper threshold."""
+        """An encode batch has so many tokens at its upper threshold."""
         return np.maximum(batch * self._mean * (1 + self._adjustment), self._inputs.max)
 
     def kv_tokens(self, in_system: FloatArray) -> FloatArray:
-        """Reserved for the queries in the system, at a high quantile, one longest at least."""
+        """So many tokens are reserved for the queries in the system, at a high quantile, for one
+        longest query at least."""
         most = self._most_tokens
         wanted = (in_system * self._mean_reserved
                   + memory.KV_QUANTILE_Z * self._std * np.sqrt(in_system))
@@ -99,11 +99,12 @@ class WaaMemory:
         biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
         return biased + self._most_tokens - lengths.inputs.max
 
-    def _parts(self, plan: WaaPlan, batch: FloatArray, groups: FloatArray, in_system: FloatArray,
-               ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
-        """(pool, KV tokens, rows and queries of its largest step)."""
+    def _largest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray,
+                 ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
+        """Each pool comes with KV tokens, and rows and queries of its largest step."""
+        batch = configs.batch
         encoded = np.ceil(batch * (1 + self._adjustment))
-        decoded = np.ceil(in_system / groups)
+        decoded = np.ceil(in_system / configs.groups)
         return [(plan.encode, self.encode_kv_tokens(batch, len(plan.encode.stages)),
                  memory.largest_rows(self._inputs, encoded), encoded),
                 # its caches, and a batch that has been handed over and waits for its turn to join
@@ -119,7 +120,7 @@ class WaaMemory:
         return known[1]
 
     def _linear(self, pool: Plan, *, is_encode: bool) -> tuple[FloatArray, ...]:
-        """_PerUnit by stage."""
+        """The figures of _PerUnit are given by stage."""
         problem, stages = self._problem, pool.stages
 
         def step(rows: float, heads: float) -> FloatArray:

@@ -23,7 +23,7 @@ from xsimulator.plans import Plan, Plans
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WaaPlan:
-    """Both pools; the stages of the decode pool are numbered after those of the encode pool."""
+    """A plan has both pools; the decode pool's stages are numbered after the encode pool's."""
 
     encode: Plan
     decode: Plan
@@ -34,28 +34,28 @@ class WaaPlan:
 
 
 class WaaPlans:
-    """The plans of one (tp_degree, tp_gpus), by number of encode devices."""
+    """The plans of one (tp_degree, tp_gpus) are kept by number of encode devices."""
 
     def __init__(self, plans: Plans, tp_degree: int, tp_gpus: int) -> None:
         self._plans, self.tp_degree, self.tp_gpus = plans, tp_degree, tp_gpus
         self._known: dict[int, WaaPlan] = {}
         problem = plans.problem
-        found = {}
+        ranks_of = {}
         for count in range(1, problem.cluster.num_devices):
             ranks = pool_ranks(problem.cluster, count, tp_degree, tp_gpus)
             if ranks is not None and _holds(problem.model, *ranks):
-                found[count] = ranks
-        self._ranks = found
+                ranks_of[count] = ranks
+        self._ranks = ranks_of
 
     @property
     def encode_devices(self) -> IntArray:
-        """Numbers of encode devices that can be; empty if the model or cluster refuses all."""
+        """These numbers of encode devices can be; none if the model or cluster refuses all."""
         return np.array(sorted(self._ranks), np.int64)
 
     @cached_property
     def stage_counts(self) -> tuple[tuple[IntArray, IntArray], ...]:
-        """(encode stages, decode stages) [counts of encode devices] that are groups, then those
-        that are single devices; with degree 1 of these alone."""
+        """So many (encode stages, decode stages) [counts of encode devices] are groups, then so
+        many single devices; with degree 1 there are these alone."""
         ranks = [self._ranks[count] for count in self.encode_devices.tolist()]
         degrees = dict.fromkeys((self.tp_degree, 1))
         encode, decode = ([np.array([sum(len(group) == degree for group in pools[side])
@@ -72,16 +72,16 @@ class WaaPlans:
         return self._known[encode_devices]
 
     def nearest(self, share: FloatArray) -> IntArray:
-        """Numbers of encode devices nearest to these shares of all devices (WAA-C)."""
+        """These numbers of encode devices are nearest to such shares of all devices (WAA-C)."""
         wanted = np.asarray(share)[..., None] * self._plans.problem.cluster.num_devices
         allowed = self.encode_devices
-        found: IntArray = allowed[np.abs(wanted - allowed).argmin(axis=-1)]
-        return found
+        nearest: IntArray = allowed[np.abs(wanted - allowed).argmin(axis=-1)]
+        return nearest
 
 
 def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: int,
                ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-    """Ranks of each (encode, decode) stage, or None where `tp_gpus` in groups find no place."""
+    """Each (encode, decode) stage has these ranks; None where `tp_gpus` in groups find no place."""
     devices = cluster.num_devices
     if tp_degree == 1 or tp_gpus == 0:
         if tp_degree != 1 or tp_gpus != 0:

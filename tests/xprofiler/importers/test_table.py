@@ -1,0 +1,55 @@
+"""Tables of others' files: units, and every fault named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from imported import faults, write
+
+from xgpt.core.errors import InputError
+from xprofiler.importers.table import Column, read_table
+
+COLUMNS = (Column("size", "count", least=1), Column("time", "ms"),
+           Column("kind", "text", allowed=("a", "b")))
+
+
+def test_milliseconds_become_seconds(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 2.5, "a"], [16, 0, "b"]])
+    table = read_table(path, COLUMNS)
+    assert table.seconds("time").tolist() == [0.0025, 0.0]
+    assert table.counts("size").tolist() == [8, 16]
+
+
+def test_every_fault_of_a_table_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ["size", "time", "colour"],
+                 [[8, -1, "x"], [0, "nan", "x"], [1.5, "fast", "x"], [4, 1, "x"]])
+    with pytest.raises(InputError) as error:
+        read_table(path, COLUMNS)
+    assert sorted(faults(error), key=str) == sorted([
+        (1, "kind"), (1, "colour"), (2, "time"), (3, "time"), (4, "time"), (3, "size"),
+        (4, "size")], key=str)
+    assert "missing column" in str(error.value) and "unknown column" in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "size,time,kind\n"])
+def test_an_empty_table_is_a_mistake(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match="empty"):
+        read_table(path, COLUMNS)
+
+
+def test_a_missing_file_and_a_short_row_are_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="readable"):
+        read_table(tmp_path / "none.csv", COLUMNS)
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 1, "a"], [8, 1]])
+    with pytest.raises(InputError, match=r"t\.csv:3"):
+        read_table(path, COLUMNS)
+
+
+def test_many_faults_of_one_column_are_counted_not_listed(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[1, -1, "a"]] * 50)
+    with pytest.raises(InputError, match="30 more such cells"):
+        read_table(path, COLUMNS)

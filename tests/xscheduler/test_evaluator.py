@@ -1,0 +1,44 @@
+"""Figures of a schedule on its own stages, and what is asked twice but evaluated once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from toy_jobs import estimate_of, roofline_of, toy_problem
+
+from xgpt.core.lengths import truncated_normal
+from xscheduler import evaluator as module
+from xscheduler.evaluator import Evaluator
+
+
+def evaluator(**given) -> Evaluator:
+    problem = toy_problem(**given)
+    return Evaluator(problem, roofline_of(problem))
+
+
+@pytest.mark.parametrize("policy", ["rra", "waa-c"])
+def test_a_schedule_keeps_its_stages_under_other_lengths(policy) -> None:
+    own = evaluator()
+    variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
+    estimate = estimate_of(own.problem, policy, encode_batch=4, **variables)
+    assert own.estimate(estimate) == estimate
+    assert own.latency_s(estimate) == pytest.approx(estimate.figures.latency_s)
+    longer = Evaluator(replace(own.problem, lengths=replace(
+        own.problem.lengths, outputs=truncated_normal(15, 4, 20))), own.timing)
+    changed = longer.estimate(estimate)
+    assert changed.deployment.stages == estimate.deployment.stages
+    assert changed.figures.latency_s == longer.latency_s(estimate) > estimate.figures.latency_s
+
+
+def test_replays_are_made_once(monkeypatch) -> None:
+    own = evaluator(num_queries=30)
+    estimate = estimate_of(own.problem, encode_batch=4, decode_iterations=4)
+    asked = []
+    for name in ("replay_latency_s", "predict"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, real=real, name=name, **more: (
+            asked.append(name), real(*given, **more))[1])
+    assert own.replayed_latency_s(estimate) == own.replayed_latency_s(estimate)
+    assert own.job(estimate, 1) == own.job(estimate, 1) != own.job(estimate, 2)
+    assert asked == ["replay_latency_s", "predict", "predict"]

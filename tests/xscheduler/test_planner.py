@@ -1,0 +1,84 @@
+"""plan(problem, timing): the one schedule that is shown and executed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from xgpt.core import catalog
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.status import Status
+from xprofiler.roofline import Roofline
+from xscheduler.planner import Planner, PlanOptions, plan
+
+STEADY = PlanOptions(horizon="steady")
+
+
+def problem_of(num_queries: int | None = 100, latency_s: float = 12.0, *, observes: bool = False,
+               **fixed: Any) -> Problem:
+    lengths = catalog.task("S")
+    from xgpt.core.constraint import latency_constraint
+
+    return Problem(
+        model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=lengths,
+        dtype="float16", num_queries=num_queries, is_synthetic=num_queries is not None,
+        constraint=latency_constraint(latency_s), observes=observes, is_revised=observes,
+        fixed=FixedSchedule(**({"tp_degree": 1} | fixed)),
+        default_max_tokens=lengths.outputs.max)
+
+
+def timing_of(problem: Problem) -> Roofline:
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
+def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for() -> None:
+    problem = problem_of(policy="rra")
+    own, steady = (plan(problem, timing_of(problem), options) for options in (None, STEADY))
+    assert own.proof.status == Status.JOB and steady.proof.status != Status.JOB
+    assert own.estimate.figures.throughput_qps <= steady.estimate.figures.throughput_qps
+    endless = replace(problem, num_queries=None, is_synthetic=False)
+    assert plan(endless, timing_of(problem)).proof.status != Status.JOB
+
+
+@pytest.mark.parametrize("policy", ["ft", "dsi", "orca", "vllm", "sarathi"])
+def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
+    problem = problem_of(None, 20.0, policy=policy)
+    schedule = plan(problem, timing_of(problem))
+    assert schedule.estimate.controls.policy == policy and schedule.proof.status == Status.GRID
+    assert schedule.estimate.figures.latency_s * schedule.margin.factor <= 20.0
+    assert schedule.margin.note and not schedule.rejected
+
+
+def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_bound() -> None:
+    problem = problem_of(400, 0.5, observes=True)
+    schedule = plan(problem, timing_of(problem))
+    assert schedule.proof.status == Status.BEGINNING
+    assert schedule.estimate.controls.policy == "rra", "it can be changed while it runs"
+    with pytest.raises(InfeasibleError, match="no schedule satisfies"):
+        plan(problem, timing_of(problem), STEADY)
+    with pytest.raises(InfeasibleError):
+        plan(replace(problem, is_revised=False), timing_of(problem))
+
+
+def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note() -> None:
+    problem = problem_of(3, policy="rra", encode_batch=8, decode_iterations=4)
+    said: list[str] = []
+    schedule = plan(problem, timing_of(problem), tell=said.append)
+    assert schedule.estimate.figures.encode_batch == 8
+    assert len(said) == 1 and "the job has 3 queries" in said[0]
+
+
+def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own() -> None:
+    problem = problem_of(None, 12.0, policy="rra")
+    planner = Planner(problem, timing_of(problem))
+    schedules = [planner.plan(bound_s) for bound_s in (4.0, 12.0)]
+    rates = [schedule.estimate.figures.throughput_qps for schedule in schedules]
+    assert rates[0] < rates[1] and [s.bound.limit_s for s in schedules] == [4.0, 12.0]
+    relaxed = replace(problem, constraint=problem.constraint.with_latency(limit_s=4.0))
+    assert planner.of(relaxed) is planner.steady(4.0), "known already"
+    fewer = replace(problem, cluster=catalog.cluster("a40-8"))
+    assert planner.of(fewer).estimate.figures.throughput_qps > rates[1]

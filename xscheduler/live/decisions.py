@@ -1,0 +1,280 @@
+"""What is decided while a job runs, by the output lengths that it has shown (paper sections 7.6 and
+7.7).
+
+RRA changes its batch sizes in place. WAA's would need other buffers and, mostly, other layers: for
+it what is decided is what a re-deployment would bring, and the job goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from xgpt.core.controls import max_in_system
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
+from xprofiler.timing import TimingSource
+from xscheduler.beginning import FIRST_QUERIES
+from xscheduler.live.observed import (
+    Drift,
+    Observation,
+    ObservedLengths,
+    drift_of,
+    joint_of,
+    observed_lengths,
+)
+from xscheduler.live.reschedule import Reschedule, reschedule
+from xscheduler.live.revision import Revised, revise
+from xscheduler.live.slots import mean_present
+from xscheduler.room import with_room_for
+
+LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
+# Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
+# bound.
+CAUTION = 0.5
+MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
+
+
+class Written(Protocol):
+    """What a run has shown: (input, output) tokens by the place of each query in the job, of those
+    that are done and of those at work. Queries before `first` are forgotten."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def finished(self) -> Mapping[int, tuple[int, int]]: ...
+    @property
+    def active(self) -> Mapping[int, tuple[int, int]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """A run that is followed, of a job by a schedule.
+
+    threshold: share of the mean output length that counts as drift. is_observing: the plan is no
+    expectation, but every query's cap. longest: KV tokens that a query may need. slots: of a
+    group's cache.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    threshold: float
+    is_observing: bool
+    longest: int
+    slots: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.problem.num_queries or 0
+
+    @property
+    def enough(self) -> int:
+        """Queries done before lengths count."""
+        return max(LEAST_QUERIES, min(MOST_QUERIES, int(self.num_queries * SHARE)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One look at the lengths that led to something, in words and figures."""
+
+    sentence: str
+    record: dict[str, Any]  # of metrics.json
+    schedule: Schedule | None = None  # what runs from now on; None: what ran before
+    is_kept: bool = True  # the bound, by what runs from now on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What leads to a decision: lengths seen of queries, `admitted` so far."""
+
+    seen: Observation
+    observed: ObservedLengths
+    drift: Drift
+    is_observing: bool
+    left: int
+    done: int
+    admitted: int
+
+    def record(self) -> dict[str, Any]:
+        drift = self.drift
+        return {"cause": "observe" if self.is_observing else "drift", "after_queries": self.done,
+                "queries_left": self.left,
+                "mean_output_tokens": {"planned": drift.planned_mean,
+                                       "observed": drift.observed_mean},
+                "quantile_output_tokens": {"planned": drift.planned_reach,
+                                           "observed": drift.observed_reach}}
+
+    @property
+    def sentence(self) -> str:
+        drift = self.drift
+        figures = f"mean {_figure(drift.planned_mean)} -> {_figure(drift.observed_mean)}"
+        if drift.is_reach or not drift.is_mean:
+            figures += (f", {drift.quantile * 100:g} % within {drift.planned_reach} -> "
+                        f"{drift.observed_reach}")
+        what = "observed" if self.is_observing else "drifted"
+        return f"output lengths {what}: {figures} after {self.done} queries"
+
+
+class Decider:
+    """Decides on one run: `look` at what it has written, `decide`, which takes a while and may be
+    done beside the run, then `take` the decision."""
+
+    def __init__(self, followed: Followed, timing: TimingSource) -> None:
+        self.followed, self._timing = followed, timing
+        self.running = followed.schedule
+        self.is_observing = followed.is_observing
+        self.needed = followed.enough  # queries done, for the next look
+        if self.is_observing and self.running.estimate.policy == "rra":
+            self.needed = FIRST_QUERIES
+        self.revision = 0  # of the schedule that is running
+        self._planned = followed.problem.lengths.outputs
+        self._since = 0  # first query that has not led to a decision yet
+
+    def look(self, written: Written) -> Look | None:
+        """None where nothing is to be decided yet."""
+        problem, since = self.followed.problem, max(self._since, written.first)
+        finished, active = (_rows(part, since) for part in (written.finished, written.active))
+        admitted = max((*written.finished, *written.active), default=-1) + 1
+        waiting = self.followed.num_queries - admitted
+        at_work = max(len(written.active), max_in_system(self.running.estimate.controls))
+        if waiting <= at_work:  # what is left is the job's drain
+            return None
+        if len(finished) < self.needed:
+            return None
+        seen = Observation(finished=finished, active=active)
+        observed = observed_lengths(seen, self._planned, problem.default_max_tokens)
+        quantile = problem.constraint.quantile
+        # those that nobody was watched for are planned at their caps: they must not be the bound's
+        most = min(MOST_UNKNOWN, 1 - quantile) if self.is_observing else MOST_UNKNOWN
+        if observed.unknown > most:
+            return None
+        drift = drift_of(self._planned, observed, threshold=self.followed.threshold,
+                         quantile=quantile)
+        if not drift and not self.is_observing:
+            return None
+        done = admitted - len(written.active)
+        return Look(seen=seen, observed=observed, drift=drift, is_observing=self.is_observing,
+                    left=self.followed.num_queries - done, done=done, admitted=admitted)
+
+    def decide(self, look: Look) -> Decision:
+        """Plans for the lengths that were seen and the queries that are left."""
+        began_s, planned = time.monotonic(), self.followed.problem
+        problem = replace(
+            planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed,
+                                                             planned.lengths),
+            default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
+        is_changeable = self.running.estimate.policy == "rra"
+        decision = self._change(problem, look) if is_changeable else self._ask(problem, look)
+        decision.record["search_s"] = time.monotonic() - began_s
+        return decision
+
+    def take(self, look: Look, decision: Decision) -> bool:
+        """Goes on with what was decided; whether there is anything to tell."""
+        enough = self.followed.enough
+        # an early look that changes nothing has nothing to tell, nor has the same once more
+        is_awaited = self.needed <= enough <= look.seen.num_finished
+        is_settled = self._learn(look, decision)
+        if decision.schedule is not None:
+            self.running = decision.schedule
+            self.revision += 1
+        return decision.schedule is not None or is_settled or is_awaited
+
+    def _learn(self, look: Look, decision: Decision) -> bool:
+        """What the next look is about; whether lengths count as known from now on. A job that
+        observes looks again at more and more queries until enough are done and the bound is kept:
+        what is left to chance by then is what the confidence allows."""
+        seen, enough = look.seen.num_finished, self.followed.enough
+        if look.is_observing and (seen < enough or not decision.is_kept):
+            if decision.schedule is not None:
+                self._planned = look.observed.outputs
+            looks = (LEAST_QUERIES, enough)
+            self.needed = next((count for count in looks if count > seen), 2 * seen)
+            return False
+        # the next decision is about queries that this one has not seen
+        self._since, self.is_observing = look.admitted, False
+        self._planned, self.needed = look.observed.outputs, enough
+        return True
+
+    def _change(self, problem: Problem, look: Look) -> Decision:
+        """RRA: other batch sizes on the stages there are."""
+        now, record = self.running.estimate, look.record()
+        is_early = look.is_observing and look.seen.num_finished < LEAST_QUERIES
+        revised = revise(
+            self.running, problem, self._timing, caution=CAUTION if is_early else 1.0,
+            most_present=now.deployment.num_groups * mean_present(self.followed.slots))
+        record |= {"choice": "keep", "reason": revised.reason, "from": _variables(now),
+                   "throughput_qps": {"before": revised.keep.qps or None}}
+        if revised.estimate is None:
+            return self._unchanged(look, record, revised)
+        changed = with_room_for(replace(self.running, estimate=revised.estimate), problem,
+                                self.followed.longest)
+        groups = changed.estimate.deployment.num_groups
+        if changed.estimate.deployment.kv_tokens // groups < self.followed.longest:
+            record["reason"] = "other batch sizes leave no room for the longest request"
+            return Decision(sentence=f"{look.sentence}; the schedule stays: {record['reason']}",
+                            record=record)
+        record |= {"choice": "adjust", "to": _variables(changed.estimate),
+                   "revision": self.revision + 1}
+        record["throughput_qps"]["after"] = changed.estimate.figures.throughput_qps
+        return Decision(schedule=changed, record=record, is_kept=revised.is_kept, sentence=(
+            f"{look.sentence}; {_changed(now, changed.estimate)} ({revised.reason})"))
+
+    def _unchanged(self, look: Look, record: dict[str, Any], revised: Revised) -> Decision:
+        """The schedule stays; but of a job that observes, one that few queries led to and that
+        does not keep the bound makes way for the one it began with."""
+        now, first = self.running.estimate, self.followed.schedule.estimate
+        if not look.is_observing or revised.is_kept or _variables(now) == _variables(first):
+            return Decision(sentence=f"{look.sentence}; the schedule stays: {revised.reason}",
+                            record=record, is_kept=revised.is_kept)
+        record |= {"choice": "adjust", "to": _variables(first), "revision": self.revision + 1}
+        return Decision(schedule=self.followed.schedule, record=record, is_kept=False, sentence=(
+            f"{look.sentence}; back to the beginning, {_changed(now, first)}: {revised.reason}"))
+
+    def _ask(self, problem: Problem, look: Look) -> Decision:
+        """WAA: what a re-deployment would bring."""
+        limit_s = problem.constraint.latency_s / self.running.margin.factor
+        ways = reschedule(self.running, problem, self._timing, latency_limit_s=limit_s)
+        record = look.record() | {
+            "choice": ways.choice, "reason": ways.sentence,
+            "from": _variables(self.running.estimate),
+            "throughput_qps": {"before": ways.keep.qps or None}}
+        if ways.choice in ("adjust", "redeploy"):
+            assert ways.chosen is not None
+            record |= {"choice": "redeploy", "to": _variables(ways.chosen), "cost_s": ways.cost_s,
+                       "break_even_queries": ways.break_even_queries}
+            record["throughput_qps"]["after"] = ways.chosen.figures.throughput_qps
+        return Decision(sentence=f"{look.sentence}. {_advice(ways)}", record=record)
+
+
+def _rows(part: Mapping[int, tuple[int, int]], since: int) -> IntArray:
+    rows = [lengths for query, lengths in sorted(part.items()) if query >= since]
+    return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _variables(estimate: Estimate) -> dict[str, int]:
+    iterations = {"decode_iterations": estimate.figures.decode_iterations}
+    return {"encode_batch": estimate.figures.encode_batch,
+            **(iterations if estimate.policy == "rra" else {}),
+            "decode_micro_batches": estimate.deployment.num_groups}
+
+
+def _changed(old: Estimate, new: Estimate) -> str:
+    before, after = _variables(old), _variables(new)
+    return ", ".join(f"{key} {before[key]} -> {after[key]}" for key in before
+                     if before[key] != after[key])
+
+
+def _advice(ways: Reschedule) -> str:
+    if ways.choice == "keep" or ways.choice is None:
+        return ways.sentence
+    return (f"{ways.sentence} WAA changes nothing while it runs: if that is worth it, stop the job "
+            "(Ctrl-C) and submit it with the lengths seen so far (docs/schedule.md)")

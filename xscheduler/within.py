@@ -1,0 +1,143 @@
+"""The best schedule that keeps its bound with the confidence that is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
+from xgpt.core.units import format_seconds
+from xscheduler.uncertainty import Doubts, MarginParts
+
+ROUNDS = 6  # searches under tightened bounds at most
+NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
+GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
+SHRINK = 0.97  # of an unsafe schedule's latency: what is tried next, at least
+SHRINK_UNKNOWN = 0.75  # the same of one whose margin is infinite: beyond what the profile reaches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWithin:
+    """A schedule whose latency keeps the bound with its margin (or, where `is_safe` is false, comes
+    nearest to that), and what the margin cost: the share of the throughput that the schedule
+    without it has more."""
+
+    schedule: Schedule
+    margin: MarginParts
+    cost: float
+    is_safe: bool = True
+
+
+def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
+                search_problem: Callable[[Problem], Schedule] | None = None) -> PlannedWithin:
+    """The best schedule found whose latency times its own margin, as `doubts` say, keeps the bound
+    of their problem.
+
+    search: the best schedule within a latency bound in seconds; raises InfeasibleError.
+    search_problem: the same for a problem like this one with other lengths and another bound.
+
+    A margin belongs to a schedule: where a query of one token more waits a whole phase more, it is
+    large, and the best schedules sit at such edges. Tighter bounds do not keep the search from
+    edges; longer outputs do. So with `search_problem` the search is asked for outputs as long as
+    they may have to be reckoned with (Doubts.longer), at bounds around the given one, and what it
+    finds is judged with the problem's own lengths; without it, at tightened bounds. Bounds are
+    tried until one is safe, then others between it and the least unsafe one. The schedule's
+    `latency_bound_s` is the problem's, its `bound_qps` holds for schedules without a margin.
+    """
+    problem = doubts.problem
+    bound_s = problem.constraint.latency_s
+    free = search(bound_s)
+    first = doubts.margin(free.estimate)
+    if free.estimate.figures.latency_s * first.factor <= bound_s:
+        return PlannedWithin(schedule=free, margin=first, cost=0.0)
+    tried = _Tried(bound_s, free, first)
+    begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
+    if search_problem is not None and first.lengths * first.drift > 1:
+        begin_s = _tighter_s(bound_s, free.estimate.figures.latency_s, first.timing * first.model)
+        longer = replace(problem, lengths=doubts.longer())
+
+        def find(target_s: float) -> Schedule:
+            return search_problem(replace(longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
+
+    for _ in range(ROUNDS):
+        target_s = tried.next_target_s(begin_s)
+        if target_s is None:
+            break
+        try:
+            found = find(target_s)
+        except InfeasibleError as refusal:
+            tried.refused(target_s, refusal)
+            continue
+        own = found if find is search else doubts.with_own_lengths(found)
+        tried.add(target_s, found.estimate.figures.latency_s, own, doubts.margin(own.estimate))
+    return tried.result()
+
+
+class _Tried:
+    """Latency bounds searched with, and what came of them."""
+
+    def __init__(self, bound_s: float, free: Schedule, first: MarginParts) -> None:
+        self._bound_s, self._free = bound_s, free
+        self._least_s: float | None = None  # the largest that is safe, or that nothing meets
+        self._most_s: float | None = None  # the least whose schedule is not safe
+        self._next_s: float | None = None  # after an unsafe one
+        self._safe: list[tuple[Schedule, MarginParts]] = []
+        self._unsafe = [(free, first)]
+        self._refusal: InfeasibleError | None = None
+
+    def next_target_s(self, begin_s: float) -> float | None:
+        if self._least_s is None:
+            return begin_s if self._next_s is None else self._next_s
+        if self._most_s is None:
+            return GROW * self._least_s
+        if self._most_s <= NEAR * self._least_s:
+            return None
+        return math.sqrt(self._least_s * self._most_s)
+
+    def add(self, target_s: float, searched_s: float, schedule: Schedule, own: MarginParts) -> None:
+        """searched_s: the schedule's latency in the eyes of the search."""
+        needed_s = schedule.estimate.figures.latency_s * own.factor
+        if needed_s <= self._bound_s:
+            self._safe.append((schedule, own))
+            self._least_s = target_s
+        else:
+            self._unsafe.append((schedule, own))
+            self._most_s = target_s
+            self._next_s = min(SHRINK * searched_s, _tighter_s(
+                target_s, searched_s, needed_s / self._bound_s))
+
+    def refused(self, target_s: float, refusal: InfeasibleError) -> None:
+        self._least_s, self._refusal = target_s, refusal
+
+    def result(self) -> PlannedWithin:
+        if not self._safe and self._refusal is not None:
+            schedule, own = self._unsafe[0]
+            raise InfeasibleError(
+                f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
+                f"with its margin (without one: {schedule.estimate.policy} at "
+                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a margin: "
+                f"{self._refusal}") from self._refusal
+        if self._safe:
+            found, own = max(self._safe, key=lambda pair: pair[0].estimate.figures.throughput_qps)
+        else:
+            found, own = min(self._unsafe,
+                             key=lambda pair: pair[0].estimate.figures.latency_s * pair[1].factor)
+            own = replace(own, sentence=f"NOT kept with that confidence: {own.sentence}")
+        queries, bound_qps = found.estimate.figures.throughput_qps, self._free.proof.bound_qps
+        return PlannedWithin(
+            schedule=found.changed(
+                limit_s=self._bound_s, bound_qps=bound_qps, gap=bound_qps / queries - 1,
+                unbounded_qps=self._free.proof.unbounded_qps),
+            margin=own, cost=1 - queries / self._free.estimate.figures.throughput_qps,
+            is_safe=bool(self._safe))
+
+
+def _tighter_s(target_s: float, searched_s: float, factor: float) -> float:
+    """The bound to search with after `target_s`, whose schedule (of latency `searched_s`) needs
+    `factor` times as much."""
+    if math.isinf(factor):
+        return SHRINK_UNKNOWN * min(target_s, searched_s)
+    return target_s / factor
