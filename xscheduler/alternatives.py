@@ -64,7 +64,8 @@ def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tu
         rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
     rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
     rows.append(Rejected(
-        label=f"without a margin: {free.estimate.policy}", latency_s=free.estimate.figures.latency_s,
+        label=f"without a margin: {free.estimate.policy}",
+        latency_s=free.estimate.figures.latency_s,
         throughput_qps=free.estimate.figures.throughput_qps,
         reason="keeps the bound only if all is as expected"))
     return tuple(rows)
@@ -76,7 +77,8 @@ def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> 
     if row.throughput_qps is None:
         return row
     share = row.throughput_qps / origin.estimate.figures.throughput_qps
-    return replace(row, throughput_qps=share * schedule.estimate.figures.throughput_qps, latency_s=None,
+    return replace(row, latency_s=None,
+                   throughput_qps=share * schedule.estimate.figures.throughput_qps,
                    reason="no better, with the margin" if share >= 1 else
                    f"lower throughput by {1 - share:.1%}, with the margin")
 

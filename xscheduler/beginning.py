@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
@@ -41,8 +42,9 @@ def can_settle(problem: Problem) -> bool:
     """Whether a run of the job can change its schedule once it has seen lengths."""
     fixed = problem.fixed
     is_fixed = fixed.encode_batch is not None and fixed.decode_iterations is not None
-    return (problem.observes and problem.is_revised and fixed.policy in (None, "rra")
-            and not is_fixed and (problem.num_queries or 0) > FIRST_QUERIES)
+    may_change = fixed.policy is None or policy(fixed.policy).is_changeable
+    return (problem.observes and problem.is_revised and may_change and not is_fixed
+            and (problem.num_queries or 0) > FIRST_QUERIES)
 
 
 def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
@@ -84,8 +86,9 @@ def _sentence(problem: Problem, least_s: float) -> str:
 
 def _why(schedule: Schedule, least_s: float) -> str:
     estimate = schedule.estimate
-    queries = "1 query" if estimate.figures.encode_batch == 1 else f"{estimate.figures.encode_batch} queries"
+    batch, iterations = estimate.figures.encode_batch, estimate.figures.decode_iterations
+    queries = "1 query" if batch == 1 else f"{batch} queries"
     return (f"{queries[:1].upper()}{queries[1:]} encoded together, then "
-            f"{estimate.figures.decode_iterations} decode iterations, or fewer where all are done before: "
+            f"{iterations} decode iterations, or fewer where all are done before: "
             f"{format_seconds(estimate.figures.latency_s)} for a query that runs to its cap, "
             f"{format_seconds(least_s)} being the least there is.")

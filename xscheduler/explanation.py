@@ -123,8 +123,9 @@ def _tensor_plan(schedule: Schedule) -> str:
     plan = (f"no tensor parallelism: {_counted(len(held), 'stage')} of one device, {layers} "
             "layers each"
             if estimate.deployment.tp_degree == 1 else
-            f"tensor parallelism in groups of {estimate.deployment.tp_degree} on {estimate.deployment.tp_gpus} of "
-            f"{len(estimate.figures.memory_bytes)} devices: {_counted(len(held), 'stage')}, {layers} "
+            f"tensor parallelism in groups of {estimate.deployment.tp_degree} on "
+            f"{estimate.deployment.tp_gpus} of {len(estimate.figures.memory_bytes)} devices: "
+            f"{_counted(len(held), 'stage')}, {layers} "
             "layers each")
     rows = [row for row in schedule.rejected
             if row.label.startswith(DEGREE_ROW) and row.throughput_qps]
@@ -213,7 +214,8 @@ def _latency_used(schedule: Schedule, limit_s: float) -> str:
     if math.isinf(bound_s):
         return ""
     margin = f" ({format_seconds(limit_s)} with its margin)" if limit_s < bound_s else ""
-    return (f"{estimate.figures.latency_s:.4g} s of the bound of {format_seconds(bound_s)}{margin}, "
+    return (f"{estimate.figures.latency_s:.4g} s of the bound of "
+            f"{format_seconds(bound_s)}{margin}, "
             f"{estimate.figures.latency_s / bound_s:.1%}")
 
 

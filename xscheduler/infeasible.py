@@ -81,7 +81,8 @@ def _without_room(easy: Sequence[_Easy]) -> str:
     held = min(max(estimate.figures.memory_bytes) for estimate in estimates)
     return (f"no schedule: memory binds. {problem.model.name} needs at least "
             f"{format_bytes(held)} on its fullest device, of which "
-            f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes more "
+            f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; "
+            "it takes more "
             "devices, or a smaller model, dtype or maximum output")
 
 

@@ -130,7 +130,8 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: i
     longer = steady_s / wall_s - 1
     note = (f"Chosen for this job's {count} queries, which it is expected to answer in "
             f"{format_seconds(wall_s)}, ramp and drain included: the quickest of {replayed} "
-            f"replayed. The highest throughput in steady state ({before.figures.throughput_qps:.4g} "
+            "replayed. The highest throughput in steady state "
+            f"({before.figures.throughput_qps:.4g} "
             f"queries/s by {_words(before)}) would take {format_seconds(steady_s)}.")
     row = Rejected(label=f"highest in steady state: {_words(before)}",
                    throughput_qps=before.figures.throughput_qps, latency_s=before.figures.latency_s,

@@ -18,7 +18,7 @@ from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
-from xgpt.core.policies import baselines
+from xgpt.core.policies import baselines, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
@@ -37,8 +37,6 @@ from xscheduler.uncertainty import Doubts
 from xscheduler.untimed import plan_untimed
 from xscheduler.within import PlannedWithin, plan_within
 
-# Of the policies that are searched, the one whose schedule can be changed while it runs.
-_CHANGEABLE = "rra"
 Horizon = Literal["job", "steady"]
 
 
@@ -167,7 +165,8 @@ class Planner:
         fixed = self.problem.fixed
         if self.options.horizon == "steady" or not self.problem.observes or fixed.policy:
             return self.problem
-        return replace(self.problem, fixed=replace(fixed, policy=_CHANGEABLE))
+        changeable = next(row.name for row in policies() if row.is_searched and row.is_changeable)
+        return replace(self.problem, fixed=replace(fixed, policy=changeable))
 
     @cached_property
     def _evaluator(self) -> Evaluator:

@@ -91,7 +91,8 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
         found.append(("one more device", "not offered: the workers share this machine's cores, one "
                                          "more would have to take its cores from the others"))
     elif cluster.num_nodes == 1:
-        found.append((f"one more GPU ({cluster.num_devices + 1})", replace(problem, cluster=cluster.with_nodes(devices_per_node=cluster.devices_per_node + 1))))
+        found.append((f"one more GPU ({cluster.num_devices + 1})", replace(
+            problem, cluster=cluster.with_nodes(devices_per_node=cluster.devices_per_node + 1))))
     else:
         more = cluster.with_nodes(num_nodes=cluster.num_nodes + 1)
         found.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
@@ -134,7 +135,8 @@ def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
                                         "divide, or its collectives grow")
     used = max(estimate.figures.memory_bytes) / estimate.figures.memory_capacity_bytes
     if bound_s > base.bound.limit_s:
-        return (f"latency does not bind: {estimate.figures.latency_s / base.bound.limit_s:.0%} of the "
+        return (f"latency does not bind: {estimate.figures.latency_s / base.bound.limit_s:.0%} of "
+                "the "
                 f"bound is used, and {used:.0%} of the fullest device's memory")
     return f"memory does not bind: {used:.0%} of the fullest device's is used"
 

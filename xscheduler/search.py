@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xgpt.core.errors import InputError, Mistake
+from xgpt.core.policies import policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import schedule_from_flat
@@ -21,14 +22,9 @@ from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import Best, best_in, rows_beside
 from xscheduler.infeasible import explain
-from xscheduler.spaces.rra import RraSpace
 from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xscheduler.spaces.waa import WaaSpace
 
-POLICIES = ("rra", "waa-c", "waa-m")  # that are searched
-_SPACES: Mapping[str, type[RraSpace | WaaSpace]] = {
-    "rra": RraSpace, "waa-c": WaaSpace, "waa-m": WaaSpace}
 GAP = 0.005
 SHORT_OUTPUTS = 150  # tokens in the mean
 FREE_GAP = 0.02  # of the search without a latency bound, which is only compared with
@@ -51,7 +47,8 @@ class Scheduler:
         says when another limit was hit."""
         self.problem, self._effort = problem, effort or Effort(gap=GAP)
         plans = tensor_plans(problem, timing)
-        spaces = [_SPACES[name](name, problem, timing, plans) for name in _policies_of(problem)]
+        spaces: list[Space] = [policy(name).load("space")(name, problem, timing, plans)
+                               for name in _policies_of(problem)]
         self.spaces: list[Space] = [space for space in spaces if space.plans]
         if not self.spaces:
             raise InputError([Mistake(
@@ -125,12 +122,13 @@ class Scheduler:
 def _policies_of(problem: Problem) -> tuple[str, ...]:
     fixed = problem.fixed
     if fixed.policy is None:
-        # a variable of RRA's alone is a wish for it
-        return POLICIES if fixed.decode_iterations is None else ("rra",)
-    if fixed.policy not in POLICIES:
+        # a variable that some policies alone have is a wish for one of them
+        return tuple(name for name in searched_policies() if fixed.decode_iterations is None
+                     or "decode_iterations" in policy(name).variable_names)
+    if fixed.policy not in searched_policies():
         raise InputError([Mistake(
             file="schedule", line=None, key="schedule.policy", value=fixed.policy,
-            allowed=f"{', '.join(POLICIES)} (or left out): baselines are not searched; "
+            allowed=f"{', '.join(searched_policies())} (or left out): baselines are not searched; "
                     "`xgpt simulate` finds their best")])
     return (fixed.policy,)
 

@@ -98,8 +98,9 @@ class Doubts:
         confidence = self.problem.constraint.confidence
         model = self._model_factor(estimate)
         if self.is_certain:
-            return MarginParts(factor=model, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
-                          model=model, sentence=self._sentence(model, 1.0, 1.0, 1.0, 0.0, model))
+            return MarginParts(
+                factor=model, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
+                model=model, sentence=self._sentence(model, 1.0, 1.0, 1.0, 0.0, model))
         expected_s = self._evaluator.latency_s(estimate)
         spread, unmeasured = self._timing_spread(estimate, expected_s)
         ratios = self._length_ratios(estimate, expected_s)

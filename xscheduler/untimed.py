@@ -44,7 +44,8 @@ def _given(problem: Problem, policy: Any) -> Estimate:
     if not estimate.figures.fits:
         raise InfeasibleError(
             f"schedule.encode_batch = {fixed.encode_batch} does not fit: it takes "
-            f"{max(estimate.figures.memory_bytes)} bytes of {estimate.figures.memory_capacity_bytes} a rank")
+            f"{max(estimate.figures.memory_bytes)} bytes of "
+            f"{estimate.figures.memory_capacity_bytes} a rank")
     if math.isinf(estimate.figures.latency_s):
         raise InputError([Mistake(
             file="schedule", line=None, key="schedule.encode_batch", value=fixed.encode_batch,

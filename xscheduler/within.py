@@ -60,7 +60,8 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
         longer = replace(problem, lengths=doubts.longer())
 
         def find(target_s: float) -> Schedule:
-            return search_problem(replace(longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
+            return search_problem(replace(
+                longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
@@ -118,7 +119,8 @@ class _Tried:
             raise InfeasibleError(
                 f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
                 f"with its margin (without one: {schedule.estimate.policy} at "
-                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a margin: "
+                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). "
+                "With a margin: "
                 f"{self._refusal}") from self._refusal
         if self._safe:
             found, own = max(self._safe, key=lambda pair: pair[0].estimate.figures.throughput_qps)

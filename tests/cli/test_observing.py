@@ -98,9 +98,9 @@ def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[st
 
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
     session = observing(tmp_path)
-    session = replace(session, problem=replace(session.problem, cluster=replace(
-        session.problem.cluster, device=replace(session.problem.cluster.device,
-                                                memory_bytes=2**32))))
+    session = replace(session, problem=replace(session.problem, cluster=(
+        session.problem.cluster.with_nodes(device=replace(
+            session.problem.cluster.device, memory_bytes=2**32)))))
     with pytest.raises(InfeasibleError, match="memory binds"):
         find(session, timing_of(session))
     assert hint(session.problem, timing_of(session)) == ""

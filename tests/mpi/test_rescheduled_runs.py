@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import Problem, resolve  # noqa: E402
+from xgpt.app.session import open_session  # noqa: E402
+from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.query_lengths import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
@@ -75,7 +75,7 @@ def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: s
     job = write_job(tmp_path, directory, requests, schedule="policy: rra", ranks=2)
     own = ("--set", f"workload.output_tokens={outputs}")
     call("profile", str(job), "--budget", "1s", *own, cache=cache)
-    problem = resolve(load_job(job, own[1:]))
+    problem = open_session(job, own[1:], fetch=False).problem
     given = slow_schedule(problem, tmp_path / "given.json")
     done = call("run", str(job), "--schedule", str(given), *own, "--json", cache=cache)
     metrics = json.loads(done.stdout)
@@ -126,7 +126,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
     results = read_lines(out / "results.jsonl")
     assert [r["id"] for r in results] == [q.id for q in queries]
     assert all(r["output_ids"] == kinds[r["index"] % len(kinds)][1] for r in results)
-    check_steps(resolve(load_job(job, (own[1], bound[1]))), out, queries, results,
+    check_steps(open_session(job, (own[1], bound[1]), fetch=False).problem, out, queries, results,
                 are_whole=False)
     shown = (out / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert metrics["beginning"] in shown and "Changes while it ran" in shown

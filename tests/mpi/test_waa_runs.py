@@ -20,8 +20,7 @@ import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import resolve  # noqa: E402
+from xgpt.app.session import open_session  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
@@ -43,7 +42,7 @@ def write_job(folder: Path, model: Path, requests: list[dict[str, Any]]) -> Path
 
 def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
     """What the simulator makes of `config`, as a schedule to run."""
-    problem = resolve(load_job(job, ()))
+    problem = open_session(job, (), fetch=False).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     path = folder / "given.json"
     save_schedule(schedule_from_flat(

@@ -16,6 +16,7 @@ from typing import Any
 
 from xgpt.app.session import Session
 from xgpt.core.lengths import IntArray
+from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
@@ -23,7 +24,6 @@ from xrunner.io.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.rra import phase_controls
 from xscheduler.beginning import can_settle
 from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Followed, Look
-from xscheduler.live.pinned import POLICIES
 from xscheduler.live.slots import HEADROOM, headroom, slots_for
 
 LOOK_S = 0.5
@@ -89,19 +89,19 @@ def rescheduler_of(session: Session, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """None where the job does not want it, or there is nothing to observe or to change."""
     job, problem, estimate = session.job, session.problem, schedule.estimate
-    known, fixed = problem.queries, job.schedule
+    known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
     is_fixed = fixed.encode_batch is not None and (
-        estimate.policy != "rra" or fixed.decode_iterations is not None)
+        not row.is_changeable or fixed.decode_iterations is not None)
     is_known = job.workload.output_tokens.kind == "from_requests"
     if job.run.reschedule is None or not engine_of(job).is_changeable or (
-            estimate.policy not in POLICIES or is_fixed or is_known):
+            not row.is_searched or is_fixed or is_known):
         return None
     is_observing = job.workload.output_tokens.kind == "observe"
     is_few = (problem.num_queries or 0) <= LEAST_QUERIES
     if known is None or (is_few and not can_settle(problem)):
         return None
     longest = _longest(known.reserves, estimate)
-    slots = 0 if estimate.policy != "rra" else slots_for(
+    slots = 0 if not row.is_changeable else slots_for(
         estimate, problem, longest,
         headroom(estimate, problem, timing) if is_observing else HEADROOM)
     return Rescheduler(Followed(

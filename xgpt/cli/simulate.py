@@ -17,14 +17,14 @@ from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError, InputError, Mistake
 from xgpt.core.job import FixedSchedule
-from xgpt.core.policies import baselines
+from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import estimate_keys, load_schedule
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xscheduler.search import POLICIES, find_schedule
+from xscheduler.search import find_schedule
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.records import ReplayResult
@@ -115,7 +115,7 @@ def _baselines(session: Session, timing: TimingSource,
                shown: str) -> dict[str, Estimate | None]:
     """The best of every policy, but for the searched one that is shown already."""
     found = {}
-    for name in (*(name for name in POLICIES if name != shown), *baselines()):
+    for name in (*(name for name in searched_policies() if name != shown), *baselines()):
         say(f"looking for the best {name} ...")
         found[name] = _best(session, timing, name)
     return found
@@ -135,7 +135,7 @@ def _best(session: Session, timing: TimingSource, name: str) -> Estimate | None:
     """The best within the bound, RRA's and WAA's by the search, baselines' by their grids; without
     a margin, so that all are measured alike."""
     problem = session.problem
-    if name in POLICIES:
+    if name in searched_policies():
         try:
             return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)),
                                  timing).estimate

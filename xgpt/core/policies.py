@@ -88,7 +88,7 @@ def _waa(name: str, title: str, words: str) -> Policy:
         controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
         closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
         config=f"{_FORMS}.waa.config:WaaConfig",
-        space="xscheduler.spaces.policy_search:WaaPolicySearch",
+        space="xscheduler.spaces.waa:WaaSpace",
         pools=("encode", "decode"), is_searched=True, has_even_batches=True)
 
 
@@ -116,7 +116,7 @@ _ROWS = (
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            closed_form=f"{_FORMS}.rra.closed_form:Rra",
            config=f"{_FORMS}.rra.config:RraConfig",
-           space="xscheduler.spaces.policy_search:RraPolicySearch", is_searched=True, has_even_batches=True,
+           space="xscheduler.spaces.rra:RraSpace", is_searched=True, has_even_batches=True,
            is_changeable=True),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
          "divided by computing time"),

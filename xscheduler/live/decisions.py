@@ -16,6 +16,7 @@ import numpy as np
 
 from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import IntArray
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
@@ -129,7 +130,7 @@ class Decider:
         self.running = followed.schedule
         self.is_observing = followed.is_observing
         self.needed = followed.enough  # queries done, for the next look
-        if self.is_observing and self.running.estimate.policy == "rra":
+        if self.is_observing and policy(self.running.estimate.policy).is_changeable:
             self.needed = FIRST_QUERIES
         self.revision = 0  # of the schedule that is running
         self._planned = followed.problem.lengths.outputs
@@ -168,7 +169,7 @@ class Decider:
             planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed,
                                                              planned.lengths),
             default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
-        is_changeable = self.running.estimate.policy == "rra"
+        is_changeable = policy(self.running.estimate.policy).is_changeable
         decision = self._change(problem, look) if is_changeable else self._ask(problem, look)
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
@@ -261,9 +262,10 @@ def _figure(value: float) -> str:
 
 
 def _variables(estimate: Estimate) -> dict[str, int]:
-    iterations = {"decode_iterations": estimate.figures.decode_iterations}
+    names = policy(estimate.policy).variable_names
     return {"encode_batch": estimate.figures.encode_batch,
-            **(iterations if estimate.policy == "rra" else {}),
+            **({"decode_iterations": estimate.figures.decode_iterations}
+               if "decode_iterations" in names else {}),
             "decode_micro_batches": estimate.deployment.num_groups}
 
 

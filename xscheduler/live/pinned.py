@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.policies import baselines
+from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Role, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
@@ -33,7 +33,6 @@ from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.divisions import FixedDivision
 
 MAX_BATCH = 1 << 16
-POLICIES = ("rra", "waa-c", "waa-m")
 NEAR_EDGE = 8  # batches below and above the edge that are evaluated one by one
 BELOW = (0.5, 0.7, 0.85, 0.93, 0.97)  # of the edge: further batches, should throughput have bent
 SPREAD = 12  # lines on either side of the best that are looked at in a round
@@ -53,7 +52,8 @@ class Way:
     @property
     def qps(self) -> float:
         """Throughput of an admissible way, else 0."""
-        return self.estimate.figures.throughput_qps if self.estimate and self.reason is None else 0.0
+        is_admissible = self.estimate is not None and self.reason is None
+        return self.estimate.figures.throughput_qps if self.estimate and is_admissible else 0.0
 
 
 class PinnedPlans(Plans):
@@ -96,9 +96,10 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
     def refuse(key: str, value: object, allowed: str) -> None:
         mistakes.append(Mistake(file="schedule", line=None, key=key, value=value, allowed=allowed))
 
-    if deployed.policy not in POLICIES:
-        refuse("policy", deployed.policy, f"one of {', '.join(POLICIES)}: others have no schedule "
-                                          "to change")
+    if deployed.policy not in searched_policies():
+        refuse("policy", deployed.policy,
+               f"one of {', '.join(searched_policies())}: others have no "
+               "schedule to change")
     ranks = sorted(rank for stage in deployed.deployment.stages for rank in stage.ranks)
     if ranks != list(range(problem.cluster.num_devices)):
         refuse("stages", f"{len(ranks)} ranks", f"{problem.cluster.num_devices}, the devices of "
@@ -295,8 +296,8 @@ class PinnedSearch:
         iterations = (f"decode_iterations {found.figures.decode_iterations}, "
                       if found.policy == "rra" else "")
         return Way(estimate=found, reason=(
-            f"the tightest latency on these stages is {found.figures.latency_s:.4g} s, with encode_batch "
-            f"{found.figures.encode_batch}, {iterations}decode_micro_batches "
+            f"the tightest latency on these stages is {found.figures.latency_s:.4g} s, with "
+            f"encode_batch {found.figures.encode_batch}, {iterations}decode_micro_batches "
             f"{found.deployment.num_groups}; the limit is {self._limit_s:.4g} s"))
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
@@ -306,7 +307,8 @@ class PinnedSearch:
     def _config(self, line: Line, batch: int) -> RraConfig | WaaConfig:
         now = self._deployed
         if now.policy == "rra":
-            return RraConfig(encode_batch=batch, decode_iterations=line[0], tp_degree=now.deployment.tp_degree,
+            return RraConfig(encode_batch=batch, decode_iterations=line[0],
+                             tp_degree=now.deployment.tp_degree,
                              tp_gpus=now.deployment.tp_gpus, decode_micro_batches=line[1])
         return WaaConfig(encode_batch=batch, decode_micro_batches=line[1],
                          tp_degree=now.deployment.tp_degree, tp_gpus=now.deployment.tp_gpus)

@@ -77,7 +77,8 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     redeploy = _searched(problem, timing) if best is None else _way_of(best)
     loading = None
     if redeploy.estimate is not None:
-        loading = _loading_of(deployed.deployment.stages, redeploy.estimate.deployment.stages, problem)
+        loading = _loading_of(deployed.deployment.stages,
+                              redeploy.estimate.deployment.stages, problem)
         if loading.total_bytes == 0:  # the best has the layers where they are
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
             redeploy, loading = Way(estimate=None, reason="no layer would move"), None

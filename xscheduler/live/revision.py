@@ -42,7 +42,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     bound that a change is planned for."""
     now = running.estimate
     assert now.policy == "rra", f"{now.policy = }"
-    fixed = replace(problem.fixed, policy="rra", tp_degree=now.deployment.tp_degree, tp_gpus=now.deployment.tp_gpus,
+    fixed = replace(problem.fixed, policy="rra", tp_degree=now.deployment.tp_degree,
+                    tp_gpus=now.deployment.tp_gpus,
                     decode_micro_batches=now.deployment.num_groups)
     most = [count for count in (problem.num_queries, most_present) if count is not None]
     problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
@@ -87,7 +88,8 @@ def _keep(now: Estimate, evaluator: Evaluator) -> Way:
     own = Doubts(problem, evaluator).margin(keep.estimate)
     if keep.estimate.figures.latency_s * own.factor <= bound_s:
         return keep
-    return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the bound "
+    return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the "
+                                "bound "
                                 f"of {bound_s:.3g} s with less than the confidence asked for")
 
 

@@ -25,7 +25,8 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
     planned to hold; infinite where not even short outputs tell."""
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
     fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.deployment.tp_degree,
-                    tp_gpus=estimate.deployment.tp_gpus, decode_micro_batches=estimate.deployment.num_groups)
+                    tp_gpus=estimate.deployment.tp_gpus,
+                    decode_micro_batches=estimate.deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(
         inputs=problem.lengths.inputs, outputs=outputs))
     best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
