@@ -43,13 +43,13 @@ def fullest(policy, problem, rng):
 
     try:
         low, high = 1, 8192
-        if not estimate(low).fits:
+        if not estimate(low).figures.fits:
             return None
     except InputError:
         return None
     while high - low > max(1, low // 50):
         middle = (low + high) // 2
-        low, high = (middle, high) if estimate(middle).fits else (low, middle)
+        low, high = (middle, high) if estimate(middle).figures.fits else (low, middle)
     return estimate(low)
 
 
@@ -59,7 +59,7 @@ def bytes_held(problem, found, result):
     model, held = problem.model, []
     plans = Plans(problem, roofline_of(problem))
     for pool in result.pools:
-        stages = tuple(found.stages[index] for index in pool.stages)
+        stages = tuple(found.deployment.stages[index] for index in pool.stages)
         weights = plans.pool([stage.ranks for stage in stages], stages[0].role,
                              stages[0].index).weight_bytes
         tokens = pool.memory_tokens.max(initial=0)
@@ -90,8 +90,9 @@ def check(policy, case, seeds, queries, enough=10**9):
         for _ in range(8):
             result = replayer.run(planned_queries(problem, *problem.lengths.sample(queries, rng)))
             held = bytes_held(problem, found, result)
-            assert held.max() <= found.memory_capacity_bytes, f"{policy} {seed = } {found}"
-            per_stage = [found.memory_bytes[stage.ranks[0]] for stage in found.stages]
+            assert held.max() <= found.figures.memory_capacity_bytes, f"{policy} {seed = } {found}"
+            per_stage = [found.figures.memory_bytes[stage.ranks[0]]
+                         for stage in found.deployment.stages]
             assert (held <= np.array(per_stage) + 1).all(), "no stage holds more than was said"
             checked += 1
     return checked
