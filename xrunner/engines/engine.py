@@ -27,7 +27,7 @@ def _needs_nothing(job: Job) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """One engine. Its ranks run `python -m WORKER OUT/run.json`: they read run.json, schedule.json
-    and the requests, and write results.jsonl, progress.json and measured.json (docs/engines.md).
+    and the requests, and write results.jsonl, progress.json and measured.json (as xrunner.io does).
 
     policies: those it executes. restricted: a job's problem as this engine executes it, its policy
     and layout among those that the engine knows, for planning or for the schedule given; raises
