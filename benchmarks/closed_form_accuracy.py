@@ -119,7 +119,11 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     else:
         return None
     problem, padded, found = drawn
-    present = max(found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system, found.controls.max_active)
+    present = max(
+        found.figures.decode_batch + found.figures.encode_batch,
+        found.controls.max_in_system,
+        found.controls.max_active,
+    )
     count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, rng)
     result = replay_job(problem, roofline_of(problem, padded), found,
@@ -127,11 +131,17 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     if steady is None:
         return None
-    parallel = f" TP {found.deployment.tp_degree} on {found.deployment.tp_gpus}" if found.deployment.tp_degree > 1 else ""
-    words = (f"{model} {name}{parallel} B_E {found.figures.encode_batch} N_D {found.figures.decode_iterations} "
-             f"G {found.deployment.num_groups} max {found.controls.max_active} budget {found.controls.token_budget} "
-             f"B_D {found.figures.decode_batch:.0f} {problem.constraint.kind} "
-             f"{'padded' if padded else 'own'} preempted {result.preemptions}")
+    parallel = (
+        f" TP {found.deployment.tp_degree} on {found.deployment.tp_gpus}"
+        if found.deployment.tp_degree > 1
+        else ""
+    )
+    words = (
+        f"{model} {name}{parallel} B_E {found.figures.encode_batch} N_D {found.figures.decode_iterations} "
+        f"G {found.deployment.num_groups} max {found.controls.max_active} budget {found.controls.token_budget} "
+        f"B_D {found.figures.decode_batch:.0f} {problem.constraint.kind} "
+        f"{'padded' if padded else 'own'} preempted {result.preemptions}"
+    )
     return Row(policy=policy, words=words, queries=steady.queries, reason=reason_of(problem, found),
                throughput=found.figures.throughput_qps / steady.throughput_qps,
                latency=found.figures.latency_s / steady.latency_s)

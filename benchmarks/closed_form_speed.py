@@ -122,9 +122,15 @@ def row(case: Case, problem: Problem, name: str, timing: TimingSource, runs: int
 
 def problem_of(case: Case) -> Problem:
     return Problem(
-        model=catalog.model(case.model), cluster=catalog.cluster(case.cluster),
-        lengths=catalog.task(case.task), dtype="float16", num_queries=None,
-        constraint=latency_constraint(latency_s=float("inf")), fixed=FixedSchedule(), default_max_tokens=1)
+        model=catalog.model(case.model),
+        cluster=catalog.cluster(case.cluster),
+        lengths=catalog.task(case.task),
+        dtype="float16",
+        num_queries=None,
+        constraint=latency_constraint(latency_s=float("inf")),
+        fixed=FixedSchedule(),
+        default_max_tokens=1,
+    )
 
 
 def configs_of(case: Case, problem: Problem) -> Any:

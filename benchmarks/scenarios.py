@@ -168,10 +168,13 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def _line_of(row: Row) -> str:
     e, scenario = row.found.estimate, row.scenario
-    own = ("none | | | | | | " if e is None else
-           f"{e.policy} | {e.figures.encode_batch} | {e.figures.decode_iterations if e.policy == 'rra' else ''} "
-           f"| {e.deployment.num_groups} | {e.deployment.tp_degree}x{e.deployment.tp_gpus} | {e.figures.throughput_qps:.3g} "
-           f"| {e.figures.latency_s:.3g}")
+    own = (
+        "none | | | | | | "
+        if e is None
+        else f"{e.policy} | {e.figures.encode_batch} | {e.figures.decode_iterations if e.policy == 'rra' else ''} "
+        f"| {e.deployment.num_groups} | {e.deployment.tp_degree}x{e.deployment.tp_gpus} | {e.figures.throughput_qps:.3g} "
+        f"| {e.figures.latency_s:.3g}"
+    )
     return (f"| {scenario.model}, {scenario.cluster}, {scenario.task} | {_seconds(row.bound_s)} "
             f"| {own} | {_qps(row.ft)} | {_gain(row.gain)} | {_qps(row.ft_best)} "
             f"| {_gain(row.gain_best)} | {row.found.seconds:.2f} | {row.found.nodes:,} "
@@ -275,7 +278,11 @@ def bounds_beside(rows: Sequence[Row]) -> list[str]:
 
 
 def _ratio(one: Estimate | None, other: Estimate | None) -> float:
-    return math.nan if one is None or other is None else one.figures.throughput_qps / other.figures.throughput_qps
+    return (
+        math.nan
+        if one is None or other is None
+        else one.figures.throughput_qps / other.figures.throughput_qps
+    )
 
 
 def _gain(value: float) -> str:

@@ -185,13 +185,17 @@ def bounded(problem: Problem, timing: Roofline) -> Estimate | None:
 
 def of_schedule(problem: Problem, timing: Roofline, found: Estimate, task: str) -> Iterator[Row]:
     """The same schedule under each setting."""
-    present = max(found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system)
+    present = max(
+        found.figures.decode_batch + found.figures.encode_batch, found.controls.max_in_system
+    )
     count = int(min(max(ROUNDS * present, LEAST_QUERIES), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
     control = (f"N_D {found.figures.decode_iterations}" if found.policy == "rra"
                else f"G {found.deployment.num_groups}")
-    name = (f"{task}: {found.policy} B_E {found.figures.encode_batch} {control} TP {found.deployment.tp_degree} x "
-            f"{found.deployment.tp_gpus // found.deployment.tp_degree}, B_D {found.figures.decode_batch:.0f}")
+    name = (
+        f"{task}: {found.policy} B_E {found.figures.encode_batch} {control} TP {found.deployment.tp_degree} x "
+        f"{found.deployment.tp_gpus // found.deployment.tp_degree}, B_D {found.figures.decode_batch:.0f}"
+    )
     is_rra = found.policy == "rra"
     led = found.controls.even.target_active if is_rra else found.figures.decode_batch
     for setting, changes in ((NONE, {"adjustment": 0.0, "steered_to": 0.0}),

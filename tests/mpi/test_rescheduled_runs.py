@@ -164,4 +164,7 @@ def check_steps(problem: Problem, out: Path, queries: list[Any],
         return
     begin = taken[0]["phase"]
     last = {phase: max(s[3] for s in expected if s[2] == phase) for phase in (begin - 1, begin)}
-    assert last == {begin - 1: estimate.figures.decode_iterations, begin: taken[0]["decode_iterations"]}
+    assert last == {
+        begin - 1: estimate.figures.decode_iterations,
+        begin: taken[0]["decode_iterations"],
+    }

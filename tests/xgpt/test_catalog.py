@@ -124,7 +124,10 @@ def test_clusters_say_how_quickly_weights_are_loaded_or_leave_it_to_the_defaults
     for name in catalog.names("cluster"):
         cluster = catalog.cluster(name)
         # a drive is slower than the bus of one device, and a copy no quicker than that bus
-        assert 1e9 < cluster.only.ssd_bytes_per_s < 31.5e9 and 1e9 < cluster.only.host_bytes_per_s <= 31.5e9
+        assert (
+            1e9 < cluster.only.ssd_bytes_per_s < 31.5e9
+            and 1e9 < cluster.only.host_bytes_per_s <= 31.5e9
+        )
 
 
 @pytest.mark.parametrize("rates", [{}, {"ssd_bytes_per_s": "3 GB"},

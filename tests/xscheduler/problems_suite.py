@@ -134,8 +134,14 @@ def roofline_of(problem: Problem) -> Roofline:
 def toy_cluster(*, devices=4, memory=6e8, link=FAST, nodes=1) -> Cluster:
     device = Device(name="toy", kind="gpu", memory_bytes=int(memory), bandwidth_bytes_per_s=4e11,
                     flops_per_s=(("float32", 1e13), ("float16", 5e13)))
-    return uniform_cluster(name="toy", device=device, num_nodes=nodes, devices_per_node=devices // nodes,
-                   intra_link=link, inter_link=SLOW)
+    return uniform_cluster(
+        name="toy",
+        device=device,
+        num_nodes=nodes,
+        devices_per_node=devices // nodes,
+        intra_link=link,
+        inter_link=SLOW,
+    )
 
 
 def toy_problem(*, latency_s=math.inf, fixed=None, inputs=(40, 20, 80), outputs=(9, 4, 20),

@@ -36,7 +36,9 @@ def check(case: Case, seed: int) -> int:
         estimate = schedule.estimate
         assert schedule.proof.bound_qps >= optimum, where
         assert optimum / (1 + GAP) <= estimate.figures.throughput_qps <= optimum * (1 + 1e-9), where
-        assert schedule.proof.gap <= GAP and schedule.proof.status in ("optimal", "within gap"), where
+        assert schedule.proof.gap <= GAP and schedule.proof.status in ("optimal", "within gap"), (
+            where
+        )
         assert estimate.figures.throughput_qps * (1 + schedule.proof.gap) >= optimum, where
         assert estimate.figures.latency_s <= bound_s * (1 + 1e-12) and estimate.figures.fits, where
         assert max(estimate.figures.memory_bytes) <= estimate.figures.memory_capacity_bytes, where

@@ -134,13 +134,18 @@ def test_with_times_the_next_batch_is_looked_at(policy):
     next_one = estimate_of(problem, policy, encode_batch=7, **variables)
     between = (estimate.figures.latency_s + next_one.figures.latency_s) / 2
     assert estimate.figures.latency_s < next_one.figures.latency_s
-    for bound_s, broken in ((between, ["the latency bound"]), (next_one.figures.latency_s * 1.01, [])):
+    for bound_s, broken in (
+        (between, ["the latency bound"]),
+        (next_one.figures.latency_s * 1.01, []),
+    ):
         bounded = toy_problem(latency_s=bound_s)
         schedule = schedule_of(bounded, estimate)
         assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken
         words = explain_choice(schedule, bounded, timing)[2]
         assert words.startswith("The latency bound binds" if broken else "No limit binds")
-    schedule = schedule_of(problem, estimate, memory_capacity_bytes=max(estimate.figures.memory_bytes))
+    schedule = schedule_of(
+        problem, estimate, memory_capacity_bytes=max(estimate.figures.memory_bytes)
+    )
     assert next_batch_breaks(schedule, problem, timing, math.inf) == ["memory"]
 
 

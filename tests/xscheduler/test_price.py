@@ -127,7 +127,10 @@ def test_the_real_search_finds_each_offers_worth():
     free = find_schedule(toy_problem(fixed=fixed), roofline_of(toy_problem()))
     problem = toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3)
     later, gpu, memory = price(problem, searched)
-    relaxed = replace(problem, constraint=problem.constraint.with_latency(limit_s=problem.constraint.latency_s * 1.1))
+    relaxed = replace(
+        problem,
+        constraint=problem.constraint.with_latency(limit_s=problem.constraint.latency_s * 1.1),
+    )
     timing = roofline_of(problem)
     expected = find_schedule(relaxed, timing).estimate.figures.throughput_qps
     assert later.throughput_qps == expected and later.gain > 0.01

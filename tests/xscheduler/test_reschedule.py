@@ -91,8 +91,14 @@ def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
     assert found.estimate.figures.encode_batch > BATCHES[-1] or (
         found.qps == pytest.approx(expected, rel=1e-9))
     assert found.qps >= expected * (1 - 1e-9)
-    assert found.estimate.figures.latency_s <= problem.constraint.latency_s and found.estimate.figures.fits
-    assert found.estimate.deployment.stages == deployed.deployment.stages and found.estimate.policy == deployed.policy
+    assert (
+        found.estimate.figures.latency_s <= problem.constraint.latency_s
+        and found.estimate.figures.fits
+    )
+    assert (
+        found.estimate.deployment.stages == deployed.deployment.stages
+        and found.estimate.policy == deployed.policy
+    )
 
 
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
@@ -123,7 +129,11 @@ def test_out_of_reach_names_the_tightest_latency():
 def test_what_the_job_fixes_stays_fixed():
     fixed = FixedSchedule(decode_iterations=3, decode_micro_batches=2, encode_batch=5)
     found = adjusted(rra(), toy_problem(outputs=LONGER, fixed=fixed)).estimate
-    assert (found.figures.decode_iterations, found.deployment.num_groups, found.figures.encode_batch) == (3, 2, 5)
+    assert (
+        found.figures.decode_iterations,
+        found.deployment.num_groups,
+        found.figures.encode_batch,
+    ) == (3, 2, 5)
     other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policy="waa-c")))
     assert other.estimate is None and "policy waa-c" in other.reason
 
@@ -154,8 +164,13 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
     free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
-    assert free.loading == redeployment(rra().deployment.stages, better.deployment.stages, problem.model, problem.dtype,
-                                        problem.cluster)
+    assert free.loading == redeployment(
+        rra().deployment.stages,
+        better.deployment.stages,
+        problem.model,
+        problem.dtype,
+        problem.cluster,
+    )
     assert free.cost_s == free.loading.from_dram_s > 0
     left = replace(problem, num_queries=int(factor * free.break_even_queries))
     found = reschedule(rra(), left, roofline_of(problem), best=answer(left, better))
@@ -189,7 +204,9 @@ def test_adjusts_where_the_current_variables_break_the_bound():
     none = InfeasibleError("no schedule")
     found = reschedule(old, problem, roofline_of(problem), best=none)
     assert found.keep.qps == 0.0 and found.keep.reason.startswith("latency")
-    assert found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
+    assert (
+        found.choice == "adjust" and found.chosen.figures.latency_s <= problem.constraint.latency_s
+    )
     assert found.redeploy.reason == "no schedule" and "latency" in found.sentence
     tighter = reschedule(old, problem, roofline_of(problem), best=none,
                          latency_limit_s=found.chosen.figures.latency_s * 0.9)

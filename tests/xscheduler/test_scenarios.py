@@ -64,7 +64,10 @@ def test_the_tightest_bounds_are_the_papers():
 
 
 def test_ft_is_the_papers_and_its_best_is_no_worse(row):
-    assert (row.ft.deployment.tp_degree, row.ft.deployment.tp_gpus) == (4, 4) and row.ft.figures.latency_s <= row.bound_s
+    assert (row.ft.deployment.tp_degree, row.ft.deployment.tp_gpus) == (
+        4,
+        4,
+    ) and row.ft.figures.latency_s <= row.bound_s
     assert row.ft_best.figures.throughput_qps >= row.ft.figures.throughput_qps
     assert row.ft_best.figures.latency_s <= row.bound_s
 

@@ -135,8 +135,14 @@ def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
     assert cut.proof.status == "stopped at its limit"
     assert cut.changed(seconds=0) == again.changed(seconds=0)
     assert cut.proof.nodes <= whole.proof.nodes
-    assert cut.estimate.figures.throughput_qps <= whole.estimate.figures.throughput_qps <= cut.proof.bound_qps
-    assert cut.proof.gap == pytest.approx(cut.proof.bound_qps / cut.estimate.figures.throughput_qps - 1)
+    assert (
+        cut.estimate.figures.throughput_qps
+        <= whole.estimate.figures.throughput_qps
+        <= cut.proof.bound_qps
+    )
+    assert cut.proof.gap == pytest.approx(
+        cut.proof.bound_qps / cut.estimate.figures.throughput_qps - 1
+    )
 
 
 def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
@@ -264,6 +270,8 @@ def test_opt_13b_summarising_on_four_a40_trades_as_in_the_papers_case_study():
     assert batches == sorted(batches) and batches[0] < batches[2]
     iterations = [s.estimate.figures.decode_iterations for s in schedules]
     assert iterations[3] <= iterations[2] / 2
-    assert all(s.estimate.figures.latency_s <= s.bound.limit_s and s.proof.gap <= 0.005 for s in schedules)
+    assert all(
+        s.estimate.figures.latency_s <= s.bound.limit_s and s.proof.gap <= 0.005 for s in schedules
+    )
     # summed over four searches: a machine-independent stand-in for "in a second"
     assert sum(s.proof.nodes for s in schedules) < 8000

@@ -272,7 +272,9 @@ def test_planning_for_longer_outputs_beats_tightening_the_bound() -> None:
 def test_a_bound_that_only_a_schedule_without_margin_keeps_is_infeasible() -> None:
     problem = observed(toy_problem(), 40)
     least = min(Rra(problem, roofline_of(problem)).evaluate(GRID).latency_s)
-    tight = replace(problem, constraint=problem.constraint.with_latency(limit_s=1.001 * float(least)))
+    tight = replace(
+        problem, constraint=problem.constraint.with_latency(limit_s=1.001 * float(least))
+    )
     with pytest.raises(InfeasibleError, match="with its margin") as raised:
         planned(tight)
     assert "40 queries" in str(raised.value)

@@ -71,8 +71,13 @@ def _unknown_schedule(job: Job, schedule: Schedule, ranks: int) -> Iterator[Mist
         yield mistake(job, "schedule.policy", estimate.policy,
                       f"{' or '.join(_POLICIES)}: the engine deepspeed works static batches")
     elif [len(stage.ranks) for stage in estimate.deployment.stages] != [ranks]:
-        yield mistake(job, "schedule.stages", len(estimate.deployment.stages), f"one, of all {ranks} "
-                      "ranks: the engine deepspeed takes them as one tensor-parallel group")
+        yield mistake(
+            job,
+            "schedule.stages",
+            len(estimate.deployment.stages),
+            f"one, of all {ranks} "
+            "ranks: the engine deepspeed takes them as one tensor-parallel group",
+        )
 
 
 def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:

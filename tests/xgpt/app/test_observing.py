@@ -262,7 +262,9 @@ def test_few_queries_are_trusted_with_half_the_bound(begun: tuple[OpenedJob, Sch
 def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
         begun: tuple[OpenedJob, Schedule], tmp_path: Path) -> None:
     start = begun[1].estimate
-    own = fresh(begun, tmp_path, needed=50, running=begun[1].changed(encode_batch=60, decode_iterations=20))  # as 24 short ones had it
+    own = fresh(
+        begun, tmp_path, needed=50, running=begun[1].changed(encode_batch=60, decode_iterations=20)
+    )  # as 24 short ones had it
     assert at(own, begun, outputs_of(20, 4, 24) + [200] * 30) is True
     (back,) = own.decisions
     assert back.schedule is not None and back.schedule.estimate == start
@@ -270,8 +272,10 @@ def test_where_more_queries_show_that_nothing_keeps_the_bound_it_is_begun_anew(
     assert "back to the beginning, encode_batch" in back.sentence
     told = load_change_order(own._output)
     assert told is not None and told.revision == 1
-    assert (told.controls.encode_batch, told.controls.decode_iterations) == (start.figures.encode_batch,
-                                                           start.figures.decode_iterations)
+    assert (told.controls.encode_batch, told.controls.decode_iterations) == (
+        start.figures.encode_batch,
+        start.figures.decode_iterations,
+    )
     assert own.decider.is_observing, "it looks again"
 
 

@@ -128,7 +128,10 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
     assert found.record["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.06)
     before, after = schedule.estimate, found.schedule.estimate
     assert f"mean {session.problem.lengths.outputs.mean:.3g} -> " in found.sentence
-    assert f"encode_batch {before.figures.encode_batch} -> {after.figures.encode_batch}" in found.sentence
+    assert (
+        f"encode_batch {before.figures.encode_batch} -> {after.figures.encode_batch}"
+        in found.sentence
+    )
     assert (after.deployment.stages, after.deployment.num_groups) == (before.deployment.stages,
                                                           before.deployment.num_groups)
     limit_s = session.problem.constraint.latency_s
@@ -140,8 +143,10 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
             found.record["throughput_qps"]["before"])
     told = load_change_order(session.job.output)
     assert told is not None and told.revision == 1
-    assert (told.controls.encode_batch, told.controls.decode_iterations) == (after.figures.encode_batch,
-                                                           after.figures.decode_iterations)
+    assert (told.controls.encode_batch, told.controls.decode_iterations) == (
+        after.figures.encode_batch,
+        after.figures.decode_iterations,
+    )
     assert told.controls.group_max_active <= own.slots
     assert told.controls.group_kv_tokens >= own.decider.followed.longest
     assert own.update() is False, "once"

@@ -34,4 +34,9 @@ def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: igno
             assert grown == added * stage.num_layers * 2 * 5120 * 2 // stage.tp_degree
     assert with_room_for(schedule, session.problem, 10) == schedule
     assert with_room_for(schedule, session.problem, 10**7) == schedule, "what cannot fit is left"
-    assert after.changed(kv_tokens=before.deployment.kv_tokens, memory_bytes=before.figures.memory_bytes) == before
+    assert (
+        after.changed(
+            kv_tokens=before.deployment.kv_tokens, memory_bytes=before.figures.memory_bytes
+        )
+        == before
+    )

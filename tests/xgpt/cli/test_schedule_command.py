@@ -73,7 +73,10 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
     assert found.estimate.figures.latency_s * found.margin.factor <= found.bound.limit_s
     assert found.margin.cost == pytest.approx(
         1 - found.estimate.figures.throughput_qps / sure.estimate.figures.throughput_qps)
-    assert found.proof.bound_qps >= sure.estimate.figures.throughput_qps and found.proof.status == "within gap"
+    assert (
+        found.proof.bound_qps >= sure.estimate.figures.throughput_qps
+        and found.proof.status == "within gap"
+    )
     bare = found.rejected[-1]
     assert bare.label.startswith("without a margin")
     assert bare.throughput_qps == sure.estimate.figures.throughput_qps
