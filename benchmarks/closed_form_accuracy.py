@@ -137,8 +137,10 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
         else ""
     )
     words = (
-        f"{model} {name}{parallel} B_E {found.figures.encode_batch} N_D {found.figures.decode_iterations} "
-        f"G {found.deployment.num_groups} max {found.controls.max_active} budget {found.controls.token_budget} "
+        f"{model} {name}{parallel} B_E {found.figures.encode_batch} "
+        f"N_D {found.figures.decode_iterations} "
+        f"G {found.deployment.num_groups} "
+        f"max {found.variables.get('max_active')} budget {found.variables.get('token_budget')} "
         f"B_D {found.figures.decode_batch:.0f} {problem.constraint.kind} "
         f"{'padded' if padded else 'own'} preempted {result.preemptions}"
     )

@@ -67,8 +67,10 @@ def best_of(policy: str, problem: Problem, timing: TimingSource) -> Estimate:
 def controls(estimate: Estimate) -> str:
     return (
         f"encode_batch {estimate.figures.encode_batch}, decode_iterations "
-        f"{estimate.figures.decode_iterations}, decode_micro_batches {estimate.deployment.num_groups}, "
-        f"tp_degree {estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}; closed form: "
+        f"{estimate.figures.decode_iterations}, "
+        f"decode_micro_batches {estimate.deployment.num_groups}, "
+        f"tp_degree {estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}; "
+        f"closed form: "
         f"{estimate.figures.throughput_qps:.2f} queries/s, {estimate.figures.latency_s:.1f} s"
     )
 

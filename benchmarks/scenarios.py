@@ -171,8 +171,10 @@ def _line_of(row: Row) -> str:
     own = (
         "none | | | | | | "
         if e is None
-        else f"{e.policy} | {e.figures.encode_batch} | {e.figures.decode_iterations if e.policy == 'rra' else ''} "
-        f"| {e.deployment.num_groups} | {e.deployment.tp_degree}x{e.deployment.tp_gpus} | {e.figures.throughput_qps:.3g} "
+        else f"{e.policy} | {e.figures.encode_batch} | "
+        f"{e.figures.decode_iterations if e.policy == 'rra' else ''} "
+        f"| {e.deployment.num_groups} | {e.deployment.tp_degree}x{e.deployment.tp_gpus} "
+        f"| {e.figures.throughput_qps:.3g} "
         f"| {e.figures.latency_s:.3g}"
     )
     return (f"| {scenario.model}, {scenario.cluster}, {scenario.task} | {_seconds(row.bound_s)} "

@@ -193,8 +193,10 @@ def of_schedule(problem: Problem, timing: Roofline, found: Estimate, task: str) 
     control = (f"N_D {found.figures.decode_iterations}" if found.policy == "rra"
                else f"G {found.deployment.num_groups}")
     name = (
-        f"{task}: {found.policy} B_E {found.figures.encode_batch} {control} TP {found.deployment.tp_degree} x "
-        f"{found.deployment.tp_gpus // found.deployment.tp_degree}, B_D {found.figures.decode_batch:.0f}"
+        f"{task}: {found.policy} B_E {found.figures.encode_batch} {control} "
+        f"TP {found.deployment.tp_degree} x "
+        f"{found.deployment.tp_gpus // found.deployment.tp_degree}, "
+        f"B_D {found.figures.decode_batch:.0f}"
     )
     is_rra = found.policy == "rra"
     led = found.controls.even.target_active if is_rra else found.figures.decode_batch

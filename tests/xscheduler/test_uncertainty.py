@@ -369,7 +369,8 @@ def broken(seed: int, trials: int, confidence: float) -> tuple[int, int]:
         bound_s = problem.constraint.latency_s
 
         def within(bound_s: float, own: Problem = problem) -> Schedule:
-            return sketch_search(replace(own, constraint=own.constraint.with_latency(limit_s=bound_s)))
+            constraint = own.constraint.with_latency(limit_s=bound_s)
+            return sketch_search(replace(own, constraint=constraint))
 
         found = plan_within(doubts_of(problem), within, search_problem=sketch_search)
         assert found.is_safe
