@@ -15,8 +15,9 @@ from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, Mistake, XgptError
-from xgpt.core.job_file import DTYPES
+from xgpt.core.run_section import DTYPES
 from xgpt.core.units import parse_seconds
+from xgpt.report.profile_plots import write_profile_plots
 from xgpt.report.profile_table import profile_tables
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge
@@ -117,8 +118,6 @@ def show(file: Path, plots: Path | None, as_json: bool) -> None:
     """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
     found = load_profile(file)
     if plots is not None:
-        from xgpt.report.profile_plots import write_profile_plots
-
         plots.mkdir(parents=True, exist_ok=True)
         for path in write_profile_plots(found, plots):
             say(f"plot: {path}")
