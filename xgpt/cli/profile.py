@@ -176,7 +176,8 @@ def _print(found: Profile, as_json: bool) -> None:
         click.echo(profile_tables(found))
         return
     verdict = judge(found)
-    print_json({"metadata": found.metadata, "verdict": {**asdict(verdict), "sentence": verdict.sentence},
+    told = {**asdict(verdict), "sentence": verdict.sentence}
+    print_json({"metadata": found.metadata, "verdict": told,
                 "refused": found.refused,
                 "peaks": found.peaks, "spent_s": found.spent_s, "tables": {
                     str(key): [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread}
