@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,10 @@ def _print(found: Profile, as_json: bool) -> None:
     if not as_json:
         click.echo(profile_tables(found))
         return
-    print_json({"metadata": found.metadata, "verdict": judge(found), "refused": found.refused,
+    verdict = judge(found)
+    told = {**asdict(verdict), "sentence": verdict.sentence}
+    print_json({"metadata": found.metadata, "verdict": told,
+                "refused": found.refused,
                 "peaks": found.peaks, "spent_s": found.spent_s, "tables": {
                     str(key): [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread}
                                for p in points] for key, points in found.tables.items()}})
