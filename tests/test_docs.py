@@ -113,6 +113,12 @@ def test_the_layout_names_every_room() -> None:
     assert not unnamed, f"docs/design.md has no line for {unnamed}"
 
 
+@pytest.mark.parametrize(("folder", "pattern"), [("benchmarks", "*.py"), ("jobs", "*.yaml")])
+def test_a_folder_s_own_page_names_all_of_it(folder: str, pattern: str) -> None:
+    page = text_of(ROOT / folder / "README.md")
+    assert not [path.name for path in (ROOT / folder).glob(pattern) if path.name not in page]
+
+
 def test_each_question_of_where_is_answered_by_one_path() -> None:
     rows = re.findall(r"^\| (?!Where do I|---)([^|]+) \| ([^|]+) \|", section("Where do I"), re.M)
     assert len(rows) == 10
