@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-_STARTS_RANKS = ("tests/mpi/", "tests/gpu/")
+_STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores

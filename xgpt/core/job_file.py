@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from xgpt.core.job import (
     WorkloadSpec,
 )
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
+from xgpt.core.policies import Policy, policies, policy, policy_names
 from xgpt.core.sections import Section
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
@@ -37,20 +39,8 @@ from xgpt.core.yaml_tree import Field, apply_override, read_tree
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("checkpoint", "random")
-# Control variables of each policy, besides tp_degree and tp_gpus.
-CONTROLS = {
-    "rra": ("encode_batch", "decode_iterations", "decode_micro_batches"),
-    "waa-c": ("encode_batch", "decode_micro_batches"),
-    "waa-m": ("encode_batch", "decode_micro_batches"),
-    "ft": ("encode_batch", "decode_micro_batches"),
-    "dsi": ("encode_batch", "decode_micro_batches", "encode_micro_batches"),
-    "orca": ("max_active",),
-    "vllm": ("max_active", "token_budget"),
-    "sarathi": ("max_active", "token_budget"),
-}
-POLICIES = tuple(CONTROLS)
-ADJUSTED = ("rra", "waa-c", "waa-m")  # have encode batches that are adjusted while a job runs
 MAX_COUNT = 10**8
+_USUAL = "rra"  # whose variables are meant where the policy is left open
 
 # no option of ssh or mpiexec, no list within a list
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
@@ -288,7 +278,7 @@ def _read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     if section is None:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
-        policy=section.choice("policy", None, POLICIES),
+        policy=section.choice("policy", None, policy_names()),
         encode_batch=section.integer("encode_batch", None, 1),
         decode_iterations=section.integer("decode_iterations", None, 1),
         decode_micro_batches=section.integer("decode_micro_batches", None, 1),
@@ -297,24 +287,36 @@ def _read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
         token_budget=section.integer("token_budget", None, 1),
         tp_degree=section.integer("tp_degree", None, 1),
         tp_gpus=section.integer("tp_gpus", None, 0),
+        others=_read_others(section),
     )
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
         section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
     _check_controls(section, schedule)
-    adjustment = _read_adjustment(section, schedule.policy or "rra")
+    adjustment = _read_adjustment(section, policy(schedule.policy or _USUAL))
     section.finish()
     return schedule, adjustment
 
 
-def _read_adjustment(section: Section, policy: str) -> Adjustment:
+def _read_others(section: Section) -> tuple[tuple[str, int], ...]:
+    """The control variables that only policies of other packages have."""
+    own = {field.name for field in fields(FixedSchedule)}
+    others = {variable.name: variable for row in policies() for variable in row.variables
+              if variable.name not in own}
+    values = [(name, section.integer(name, None, variable.least))
+              for name, variable in others.items()]
+    return tuple((name, value) for name, value in values if value is not None)
+
+
+def _read_adjustment(section: Section, row: Policy) -> Adjustment:
     steers = section.flag("steer", False) if section.has("steer") else None
     share = section.amount("adjustment", None, parse_share, lambda x: 0 <= x < 1,
                            "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for "
                            "none")
     for key in ("adjustment", "steer"):
-        if section.has(key) and policy not in ADJUSTED:
-            section.reject(key, f"of {', '.join(ADJUSTED)} alone")
+        if section.has(key) and not row.has_even_batches:
+            able = [other.name for other in policies() if other.has_even_batches]
+            section.reject(key, f"of {', '.join(able)} alone")
     if steers and share == 0:
         section.reject("steer", "needs an adjustment above 0")
     field = section.get("shuffle")
@@ -327,12 +329,12 @@ def _read_adjustment(section: Section, policy: str) -> Adjustment:
 
 def _check_controls(section: Section, schedule: FixedSchedule) -> None:
     """Every variable given is one of the policy's (of RRA's where the policy is left open)."""
-    own = CONTROLS[schedule.policy or "rra"]
-    for name in sorted({name for names in CONTROLS.values() for name in names}):
-        if getattr(schedule, name) is not None and name not in own:
-            others = [policy for policy, names in CONTROLS.items() if name in names]
-            section.reject(name, f"a variable of {', '.join(others)}; {schedule.policy or 'rra'} "
-                                 f"has {', '.join(own)}")
+    own = policy(schedule.policy or _USUAL)
+    for name in sorted({name for row in policies() for name in row.variable_names}):
+        if schedule.value_of(name) is not None and name not in own.variable_names:
+            others = [row.name for row in policies() if name in row.variable_names]
+            section.reject(name, f"a variable of {', '.join(others)}; {own.name} "
+                                 f"has {', '.join(own.variable_names)}")
     parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
     if schedule.policy == "dsi" and parts and groups and parts % groups:
         section.reject("encode_micro_batches", f"must be a multiple of decode_micro_batches = "

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job_file import CONTROLS
 from xgpt.core.lengths import FloatArray
-from xgpt.core.policies import baselines
+from xgpt.core.policies import baselines, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import schedule_from_flat
@@ -130,7 +129,8 @@ _PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of i
 def _given(problem: Problem) -> dict[str, int]:
     """Control variables that the job fixes."""
     assert problem.fixed.policy is not None
-    values = {name: getattr(problem.fixed, name) for name in CONTROLS[problem.fixed.policy]}
+    values = {name: problem.fixed.value_of(name)
+              for name in policy(problem.fixed.policy).variable_names}
     return {name: value for name, value in values.items() if value is not None}
 
 
