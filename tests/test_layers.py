@@ -84,6 +84,21 @@ def test_torch_and_its_kin_are_imported_only_by_the_runner_and_the_measuring_par
     assert not heavy, f"{module} imports {sorted(heavy)}"
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
-    long = [str(path) for _, path in modules() if len(path.read_text("utf-8").splitlines()) > 500]
-    assert not long
+CLI = [(module, path) for module, path in modules() if layer_of(module) == "cli"]
+
+
+@pytest.mark.parametrize(("module", "path"), list(modules()),
+                         ids=lambda v: v if isinstance(v, str) else "")
+def test_only_the_command_line_knows_click(module: str, path: Path) -> None:
+    assert layer_of(module) == "cli" or "click" not in set(imports(path))
+
+
+@pytest.mark.parametrize(("module", "path"), CLI, ids=lambda v: v if isinstance(v, str) else "")
+def test_the_command_line_is_commands_alone(module: str, path: Path) -> None:
+    """What it does is in xgpt.app: only the entry point and what all commands share stand beside
+    the commands."""
+    if module.rpartition(".")[2] in ("cli", "main", "options", "terminal"):
+        return
+    functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8")))
+                 if isinstance(n, ast.FunctionDef)]
+    assert any("click" in ast.unparse(d) for f in functions for d in f.decorator_list), module

@@ -144,10 +144,7 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: i
 
 
 def _words(estimate: Estimate) -> str:
-    """Policy and control variables, but for RRA's groups and DSI's parts."""
-    names = policy(estimate.policy).variable_names
-    untold = ("encode_micro_batches",
-              "decode_micro_batches" if "decode_iterations" in names else "")
-    values = [f"{name} {value}" for name in names
-              if name not in untold and (value := estimate.variables.get(name))]
+    """Policy and the first two of its control variables, which tell most."""
+    names = policy(estimate.policy).variable_names[:2]
+    values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     return ", ".join([estimate.policy, *values])

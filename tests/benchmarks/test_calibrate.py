@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import csv
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from calibrate import Calibration, CalibrationPoint, Gemm, calibrate
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xprofiler import constants
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from calibrate import Calibration, CalibrationPoint, Gemm, calibrate  # noqa: E402
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 LINK = catalog.link("pcie4-x16")

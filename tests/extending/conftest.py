@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).resolve().parents[1]
-XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+from job_folder import XGPT, as_requests, write_job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +32,6 @@ class ToyJob:
 @pytest.fixture(scope="session")
 def toy_job(tmp_path_factory: pytest.TempPathFactory) -> ToyJob:
     pytest.importorskip("torch", reason="runs need the extra `run`")
-    sys.path[:0] = [str(TESTS / "xrunner"), str(TESTS / "mpi")]
-    from job_folder import as_requests, write_job
     from toys import make_model, random_queries
 
     folder, cache = tmp_path_factory.mktemp("toy-job"), tmp_path_factory.mktemp("cache")

@@ -19,11 +19,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="ranks need the extra `run`")
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "xrunner"), str(TESTS / "mpi")]
 import job_folder  # noqa: E402
 import toys  # noqa: E402
-from job_folder import XGPT, as_requests, read_lines  # noqa: E402
+from job_folder import SUPPORT, XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
@@ -34,6 +32,7 @@ from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
 from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]
 FAMILIES = (*toys.FAMILIES, *toys.T5_FAMILIES)
@@ -127,7 +126,7 @@ WAA = [("llama", (1,), (1,)), ("t5", (1,), (1,)), ("opt", (2,), (1,)), ("gpt2", 
 
 
 def cases(made: Made, *, group: str, most_ranks: int) -> list[dict[str, Any]]:
-    """As tests/mpi/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
+    """As tests/support/runs_script.py takes them. `group`: how tensor-parallel ranks are to sum."""
     found: list[dict[str, Any]] = []
     for family, degrees in RRA:
         found.append({"directory": str(made(family)[0]), "degrees": degrees, "num_groups": 2,
@@ -145,7 +144,7 @@ def check(made: Made, folder: Path, wanted: list[dict[str, Any]], ranks: int) ->
     (folder / "cases.json").write_text(json.dumps(wanted))
     done = subprocess.run(
         [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py",
-         str(TESTS / "mpi" / "runs_script.py"), str(folder / "cases.json"),
+         str(SUPPORT / "runs_script.py"), str(folder / "cases.json"),
          str(folder / "answers.json")], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((folder / "answers.json").read_text())
@@ -174,7 +173,7 @@ def test_a_group_over_nccl_sums_and_is_closed() -> None:
     ranks = str(torch.cuda.device_count())
     done = subprocess.run(
         [find_mpiexec(), "-n", ranks, sys.executable, "-m", "mpi4py",
-         str(TESTS / "mpi" / "ranks_script.py"), "nccl"],
+         str(SUPPORT / "ranks_script.py"), "nccl"],
         capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and "ok" in done.stdout, done.stdout + done.stderr
 
@@ -214,11 +213,11 @@ def test_the_quickstart_runs_on_a_gpu(tmp_path: Path) -> None:
         find_model("smollm2-135m", say=lambda message: None)
     except XgptError as cause:
         pytest.skip(f"the model is not to be had here: {cause}")
-    job = TESTS.parent / "jobs" / "quickstart.yaml"
+    job = ROOT / "jobs" / "quickstart.yaml"
     done = subprocess.run(
         [*XGPT, "submit", str(job), "--set", "run.ranks=1", "--set", f"output={tmp_path}/out"],
         capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     results = read_lines(tmp_path / "out" / "results.jsonl")
-    prompts = read_lines(TESTS.parent / "jobs" / "prompts" / "quickstart.jsonl")
+    prompts = read_lines(ROOT / "jobs" / "prompts" / "quickstart.jsonl")
     assert [r["id"] for r in results] == [p["id"] for p in prompts]

@@ -4,7 +4,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +56,6 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
 
 def toy_job(folder: Path, family: str, *, ranks: int) -> Path:
     """A job as the tests' own, for its profile alone."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
     import toys
 
     toys.make_model(family, folder / "model")

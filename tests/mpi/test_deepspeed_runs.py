@@ -6,14 +6,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
 

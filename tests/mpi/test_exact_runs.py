@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
+from job_folder import SUPPORT  # noqa: E402
 
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-SCRIPT = Path(__file__).with_name("runs_script.py")
+SCRIPT = SUPPORT / "runs_script.py"
 FAMILIES = ("llama", "opt", "gpt2", "t5")
 LAYOUTS = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2),
            (1, 1, 1, 1))

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402

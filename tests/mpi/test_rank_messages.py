@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
+from job_folder import SUPPORT  # noqa: E402
+
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xprofiler.measure.network import Places  # noqa: E402
 
-SCRIPT = Path(__file__).with_name("ranks_script.py")
+SCRIPT = SUPPORT / "ranks_script.py"
 
 
 @pytest.mark.mpi

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys  # noqa: E402
 from job_folder import XGPT, read_lines, write_job  # noqa: E402
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import job_folder  # noqa: E402
 import namespaces  # noqa: E402
 import toys  # noqa: E402

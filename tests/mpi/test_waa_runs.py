@@ -6,7 +6,6 @@ import json
 import math
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import job_folder  # noqa: E402
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402

@@ -3,18 +3,12 @@ the paper's Table 5."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import monotonicity as benchmark
 import numpy as np
+import paper_scenarios
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import monotonicity as benchmark  # noqa: E402
-import paper_scenarios  # noqa: E402
-from monotone import Count, count, shortfalls, worst  # noqa: E402
-from paper_scenarios import Scenario  # noqa: E402
+from monotone import Count, count, shortfalls, worst
+from paper_scenarios import Scenario
 
 RISING = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
 DIP = np.array([1.0, 5.0, 3.0, 4.0, 6.0])  # one step down, two points below the largest before

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
+import paper_scenarios
 import pytest
+import scenarios as benchmark
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import paper_scenarios  # noqa: E402
-import scenarios as benchmark  # noqa: E402
-
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
-from xsimulator.policies.static.config import StaticConfig  # noqa: E402
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.policies.static.config import StaticConfig
 
 OPT = paper_scenarios.Scenario(model="opt-13b", cluster="a40-4", task="S", has_peer_access=True)
 

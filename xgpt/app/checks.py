@@ -9,8 +9,8 @@ from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
-from xgpt.core.job_file import LOCAL_CLUSTER
 from xgpt.core.local import detect, usable_cores, why_no_torch
+from xgpt.core.run_section import LOCAL_CLUSTER
 from xrunner.checkpoint.check import check_weights
 from xrunner.checkpoint.random_model import shape_to_make
 from xrunner.engines.engine import engine_of, mistake

@@ -9,9 +9,10 @@ from pathlib import Path
 from xgpt.app.intake import Need, intake_of
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.job import Job
-from xgpt.core.job_file import LOCAL_CLUSTER, load_job
+from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, resolve
 from xgpt.core.requests import Requests
+from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.source import ModelFiles
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from xgpt.cli.options import print_json
+from xgpt.cli.terminal import say
 from xgpt.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE, InputError, XgptError
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
@@ -82,8 +84,6 @@ def main() -> None:
 
 def _tell(error: XgptError) -> None:
     """A line a mistake, or the message, on stderr."""
-    from xgpt.cli.terminal import say
-
     if isinstance(error, InputError):
         for mistake in error.mistakes:
             say(f"error: {mistake}")
@@ -102,8 +102,6 @@ def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = Non
     """Ends the command, with its one object on stdout where `--json` asks for it: the message is
     an `error`, but for a run that stopped and can go on."""
     if "--json" in sys.argv[1:]:  # as typed: what cannot be parsed has no parameters yet
-        from xgpt.cli.options import print_json
-
         facts = ({"status": "stopped", "message": message} if exit_code == EXIT_RESUMABLE
                  else {"error": message, "mistakes": []})
         print_json({**facts, "exit_code": exit_code, **(details or {})})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, Mistake, XgptError
-from xgpt.core.job_file import DTYPES
+from xgpt.core.run_section import DTYPES
 from xgpt.core.units import parse_seconds
+from xgpt.report.profile_plots import write_profile_plots
 from xgpt.report.profile_table import profile_tables
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge
@@ -117,8 +119,6 @@ def show(file: Path, plots: Path | None, as_json: bool) -> None:
     """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
     found = load_profile(file)
     if plots is not None:
-        from xgpt.report.profile_plots import write_profile_plots
-
         plots.mkdir(parents=True, exist_ok=True)
         for path in write_profile_plots(found, plots):
             say(f"plot: {path}")
@@ -175,7 +175,10 @@ def _print(found: Profile, as_json: bool) -> None:
     if not as_json:
         click.echo(profile_tables(found))
         return
-    print_json({"metadata": found.metadata, "verdict": judge(found), "refused": found.refused,
+    verdict = judge(found)
+    told = {**asdict(verdict), "sentence": verdict.sentence}
+    print_json({"metadata": found.metadata, "verdict": told,
+                "refused": found.refused,
                 "peaks": found.peaks, "spent_s": found.spent_s, "tables": {
                     str(key): [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread}
                                for p in points] for key, points in found.tables.items()}})

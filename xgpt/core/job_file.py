@@ -11,43 +11,24 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 from xgpt.core import catalog
 from xgpt.core.constraint import BoundKind, Constraint, latency_constraint
-from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.errors import InputError, Mistake, nearest
 from xgpt.core.inline_cluster import read_inline_cluster
-from xgpt.core.job import (
-    RESCHEDULE,
-    Adjustment,
-    FixedSchedule,
-    Job,
-    LengthSpec,
-    RunSpec,
-    SlurmValue,
-    WorkloadSpec,
-)
+from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
-from xgpt.core.policies import Policy, policies, policy, policy_names
+from xgpt.core.run_section import LOCAL_CLUSTER, read_run, read_slurm
+from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
 
-LOCAL_CLUSTER = "local"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("checkpoint", "random")
 MAX_COUNT = 10**8
-_USUAL = "rra"  # whose variables are meant where the policy is left open
 
-# no option of ssh or mpiexec, no list within a list
-_HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SLURM_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|infinite|unlimited",
-                         re.IGNORECASE)
-_SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
 
 
@@ -70,7 +51,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
 def _read_job(top: Section, path: Path) -> Job:
     folder = Path(os.path.abspath(path)).parent
-    schedule, adjustment = _read_schedule(top)
+    schedule, adjustment = read_schedule(top)
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
         model=_read_model(top, folder),
@@ -79,8 +60,8 @@ def _read_job(top: Section, path: Path) -> Job:
         constraint=_read_constraint(top),
         schedule=schedule,
         adjustment=adjustment,
-        run=_read_run(top),
-        slurm=_read_slurm(top),
+        run=read_run(top),
+        slurm=read_slurm(top),
         output=_absolute(top.text("output", "out", "a folder"), folder),
         source=Path(os.path.abspath(path)),
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
@@ -268,169 +249,3 @@ def _memory(section: Section) -> int | None:
     amount = section.amount("memory", None, parse_bytes, lambda x: x > 0,
                             "bytes of each device, for example '40 GiB'")
     return None if amount is None else int(amount)
-
-
-def _read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
-    field = top.get("schedule")
-    if field is None or field.value == "auto":
-        return FixedSchedule(), Adjustment()
-    section = top.section("schedule", "auto, or a mapping of control variables")
-    if section is None:
-        return FixedSchedule(), Adjustment()
-    schedule = FixedSchedule(
-        policy=section.choice("policy", None, policy_names()),
-        encode_batch=section.integer("encode_batch", None, 1),
-        decode_iterations=section.integer("decode_iterations", None, 1),
-        decode_micro_batches=section.integer("decode_micro_batches", None, 1),
-        encode_micro_batches=section.integer("encode_micro_batches", None, 1),
-        max_active=section.integer("max_active", None, 1),
-        token_budget=section.integer("token_budget", None, 1),
-        tp_degree=section.integer("tp_degree", None, 1),
-        tp_gpus=section.integer("tp_gpus", None, 0),
-        others=_read_others(section),
-    )
-    degree, gpus = schedule.tp_degree, schedule.tp_gpus
-    if degree is not None and gpus is not None and gpus % degree:
-        section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
-    _check_controls(section, schedule)
-    adjustment = _read_adjustment(section, policy(schedule.policy or _USUAL))
-    section.finish()
-    return schedule, adjustment
-
-
-def _read_others(section: Section) -> tuple[tuple[str, int], ...]:
-    """The control variables that only policies of other packages have."""
-    own = {field.name for field in fields(FixedSchedule)}
-    others = {variable.name: variable for row in policies() for variable in row.variables
-              if variable.name not in own}
-    values = [(name, section.integer(name, None, variable.least))
-              for name, variable in others.items()]
-    return tuple((name, value) for name, value in values if value is not None)
-
-
-def _read_adjustment(section: Section, row: Policy) -> Adjustment:
-    steers = section.flag("steer", False) if section.has("steer") else None
-    share = section.amount("adjustment", None, parse_share, lambda x: 0 <= x < 1,
-                           "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for "
-                           "none")
-    for key in ("adjustment", "steer"):
-        if section.has(key) and not row.has_even_batches:
-            able = [other.name for other in policies() if other.has_even_batches]
-            section.reject(key, f"of {', '.join(able)} alone")
-    if steers and share == 0:
-        section.reject("steer", "needs an adjustment above 0")
-    field = section.get("shuffle")
-    shuffle = field is not None and field.value
-    if isinstance(shuffle, bool) or (isinstance(shuffle, int) and shuffle >= 2):
-        return Adjustment(share=share, steers=steers, shuffle=shuffle)
-    section.reject_type("shuffle", "true, false, or the queries of a window, at least 2")
-    return Adjustment()
-
-
-def _check_controls(section: Section, schedule: FixedSchedule) -> None:
-    """Every variable given is one of the policy's (of RRA's where the policy is left open)."""
-    own = policy(schedule.policy or _USUAL)
-    for name in sorted({name for row in policies() for name in row.variable_names}):
-        if schedule.value_of(name) is not None and name not in own.variable_names:
-            others = [row.name for row in policies() if name in row.variable_names]
-            section.reject(name, f"a variable of {', '.join(others)}; {own.name} "
-                                 f"has {', '.join(own.variable_names)}")
-    parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
-    if schedule.policy == "dsi" and parts and groups and parts % groups:
-        section.reject("encode_micro_batches", f"must be a multiple of decode_micro_batches = "
-                                               f"{groups}")
-
-
-def _read_run(top: Section) -> RunSpec:
-    section = top.section("run")
-    if section is None:
-        return RunSpec()
-    run = RunSpec(
-        ranks=section.integer("ranks", None, 1, 100_000),
-        dtype=section.choice("dtype", "auto", DTYPES),
-        seed=section.integer("seed", 0, 0, 2**63 - 1),
-        temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
-        top_k=section.integer("top_k", None, 1),
-        top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
-        ignore_eos=section.flag("ignore_eos", False),
-        weights=section.choice("weights", "checkpoint", WEIGHTS),
-        hosts=_read_names(section, "hosts") or (),
-        launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
-        reschedule=_read_reschedule(section),
-        engine=section.choice(
-            "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()),
-    )
-    _check_hosts(section, run, top.get("cluster"))
-    section.finish()
-    return run
-
-
-def _check_hosts(section: Section, run: RunSpec, cluster: Field | None) -> None:
-    """Distinct hosts that can share the ranks evenly."""
-    count = len(run.hosts)
-    if count == 0:
-        if run.launcher is not None:
-            section.reject("launcher", "needs run.hosts: it starts the ranks there")
-        return
-    strange = [name for name in run.hosts if not _HOST.fullmatch(name)]
-    if strange or len(set(run.hosts)) < count:
-        section.reject("hosts", "names of hosts, each once"
-                       + (f"; {strange[0]!r} is none" if strange else ""))
-    if run.ranks is not None and run.ranks % count:
-        section.reject("ranks", f"a multiple of the {count} hosts: each has as many")
-    if cluster is not None and cluster.value != LOCAL_CLUSTER:
-        section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
-
-
-def _read_reschedule(section: Section) -> float | None:
-    field = section.get("reschedule")
-    value = "auto" if field is None else field.value
-    if value == "off" or value is False:  # YAML reads `off` as false
-        return None
-    if value in ("auto", "on") or value is True:
-        return RESCHEDULE
-    return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
-                          "auto, off, or a share of the mean output length, '15%' or 0.15")
-
-
-def _read_slurm(top: Section) -> dict[str, SlurmValue] | None:
-    """Slurm's own words; what is absent is left to the cluster's defaults."""
-    section = top.section("slurm", "a mapping of sbatch options")
-    if section is None:
-        return None
-    read: dict[str, SlurmValue | None] = {
-        key: section.text(key, None) for key in ("partition", "account", "qos", "constraint")}
-    for key in ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task"):
-        read[key] = section.integer(key, None, 0 if key == "gpus_per_node" else 1, 100_000)
-    read["time"] = _matching(section, "time", _SLURM_TIME,
-                             "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'")
-    read["mem"] = _matching(section, "mem", _SLURM_MEMORY, "megabytes, or a number with K, M, G, T")
-    read["modules"] = _read_names(section, "modules")
-    section.finish()
-    return {key: value for key, value in read.items() if value is not None}
-
-
-def _matching(section: Section, key: str, pattern: re.Pattern[str],
-              allowed: str) -> str | int | None:
-    field = section.get(key)
-    if field is None:
-        return None
-    value = field.value
-    is_word = isinstance(value, (str, int)) and not isinstance(value, bool)
-    if is_word and pattern.fullmatch(str(value)):
-        return cast("str | int", value)
-    section.reject_type(key, allowed)
-    return None
-
-
-def _read_names(section: Section, key: str) -> tuple[str, ...] | None:
-    field = section.get(key)
-    if field is None:
-        return None
-    items = field.value if isinstance(field.value, list) else [field]
-    texts = [item.value for item in items]
-    if not all(isinstance(text, str) and text.strip() and text.isprintable() for text in texts):
-        section.reject_type(key, "a list of names")
-        return None
-    return tuple(str(text) for text in texts)

@@ -20,13 +20,13 @@ from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
-from xgpt.core.job_file import LOCAL_CLUSTER
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import read_shape
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.requests import Requests
+from xgpt.core.run_section import LOCAL_CLUSTER
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
 # (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.

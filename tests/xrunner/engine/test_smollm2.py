@@ -16,7 +16,7 @@ from xrunner.checkpoint.source import find_model
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.query import PreparedQuery
 
-PROMPTS = Path(__file__).resolve().parents[2] / "jobs" / "prompts" / "quickstart.jsonl"
+PROMPTS = Path(__file__).resolve().parents[3] / "jobs" / "prompts" / "quickstart.jsonl"
 NUM_PROMPTS, MAX_NEW_TOKENS = 6, 16
 
 

@@ -16,7 +16,7 @@ from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 
-DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the checkout")
 A100 = catalog.device("A100-80")
 TINY = ModelSpec(name="tiny", family="llama", num_layers=2, hidden_size=64, num_heads=4,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_replay_equality import problem_of, replayed_steps, run_steps
+from replayed import problem_of, replayed_steps, run_steps
 from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 

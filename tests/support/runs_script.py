@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "xrunner"))
 import toys
+from mpi4py import MPI
 
 from xgpt.core.schedule import StageAssignment
 from xrunner.devices import has_own_gpu_each, local_rank, own_device

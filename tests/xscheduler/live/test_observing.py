@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_rescheduling import follow, outputs_of, session_of, write_state
+from watched_jobs import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
 from xgpt.app.opened import OpenedJob

@@ -7,7 +7,6 @@ one batch is in the system at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import generate, random_queries, run_in_process, run_waa_in_process, spec_of
+from replayed import problem_of, replayed_steps, run_steps
+from toys import generate, random_queries, run_in_process, run_waa_in_process
 
-from xgpt.core import catalog
-from xgpt.core.cluster import Cluster
-from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import joint_empirical
 from xgpt.core.policies import policy as row_of
-from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery
-from xrunner.rules.steps import StepKind, rules_for
+from xrunner.rules.steps import rules_for
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.closed_form import Rra
@@ -37,31 +30,9 @@ from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.static.config import StaticConfig
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import replay_job
-from xsimulator.replay.records import PoolRecords
 
 Made = Callable[[str], tuple[Path, Any]]
 Work = tuple[Path, list[PreparedQuery], np.ndarray]
-
-
-def problem_of(directory: Path, pairs: np.ndarray, devices: int) -> Problem:
-    cluster: Cluster = catalog.cluster("a40-4").with_nodes(num_nodes=1, devices_per_node=devices)
-    joint = joint_empirical(pairs)
-    return Problem(model=spec_of(directory), cluster=cluster, lengths=joint, dtype="float32",
-                   num_queries=len(pairs), default_max_tokens=joint.outputs.max,
-                   constraint=latency_constraint(latency_s=math.inf, kind="sequence",
-                                                 quantile=0.99),
-                   fixed=FixedSchedule())
-
-
-def run_steps(executor: StageExecutor) -> list[tuple[object, ...]]:
-    return [(r.kind, r.group, r.phase, r.iteration, r.queries) for r in executor.log
-            if r.kind != "cross_kv"]
-
-
-def replayed_steps(pool: PoolRecords) -> list[tuple[object, ...]]:
-    return [(step.kind.value, step.group, step.phase, step.iteration,
-             int(encoded if step.kind is StepKind.ENCODE else decoded))
-            for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded, strict=True)]
 
 
 def lengths_of(queries: list[PreparedQuery], outputs: np.ndarray) -> QueryLengths:

@@ -1,0 +1,117 @@
+"""The sections `run` and `slurm` of a job file: how and where a job runs."""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+from xgpt.core.engines import OWN_ENGINE, engine_names
+from xgpt.core.job import RESCHEDULE, RunSpec, SlurmValue
+from xgpt.core.sections import Section
+from xgpt.core.units import parse_share
+from xgpt.core.yaml_tree import Field
+
+LOCAL_CLUSTER = "local"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("checkpoint", "random")
+
+# no option of ssh or mpiexec, no list within a list
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
+_SLURM_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|infinite|unlimited",
+                         re.IGNORECASE)
+_SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+
+
+def read_run(top: Section) -> RunSpec:
+    section = top.section("run")
+    if section is None:
+        return RunSpec()
+    run = RunSpec(
+        ranks=section.integer("ranks", None, 1, 100_000),
+        dtype=section.choice("dtype", "auto", DTYPES),
+        seed=section.integer("seed", 0, 0, 2**63 - 1),
+        temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
+        top_k=section.integer("top_k", None, 1),
+        top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
+        ignore_eos=section.flag("ignore_eos", False),
+        weights=section.choice("weights", "checkpoint", WEIGHTS),
+        hosts=_read_names(section, "hosts") or (),
+        launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
+        reschedule=_read_reschedule(section),
+        engine=section.choice(
+            "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()),
+    )
+    _check_hosts(section, run, top.get("cluster"))
+    section.finish()
+    return run
+
+
+def _check_hosts(section: Section, run: RunSpec, cluster: Field | None) -> None:
+    """Distinct hosts that can share the ranks evenly."""
+    count = len(run.hosts)
+    if count == 0:
+        if run.launcher is not None:
+            section.reject("launcher", "needs run.hosts: it starts the ranks there")
+        return
+    strange = [name for name in run.hosts if not _HOST.fullmatch(name)]
+    if strange or len(set(run.hosts)) < count:
+        section.reject("hosts", "names of hosts, each once"
+                       + (f"; {strange[0]!r} is none" if strange else ""))
+    if run.ranks is not None and run.ranks % count:
+        section.reject("ranks", f"a multiple of the {count} hosts: each has as many")
+    if cluster is not None and cluster.value != LOCAL_CLUSTER:
+        section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
+
+
+def _read_reschedule(section: Section) -> float | None:
+    field = section.get("reschedule")
+    value = "auto" if field is None else field.value
+    if value == "off" or value is False:  # YAML reads `off` as false
+        return None
+    if value in ("auto", "on") or value is True:
+        return RESCHEDULE
+    return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
+                          "auto, off, or a share of the mean output length, '15%' or 0.15")
+
+
+def read_slurm(top: Section) -> dict[str, SlurmValue] | None:
+    """Slurm's own words; what is absent is left to the cluster's defaults."""
+    section = top.section("slurm", "a mapping of sbatch options")
+    if section is None:
+        return None
+    read: dict[str, SlurmValue | None] = {
+        key: section.text(key, None) for key in ("partition", "account", "qos", "constraint")}
+    for key in ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task"):
+        read[key] = section.integer(key, None, 0 if key == "gpus_per_node" else 1, 100_000)
+    read["time"] = _matching(section, "time", _SLURM_TIME,
+                             "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'")
+    read["mem"] = _matching(section, "mem", _SLURM_MEMORY, "megabytes, or a number with K, M, G, T")
+    read["modules"] = _read_names(section, "modules")
+    section.finish()
+    return {key: value for key, value in read.items() if value is not None}
+
+
+def _matching(section: Section, key: str, pattern: re.Pattern[str],
+              allowed: str) -> str | int | None:
+    field = section.get(key)
+    if field is None:
+        return None
+    value = field.value
+    is_word = isinstance(value, (str, int)) and not isinstance(value, bool)
+    if is_word and pattern.fullmatch(str(value)):
+        return cast("str | int", value)
+    section.reject_type(key, allowed)
+    return None
+
+
+def _read_names(section: Section, key: str) -> tuple[str, ...] | None:
+    field = section.get(key)
+    if field is None:
+        return None
+    items = field.value if isinstance(field.value, list) else [field]
+    texts = [item.value for item in items]
+    if not all(isinstance(text, str) and text.strip() and text.isprintable() for text in texts):
+        section.reject_type(key, "a list of names")
+        return None
+    return tuple(str(text) for text in texts)
