@@ -35,13 +35,12 @@ def tree() -> set[str]:
 
 
 FILES = tree()
-ENDS = {"/".join(parts[start:]) for parts in (name.split("/") for name in FILES)
-        for start in range(len(parts))}
 
 
 def is_there(path: str) -> bool:
-    """Whether a path from the root, or for a source file the end of one, is in the tree."""
-    return (ROOT / path).exists() or (path.endswith(_SOURCES) and path in ENDS)
+    """Whether a path from the root is in the tree or, for a source file, the end of one path."""
+    ends = [name for name in FILES if name.endswith(f"/{path}")]
+    return (ROOT / path).exists() or (path.endswith(_SOURCES) and len(ends) == 1)
 
 
 def paths_in(text: str) -> Iterator[str]:
@@ -80,7 +79,7 @@ def anchors(document: Path) -> set[str]:
 def test_every_path_that_a_document_names_exists(document: Path) -> None:
     missing = sorted({path for path in paths_in(text_of(document))
                       if not is_there(path) and not (document.parent / path).exists()})
-    assert not missing, f"{document.name} names {missing}"
+    assert not missing, f"not in the tree, or there twice: {missing}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -111,6 +110,12 @@ def test_the_layout_names_every_room() -> None:
              if name.endswith(".py") and name.split("/")[0] in PACKAGES}
     unnamed = sorted(rooms - set(re.findall(r"^\| `([^`]+/)`", section("Layout"), re.M)))
     assert not unnamed, f"docs/design.md has no line for {unnamed}"
+
+
+@pytest.mark.parametrize(("folder", "pattern"), [("benchmarks", "*.py"), ("jobs", "*.yaml")])
+def test_a_folder_s_own_page_names_all_of_it(folder: str, pattern: str) -> None:
+    page = text_of(ROOT / folder / "README.md")
+    assert not [path.name for path in (ROOT / folder).glob(pattern) if path.name not in page]
 
 
 def test_each_question_of_where_is_answered_by_one_path() -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xgpt.core.policies import policy
+from xgpt.core.policies import changeable_policy, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
@@ -48,16 +48,18 @@ def can_settle(problem: Problem) -> bool:
 
 
 def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
-    """The schedule of RRA to begin with; None where something else than latency is in the way."""
-    constraint, fixed = problem.constraint, replace(problem.fixed, policy="rra")
+    """The schedule to begin with, of the policy that can be changed; None where something else
+    than latency is in the way."""
+    name = problem.fixed.policy or changeable_policy()
+    constraint, fixed = problem.constraint, replace(problem.fixed, policy=name)
     if math.isinf(constraint.latency_s):
         return None
     plans = tensor_plans(problem, timing)
-    own = RraSpace("rra", problem, timing, plans)
+    own = RraSpace(name, problem, timing, plans)
     if fixed.decode_iterations is None:
         fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))
     problem = replace(problem, fixed=fixed)
-    easy = RraSpace("rra", problem, timing, plans).easiest()
+    easy = RraSpace(name, problem, timing, plans).easiest()
     least_s = min((one.latency_s for one in easy if not one.limit), default=None)
     if least_s is None:
         return None

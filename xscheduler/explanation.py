@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from xgpt.core.controls import max_in_system
+from xgpt.core.controls import RraControls, max_in_system
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
@@ -63,7 +63,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
 
 def _how(estimate: Estimate) -> str:
     """What the policy makes the devices do, in its figures."""
-    if estimate.policy == "rra":
+    if len(estimate.deployment.pools) == 1:
         share = estimate.figures.encode_s / estimate.figures.period_s
         return f"every device encodes and decodes in turn, encoding for {share:.0%} of the time"
     encode = _devices(estimate, "encode")
@@ -93,7 +93,7 @@ def _devices(estimate: Estimate, role: str) -> int:
 
 def _why_variables(schedule: Schedule, problem: Problem) -> str:
     estimate = schedule.estimate
-    if estimate.policy == "rra":
+    if isinstance(estimate.controls, RraControls):
         iterations = estimate.figures.decode_iterations
         together = "" if estimate.figures.encode_batch == 1 else " together"
         work = (f"{_queries(estimate.figures.encode_batch)} encoded{together} once every "

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.status import Status
@@ -143,8 +144,7 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: i
 
 
 def _words(estimate: Estimate) -> str:
-    """Policy and control variables."""
-    names = ("encode_batch", "decode_iterations") if estimate.policy == "rra" else (
-        "max_active", "token_budget", "encode_batch", "decode_micro_batches")
+    """Policy and the first two of its control variables, which tell most."""
+    names = policy(estimate.policy).variable_names[:2]
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     return ", ".join([estimate.policy, *values])

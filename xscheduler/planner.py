@@ -18,7 +18,7 @@ from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
-from xgpt.core.policies import baselines, policies
+from xgpt.core.policies import baselines, changeable_policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
@@ -165,8 +165,7 @@ class Planner:
         fixed = self.problem.fixed
         if self.options.horizon == "steady" or not self.problem.observes or fixed.policy:
             return self.problem
-        changeable = next(row.name for row in policies() if row.is_searched and row.is_changeable)
-        return replace(self.problem, fixed=replace(fixed, policy=changeable))
+        return replace(self.problem, fixed=replace(fixed, policy=changeable_policy()))
 
     @cached_property
     def _evaluator(self) -> Evaluator:

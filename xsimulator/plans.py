@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,6 +53,21 @@ class Plan:
     def least_steps(self) -> StepTable:
         """A table of lower bounds of them."""
         return StepTable(self.times, lowered=True)
+
+
+class PlanSource(Protocol):
+    """Closed forms ask it where layers lie: `Plans` balances them, others may hold them fixed."""
+
+    problem: Problem
+    layers: LayerTimes
+
+    def both(self, tp_degree: int, tp_gpus: int) -> Plan:
+        """The one pool that does both phases."""
+        ...
+
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
+        """The pool on these ranks that works one phase, or both."""
+        ...
 
 
 class _DegreeCost(NamedTuple):

@@ -84,7 +84,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     fixed, problem = opened.problem.fixed, opened.problem
     if given is None and fixed == FixedSchedule():
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
-    name = given.policy if given is not None else fixed.policy or "rra"
+    name = given.policy if given is not None else fixed.policy or searched_policies()[0]
     source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,9 @@ def _print(shown: Profile, as_json: bool) -> None:
     if not as_json:
         click.echo(profile_tables(shown))
         return
-    print_json({"metadata": shown.metadata, "verdict": judge(shown), "refused": shown.refused,
+    verdict = judge(shown)
+    told = {**asdict(verdict), "sentence": verdict.sentence}
+    print_json({"metadata": shown.metadata, "verdict": told, "refused": shown.refused,
                 "peaks": shown.peaks, "spent_s": shown.spent_s, "tables": {
                     str(key): [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread}
                                for p in points] for key, points in shown.tables.items()}})

@@ -163,6 +163,11 @@ def searched_policies() -> tuple[str, ...]:
     return tuple(row.name for row in policies() if row.is_searched)
 
 
+def changeable_policy() -> str:
+    """The name of the first of these whose control variables may change while a job runs."""
+    return next(name for name in searched_policies() if policy(name).is_changeable)
+
+
 def baselines() -> tuple[str, ...]:
     """Names of the others: planned where a job names them, and for comparison."""
     return tuple(row.name for row in policies() if not row.is_searched)

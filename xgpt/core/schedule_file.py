@@ -56,7 +56,9 @@ def load_schedule(path: Path) -> Schedule:
                    f"this xgpt reads versions {', '.join(map(str, readers))}")
     try:
         return readers[version](raw)
-    except (KeyError, TypeError, ValueError, AttributeError, UnknownNameError) as cause:
+    except UnknownNameError as cause:
+        raise _bad(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise _bad(path, "schedule", None, f"missing or wrong key: {cause}") from None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from xgpt.core.controls import StaticControls
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
@@ -84,7 +85,7 @@ def _load(plan: RunPlan, world: World, clock: Stopwatch) -> tuple[PaddedModel, f
 
 def _check_fits(schedule: Schedule, world: World) -> None:
     estimate = schedule.estimate
-    if estimate.policy not in ("ft", "dsi"):
+    if not isinstance(estimate.controls, StaticControls):
         raise XgptError(f"policy {estimate.policy!r}: DeepSpeed works static batches, ft or dsi")
     ranks = [list(stage.ranks) for stage in estimate.deployment.stages]
     if ranks != [list(range(world.comm.size))]:

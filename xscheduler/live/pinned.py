@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from xgpt.core.controls import RraControls
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.policies import baselines, searched_policies
+from xgpt.core.policies import baselines, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Role, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
@@ -24,12 +25,10 @@ from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies import ClosedForm, make_policy
+from xsimulator.policies import ClosedForm, make_config, make_policy
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.divisions import FixedDivision
 
 MAX_BATCH = 1 << 16
@@ -56,16 +55,17 @@ class Way:
         return self.estimate.figures.throughput_qps if self.estimate and is_admissible else 0.0
 
 
-class PinnedPlans(Plans):
-    """Plans of a problem whose layers lie as a schedule has them."""
+class PinnedPlans:
+    """Plans of a problem whose layers lie as a schedule has them (a PlanSource)."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
                  stages: Sequence[StageAssignment]) -> None:
-        super().__init__(problem, timing)
+        plans = Plans(problem, timing)
+        self.problem, self.layers = problem, plans.layers
         self._pools: dict[tuple[tuple[int, ...], ...], Plan] = {}
         for role in dict.fromkeys(stage.role for stage in stages):
             pool = tuple(stage for stage in stages if stage.role == role)
-            self._pools[tuple(stage.ranks for stage in pool)] = self.of_stages(pool, role)
+            self._pools[tuple(stage.ranks for stage in pool)] = plans.of_stages(pool, role)
 
     def both(self, tp_degree: int, tp_gpus: int) -> Plan:
         """RRA's one pool."""
@@ -83,7 +83,7 @@ def pinned_policy(deployed: Estimate, problem: Problem,
     if deployed.policy in baselines():
         return make_policy(deployed.policy, problem, timing)
     plans = PinnedPlans(problem, timing, deployed.deployment.stages)
-    if deployed.policy == "rra":
+    if isinstance(deployed.controls, RraControls):
         return Rra(problem, timing, plans=plans)
     devices = deployed.deployment.encoding.num_devices
     return Waa(deployed.policy, problem, timing, lambda *_: FixedDivision(devices), plans=plans)
@@ -138,6 +138,9 @@ class PinnedSearch:
         fixed = problem.fixed.encode_batch
         self._batches = (fixed, fixed) if fixed else (1, min(problem.num_queries or MAX_BATCH,
                                                              MAX_BATCH))
+        self._has_iterations = "decode_iterations" in policy(deployed.policy).variable_names
+        self._deployed_config, missing = make_config(deployed.policy, deployed)
+        assert not missing, f"{missing = }"
         self._known: dict[tuple[Line, int], _Seen] = {}
 
     def current(self) -> Way:
@@ -182,7 +185,7 @@ class PinnedSearch:
         now, fixed = self._deployed, self._problem.fixed
         groups = (self._groups if fixed.decode_micro_batches is None
                   else [fixed.decode_micro_batches])
-        if now.policy != "rra":
+        if not self._has_iterations:
             return [(1, count) for count in groups]
         most = max(self._policy.flow.max_iterations, 1)
         iterations = sorted({*geometric(most), min(now.figures.decode_iterations, most)})
@@ -194,7 +197,7 @@ class PinnedSearch:
         """Every line near the best that the job leaves free, in each variable by itself."""
         fixed, (iterations, groups) = self._problem.fixed, line
         near = [line]
-        if self._deployed.policy == "rra" and fixed.decode_iterations is None:
+        if self._has_iterations and fixed.decode_iterations is None:
             most = max(self._policy.flow.max_iterations, 1)
             reach = max(SPREAD, iterations // 10)
             near += [(n, groups) for n in range(max(iterations - reach, 1),
@@ -293,22 +296,24 @@ class PinnedSearch:
             why = self._reason(self._known[min(seen), self._batches[0]])
             return Way(estimate=None, reason=f"even the smallest batch is too large ({why})")
         found = self._estimate(*point)
-        iterations = (f"decode_iterations {found.figures.decode_iterations}, "
-                      if found.policy == "rra" else "")
         return Way(estimate=found, reason=(
             f"the tightest latency on these stages is {found.figures.latency_s:.4g} s, with "
-            f"encode_batch {found.figures.encode_batch}, {iterations}decode_micro_batches "
-            f"{found.deployment.num_groups}; the limit is {self._limit_s:.4g} s"))
+            f"encode_batch {found.figures.encode_batch}, {iterations_words(found)}"
+            f"decode_micro_batches {found.deployment.num_groups}; "
+            f"the limit is {self._limit_s:.4g} s"))
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
         found: Estimate = self._policy.estimate(self._config(line, batch))
         return found.changed(policy=self._deployed.policy)
 
-    def _config(self, line: Line, batch: int) -> RraConfig | WaaConfig:
-        now = self._deployed
-        if now.policy == "rra":
-            return RraConfig(encode_batch=batch, decode_iterations=line[0],
-                             tp_degree=now.deployment.tp_degree,
-                             tp_gpus=now.deployment.tp_gpus, decode_micro_batches=line[1])
-        return WaaConfig(encode_batch=batch, decode_micro_batches=line[1],
-                         tp_degree=now.deployment.tp_degree, tp_gpus=now.deployment.tp_gpus)
+    def _config(self, line: Line, batch: int) -> Any:
+        iterations = {"decode_iterations": line[0]} if self._has_iterations else {}
+        return replace(self._deployed_config, encode_batch=batch, decode_micro_batches=line[1],
+                       **iterations)
+
+
+def iterations_words(estimate: Estimate) -> str:
+    """The control variable that not every policy has, in words."""
+    controls = estimate.controls
+    return (f"decode_iterations {controls.decode_iterations}, "
+            if isinstance(controls, RraControls) else "")

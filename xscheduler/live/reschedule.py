@@ -28,7 +28,7 @@ from xgpt.core.schedule import Estimate, Schedule, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.live.deployment import Loading, redeployment
-from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job
+from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, iterations_words
 from xscheduler.search import find_schedule
 
 WORTH = 0.005  # share of throughput below which two schedules count as equal: the search's gap
@@ -159,8 +159,7 @@ def _redeploy_words(found: Reschedule) -> str:
 
 def variables(estimate: Estimate) -> str:
     """The control variables in words."""
-    iterations = f"decode_iterations {estimate.figures.decode_iterations}, " if (
-        estimate.policy == "rra") else ""
-    return (f"{estimate.policy}, encode_batch {estimate.figures.encode_batch}, {iterations}"
-            f"decode_micro_batches {estimate.deployment.num_groups}, tp_degree "
+    return (f"{estimate.policy}, encode_batch {estimate.figures.encode_batch}, "
+            f"{iterations_words(estimate)}decode_micro_batches "
+            f"{estimate.deployment.num_groups}, tp_degree "
             f"{estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
@@ -41,8 +42,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     `running` is executed. `most_present`: queries that the caches hold. `caution`: share of the
     bound that a change is planned for."""
     now = running.estimate
-    assert now.policy == "rra", f"{now.policy = }"
-    fixed = replace(problem.fixed, policy="rra", tp_degree=now.deployment.tp_degree,
+    assert policy(now.policy).is_changeable, f"{now.policy = }"
+    fixed = replace(problem.fixed, policy=now.policy, tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus,
                     decode_micro_batches=now.deployment.num_groups)
     most = [count for count in (problem.num_queries, most_present) if count is not None]

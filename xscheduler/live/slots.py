@@ -24,7 +24,7 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
     """Queries that a group may come to hold once lengths have been seen, over those that it is
     planned to hold; infinite where not even short outputs tell."""
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
-    fixed = replace(problem.fixed, policy="rra", tp_degree=estimate.deployment.tp_degree,
+    fixed = replace(problem.fixed, policy=estimate.policy, tp_degree=estimate.deployment.tp_degree,
                     tp_gpus=estimate.deployment.tp_gpus,
                     decode_micro_batches=estimate.deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(

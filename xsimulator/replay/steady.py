@@ -44,7 +44,8 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
     with the last token before the last encoding starts; both ends are times at which queries come
     out, so static batches are counted whole.
     """
-    start_s, own_end_s = result.times.start_s, result.times.last_token_s
+    start_s = result.times.start_s
+    own_end_s = start_s + result.latency_s
     done_s = np.sort(own_end_s)
     if len(done_s) < 4:
         return None

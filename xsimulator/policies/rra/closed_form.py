@@ -29,7 +29,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import Plan, Plans, PlanSource
 from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
@@ -61,7 +61,7 @@ class Rra:
 
     def __init__(self, problem: Problem, timing: TimingSource, *,
                  adjustment: float | None = None, exact_iterations: int = EXACT_ITERATIONS,
-                 plans: Plans | None = None) -> None:
+                 plans: PlanSource | None = None) -> None:
         """`adjustment` is the share by which an encode step's tokens may leave their mean (section
         5.2 of the paper; xrunner.rules.batch_sizer), by default the problem's. Phases of up to
         `exact_iterations` are worked iteration by iteration. `plans` says which layers lie where;
@@ -80,7 +80,7 @@ class Rra:
         self._memory = RraMemory(problem, self.flow.max_reserve_tokens)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
-        self.plans = plans or Plans(problem, timing)
+        self.plans: PlanSource = plans or Plans(problem, timing)
 
     @property
     def capacity_bytes(self) -> int:

@@ -34,7 +34,7 @@ from xgpt.core.schedule import Deployment, Estimate, Pool
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plans
+from xsimulator.plans import Plans, PlanSource
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, extrapolation, gathered
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
@@ -63,7 +63,7 @@ class Waa:
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  division: Callable[[PoolTimes, WaaMemory], Division], *,
-                 adjustment: float | None = None, plans: Plans | None = None) -> None:
+                 adjustment: float | None = None, plans: PlanSource | None = None) -> None:
         """`division` makes, of the pools' times and memory, the way in which the devices are
         divided. `adjustment` and `plans` are as for xsimulator.policies.rra.closed_form.Rra."""
         self.name, self.problem, self.timing = name, problem, timing
@@ -71,7 +71,7 @@ class Waa:
         self.flow = QueryFlow(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_output_tokens=problem.default_max_tokens)
-        self.plans = plans or Plans(problem, timing)
+        self.plans: PlanSource = plans or Plans(problem, timing)
         self.times = PoolTimes(problem, timing, self.plans, self.flow, self.adjustment)
         self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
         self.division = division(self.times, self.memory)

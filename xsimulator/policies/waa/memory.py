@@ -11,7 +11,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import Plan, PlanSource
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
 
@@ -35,7 +35,8 @@ class _PerUnit(NamedTuple):
 class WaaMemory:
     """It says what the configurations of one problem need."""
 
-    def __init__(self, problem: Problem, flow: QueryFlow, plans: Plans, adjustment: float) -> None:
+    def __init__(self, problem: Problem, flow: QueryFlow, plans: PlanSource,
+                 adjustment: float) -> None:
         self._problem, self._plans, self._adjustment = problem, plans, adjustment
         self._most_tokens = float(flow.max_reserve_tokens)
         self._inputs = problem.lengths.inputs

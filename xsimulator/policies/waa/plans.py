@@ -18,7 +18,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
 from xsimulator.allocation import pool_layers
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import Plan, PlanSource
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class WaaPlan:
 class WaaPlans:
     """The plans of one (tp_degree, tp_gpus) are kept by number of encode devices."""
 
-    def __init__(self, plans: Plans, tp_degree: int, tp_gpus: int) -> None:
+    def __init__(self, plans: PlanSource, tp_degree: int, tp_gpus: int) -> None:
         self._plans, self.tp_degree, self.tp_gpus = plans, tp_degree, tp_gpus
         self._known: dict[int, WaaPlan] = {}
         problem = plans.problem

@@ -12,7 +12,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator.handover import HandoverCost
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plans
+from xsimulator.plans import PlanSource
 from xsimulator.policies.waa.plans import WaaPlan
 
 ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
@@ -30,7 +30,7 @@ class EncodeTimes(NamedTuple):
 class PoolTimes:
     """The times of one problem's pools are asked for here; those of decode pools are tabulated."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, plans: Plans, flow: QueryFlow,
+    def __init__(self, problem: Problem, timing: TimingSource, plans: PlanSource, flow: QueryFlow,
                  adjustment: float) -> None:
         self._problem, self._timing, self._plans = problem, timing, plans
         self._flow, self._adjustment = flow, adjustment
