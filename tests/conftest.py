@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # what tests share, and the benchmarks that some of them test, are imported by name
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
-_STARTS_RANKS = ("tests/mpi/", "tests/gpu/")
+_STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores

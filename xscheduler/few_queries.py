@@ -32,7 +32,7 @@ def _without_the_number(problem: Problem, plan: Callable[[Problem], Schedule]) -
     """None where nothing is fixed, or more than the number forbids it."""
     controls = {name for row in policies() for name in row.variable_names}
     if problem.num_queries is None or all(
-            getattr(problem.fixed, name, None) is None for name in controls):
+            problem.fixed.value_of(name) is None for name in controls):
         return None
     try:
         return plan(replace(problem, num_queries=None))

@@ -116,10 +116,17 @@ def write_job(opened: OpenedJob) -> None:
     """Leaves what the job asks in job.json."""
     job = opened.job
     parts = {"name": job.name, "model": job.model, "cluster": job.cluster,
-            "workload": job.workload, "constraint": _constraint(job), "schedule": job.schedule,
+            "workload": job.workload, "constraint": _constraint(job), "schedule": _fixed(job),
             "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}
     write_atomically(job.output / "job.json", json.dumps(plain(parts), indent=1) + "\n")
+
+
+def _fixed(job: Job) -> dict[str, Any]:
+    """The schedule's control variables by the keys of a job file."""
+    own = {field.name: getattr(job.schedule, field.name) for field in fields(job.schedule)
+           if field.name != "others"}
+    return {**own, **dict(job.schedule.others)}
 
 
 def _constraint(job: Job) -> dict[str, Any]:

@@ -56,6 +56,12 @@ class FixedSchedule:
     token_budget: int | None = None  # vLLM, Sarathi
     tp_degree: int | None = None
     tp_gpus: int | None = None
+    others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of policies elsewhere
+
+    def value_of(self, variable: str) -> int | None:
+        """What the user fixed a control variable to, of a policy of ours or of another package."""
+        value: int | None = getattr(self, variable, None)
+        return dict(self.others).get(variable) if value is None else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.policies import Policy, policies, policy, policy_names, searched_policies
 from xgpt.core.sections import Section
@@ -25,6 +27,7 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
         token_budget=section.integer("token_budget", None, 1),
         tp_degree=section.integer("tp_degree", None, 1),
         tp_gpus=section.integer("tp_gpus", None, 0),
+        others=_read_others(section),
     )
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
@@ -35,6 +38,15 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     adjustment = _read_adjustment(section, row)
     section.finish()
     return schedule, adjustment
+
+
+def _read_others(section: Section) -> tuple[tuple[str, int], ...]:
+    """Control variables that only policies of other packages have."""
+    own = {field.name for field in fields(FixedSchedule)}
+    least = {variable.name: variable.least for row in policies() for variable in row.variables
+             if variable.name not in own}
+    values = [(name, section.integer(name, None, minimum)) for name, minimum in least.items()]
+    return tuple((name, value) for name, value in values if value is not None)
 
 
 def _read_adjustment(section: Section, row: Policy) -> Adjustment:
@@ -60,7 +72,7 @@ def _check_controls(section: Section, schedule: FixedSchedule, row: Policy) -> N
     """Every variable given is one of the policy's."""
     own = row.variable_names
     for name in sorted({name for each in policies() for name in each.variable_names} - {*own}):
-        if getattr(schedule, name, None) is not None:
+        if schedule.value_of(name) is not None:
             others = [each.name for each in policies() if name in each.variable_names]
             section.reject(name, f"a variable of {', '.join(others)}; {row.name} has "
                                  f"{', '.join(own)}")

@@ -129,7 +129,7 @@ _PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of i
 def _given(problem: Problem) -> dict[str, int]:
     """Control variables that the job fixes."""
     assert problem.fixed.policy is not None
-    values = {name: getattr(problem.fixed, name, None)
+    values = {name: problem.fixed.value_of(name)
               for name in policy(problem.fixed.policy).variable_names}
     return {name: value for name, value in values.items() if value is not None}
 

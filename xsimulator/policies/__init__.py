@@ -40,7 +40,7 @@ def make_config(name: str, source: Estimate | FixedSchedule) -> tuple[Any, list[
     missing; and the names of these."""
     row, config = policy(name), policy(name).load("config")
     held = source.variables if isinstance(source, Estimate) else {}
-    values = {name: held[name] if name in held else getattr(source, name, None)
+    values = {name: held.get(name) if isinstance(source, Estimate) else source.value_of(name)
               for name in (*row.variable_names, "tp_degree", "tp_gpus")}
     given, missing = {}, []
     for field in fields(config):

@@ -1,0 +1,63 @@
+"""What the tests of toys share: a job on a toy model with its profile, and packages that look
+installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_folder import XGPT, as_requests, write_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyJob:
+    """A job on two ranks whose model is measured. `reference`: transformers' own instance of the
+    model; `queries`: those of its requests."""
+
+    path: Path
+    reference: Any
+    queries: list[Any]
+    cache: Path  # $XDG_CACHE_HOME
+
+    @property
+    def output(self) -> Path:
+        return self.path.parent / "out"
+
+
+@pytest.fixture(scope="session")
+def toy_job(tmp_path_factory: pytest.TempPathFactory) -> ToyJob:
+    pytest.importorskip("torch", reason="runs need the extra `run`")
+    from toys import make_model, random_queries
+
+    folder, cache = tmp_path_factory.mktemp("toy-job"), tmp_path_factory.mktemp("cache")
+    reference, queries = make_model("llama", folder / "model"), random_queries(24, seed=9)
+    path = write_job(folder, folder / "model", as_requests(queries), schedule="policy: rra",
+                     ranks=2)
+    command("profile", path, "--budget", "1s", env={"XDG_CACHE_HOME": str(cache)})
+    return ToyJob(path=path, reference=reference, queries=queries, cache=cache)
+
+
+@pytest.fixture
+def with_package() -> Callable[..., str]:
+    """Runs an xgpt command with one more folder on the path, as if its package were installed."""
+
+    def run(folder: Path, *arguments: object, cache: Path | None = None) -> str:
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return command(*arguments, env={
+            "PYTHONPATH": os.pathsep.join(path),
+            **({} if cache is None else {"XDG_CACHE_HOME": str(cache)})})
+
+    return run
+
+
+def command(*arguments: object, env: dict[str, str]) -> str:
+    """What the command prints."""
+    done = subprocess.run([*XGPT, *map(str, arguments)], capture_output=True, text=True,
+                          env={**os.environ, **env}, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,45 @@
+"""An engine in a package of its own plans and runs jobs by the commands as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
+Command = Callable[..., str]
+
+
+def test_schedule_plans_what_the_engine_executes(with_package: Command) -> None:
+    planned = json.loads(with_package(FOLDER, "schedule", JOB, "--json", "--set", "run.engine=toy"))
+    assert planned["policy"] == "ft" and planned["tp_degree"] == 1
+    assert "an echo takes no time: nothing is predicted" in planned["notes"]
+
+
+@pytest.mark.parametrize(("wanted", "message"), [
+    ("schedule.policy=rra", "ft: the engine toy works static batches"),
+    ("run.engine=other", "allowed: xgpt, deepspeed, toy")])
+def test_what_it_does_not_execute_is_refused(with_package: Command, wanted: str,
+                                             message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        with_package(FOLDER, "schedule", JOB, "--set", "run.engine=toy", "--set", wanted)
+
+
+@pytest.mark.mpi
+def test_submit_runs_a_job_with_it(toy_job: Any, with_package: Command) -> None:
+    arguments = (FOLDER, "submit", toy_job.path, "--json", "--set", "run.engine=toy", "--set",
+                 "schedule=auto")
+    done = json.loads(with_package(*arguments, cache=toy_job.cache))
+    assert done["status"] == "done" and done["engine"] == "toy"
+    assert done["queries"] == len(toy_job.queries)
+    assert done["throughput_qps"]["measured"] > 0 and done["throughput_qps"]["predicted"] is None
+    results = (toy_job.output / "results.jsonl").read_text().splitlines()
+    assert {row["id"]: row["output_ids"] for row in map(json.loads, results)} == {
+        query.id: list(query.input_ids)[::-1][:query.max_new_tokens] for query in toy_job.queries}
+    assert (toy_job.output / "report.html").stat().st_size > 10_000
+    with pytest.raises(AssertionError, match=r"run\.temperature"):
+        with_package(*arguments, "--set", "run.temperature=1", cache=toy_job.cache)

@@ -1,0 +1,65 @@
+"""A policy in a package of its own is planned, replayed and run by the commands as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
+Command = Callable[..., str]
+
+
+def test_schedule_searches_its_grid(with_package: Command) -> None:
+    best, fixed = (json.loads(with_package(
+        FOLDER, "schedule", JOB, "--json", "--horizon", "steady", "--set",
+        f"schedule={{policy: waves{more}}}")) for more in ("", ", wave_queries: 5"))
+    assert best["policy"] == "waves" and "grid" in best["status"] and best["wave_queries"] > 5
+    assert best["latency_s"] <= best["latency_bound_s"]
+    assert fixed["wave_queries"] == 5
+    assert fixed["throughput_qps"] < best["throughput_qps"]
+
+
+def test_schedule_shows_it_by_the_words_of_its_row(with_package: Command) -> None:
+    table = with_package(FOLDER, "schedule", JOB, "--horizon", "steady", "--set",
+                         "schedule={policy: waves, wave_queries: 5}")
+    assert "Waves" in table and "5 queries of a wave" in table
+
+
+def test_simulate_replays_it_as_its_closed_form_says(with_package: Command) -> None:
+    shown = json.loads(with_package(FOLDER, "simulate", JOB, "--json", "--set",
+                                    "schedule={policy: waves, wave_queries: 16}"))
+    assert shown["policy"] == "waves" and shown["wave_queries"] == 16
+    assert shown["replay"]["throughput_qps"] == pytest.approx(shown["throughput_qps"], rel=0.2)
+
+
+def test_a_variable_of_it_is_checked_as_ours_are(with_package: Command) -> None:
+    for wanted, message in (("policy: waves, wave_queries: 0", "schedule.wave_queries"),
+                            ("policy: rra, wave_queries: 5", "a variable of waves; rra has")):
+        with pytest.raises(AssertionError, match=message):
+            with_package(FOLDER, "schedule", JOB, "--set", f"schedule={{{wanted}}}")
+
+
+@pytest.mark.mpi
+def test_ranks_execute_it_and_answer_as_rra_does(toy_job: Any, with_package: Command) -> None:
+    answers = {}
+    for schedule in ("policy: waves, tp_degree: 1", "policy: waves, wave_queries: 5, tp_degree: 1",
+                     "policy: rra, tp_degree: 1"):
+        done = json.loads(with_package(FOLDER, "submit", toy_job.path, "--json", "--set",
+                                       f"schedule={{{schedule}}}", cache=toy_job.cache))
+        assert done["status"] == "done" and done["throughput_qps"]["predicted"] > 0
+        results = (toy_job.output / "results.jsonl").read_text().splitlines()
+        answers[schedule] = {row["id"]: row["output_ids"] for row in map(json.loads, results)}
+        controls = json.loads((toy_job.output / "schedule.json").read_text())["controls"]
+        assert controls["policy"] == schedule.split(",")[0].removeprefix("policy: ")
+        if "wave_queries" in schedule:
+            assert controls == {"policy": "waves", "wave_queries": 5}
+            steps = map(json.loads, (toy_job.output / "steps.jsonl").read_text().splitlines())
+            encoded = [step for step in steps if step["kind"] == "encode" and step["stage"] == 0]
+            assert len(encoded) == 5, "24 queries are five waves"
+    own, other, rra = answers.values()
+    assert own == other == rra and len(rra) == len(toy_job.queries)
