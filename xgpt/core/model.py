@@ -13,7 +13,6 @@ from typing import Any, Literal
 from xgpt.core.config_values import ConfigValues
 
 Family = Literal["opt", "gpt2", "llama", "t5"]
-FAMILIES: tuple[Family, ...] = ("opt", "gpt2", "llama", "t5")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
