@@ -110,7 +110,6 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
     cache_* [slots, k, capacity, d]. Returns [T, h * d].
     """
     total, heads, dim = query.shape
-    kv_heads = key.shape[1]
     out = torch.empty_like(query)
     start = 0
     for i, length in enumerate(lengths):
@@ -118,12 +117,7 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
         k, v = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)  # [k, L, d]
         cache_key[first_slot + i, :, :length] = k
         cache_value[first_slot + i, :, :length] = v
-        group = (kv_heads, heads // kv_heads, length, dim)
-        attended = scaled_dot_product_attention(
-            query[start:end].view(length, kv_heads, -1, dim).permute(1, 2, 0, 3),
-            k.unsqueeze(1).expand(group), v.unsqueeze(1).expand(group), is_causal=True,
-        )
-        out[start:end] = attended.permute(2, 0, 1, 3).reshape(length, heads, dim)
+        out[start:end] = _attend(query[start:end], k, v, is_causal=True)
         start = end
     assert start == total, f"{start = } {total = }"
     return out.view(total, heads * dim)
@@ -151,17 +145,27 @@ def _attend_on(query: Tensor, key: Tensor, value: Tensor, row_key: Tensor, row_v
                first: int) -> Tensor:
     """Tokens from `first` on of one query; row_* [k, capacity, d] of its slot."""
     tokens, heads, dim = query.shape
-    end, kv_heads = first + tokens, key.shape[1]
+    end = first + tokens
     row_key[:, first:end] = key.transpose(0, 1)
     row_value[:, first:end] = value.transpose(0, 1)
     at = torch.arange(end, device=query.device)
-    group = (kv_heads, heads // kv_heads, end, dim)
+    attended = _attend(query, row_key[:, :end], row_value[:, :end],
+                       mask=at[None, :] <= at[first:, None])
+    return attended.reshape(tokens, heads * dim)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None,
+            is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """One input: query [L, h, d] attends to key, value [k, E, d], h / k heads to each of theirs.
+    Returns [L, h, d]."""
+    tokens, heads, dim = query.shape
+    kv_heads, entries, _ = key.shape
+    group = (kv_heads, heads // kv_heads, entries, dim)
     attended = scaled_dot_product_attention(
         query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3),
-        row_key[:, None, :end].expand(group), row_value[:, None, :end].expand(group),
-        attn_mask=at[None, :] <= at[first:, None],
-    )
-    return attended.permute(2, 0, 1, 3).reshape(tokens, heads * dim)
+        key[:, None].expand(group), value[:, None].expand(group),
+        attn_mask=mask, is_causal=is_causal, scale=scale)
+    return attended.permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
 
 def attend_bidirectional(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
@@ -178,15 +182,10 @@ def attend_bidirectional(query: Tensor, key: Tensor, value: Tensor, lengths: Seq
     start = 0
     for length in lengths:
         end = start + length
-        group = (kv_heads, heads // kv_heads, length, dim)
-        mask = None if bias is None else bias[:, :length, :length].view(*group[:3], length)
-        attended = scaled_dot_product_attention(
-            query[start:end].view(length, kv_heads, -1, dim).permute(1, 2, 0, 3),
-            key[start:end].transpose(0, 1).unsqueeze(1).expand(group),
-            value[start:end].transpose(0, 1).unsqueeze(1).expand(group),
-            attn_mask=mask, scale=scale,
-        )
-        out[start:end] = attended.permute(2, 0, 1, 3).reshape(length, heads, dim)
+        mask = None if bias is None else bias[:, :length, :length].view(
+            kv_heads, heads // kv_heads, length, length)
+        out[start:end] = _attend(query[start:end], key[start:end].transpose(0, 1),
+                                 value[start:end].transpose(0, 1), mask=mask, scale=scale)
         start = end
     assert start == total, f"{start = } {total = }"
     return out.view(total, heads * dim)
