@@ -38,7 +38,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
-from xprofiler.timing import ENCODER_DECODER_ONLY, MessageKind, Operator, TimingSource
+from xprofiler.timing import MessageKind, Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
@@ -171,7 +171,7 @@ def profiled(problem: Problem, truth: Roofline, degrees: tuple[int, ...]) -> Pro
                      for x, y, s in zip(xs, ys, seconds, strict=True))
 
     tables = {TableKey(STEP_OVERHEAD): (Sample(x=0.0, samples_s=(truth.facts.step_overhead_s,)),)}
-    assert not problem.model.is_encoder_decoder, f"needs {ENCODER_DECODER_ONLY}"
+    assert not problem.model.is_encoder_decoder, "has encoder layers"
     messages, none = np.array(MESSAGES), np.zeros(len(MESSAGES))
     for degree in degrees:
         for operator, (along_x, along_y) in AXES.items():

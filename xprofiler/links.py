@@ -6,12 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.cluster import Link
-from xprofiler.constants import (
-    FAST_LINK_BYTES_PER_S,
-    NETWORK_LATENCY_S,
-    LinkConstants,
-    PerDegree,
-)
+from xprofiler.constants import FAST_LINK_BYTES_PER_S, NETWORK_LATENCY_S, LinkConstants, PerDegree
 from xprofiler.kernels import Kernels
 
 FloatArray = NDArray[np.float64]

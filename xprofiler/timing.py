@@ -34,7 +34,6 @@ class Operator(Enum):
     CROSS_ATTENTION = "cross_attention"  # one decoder layer: x = queries, y = encoder tokens each
 
 
-ENCODER_DECODER_ONLY = (Operator.ENCODER_REST, Operator.CROSS_KV, Operator.CROSS_ATTENTION)
 
 
 class MessageKind(Enum):

@@ -45,8 +45,7 @@ class DriftFigures:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftRow:
     """One changed distribution. `change`: factor of mean or std, or what is added to the skewness.
-    `best` None: no schedule keeps the bound. `tighter_*`: share by which a bound must be tightened
-    beforehand for this change to break it no more than the unchanged distribution does."""
+    `best` None: no schedule keeps the bound."""
 
     statistic: Statistic
     change: float
@@ -56,20 +55,6 @@ class DriftRow:
     sequence_ratio: float
     keeps_queries: bool
     keeps_sequence: bool | None  # None: the length hardly occurs
-
-    @property
-    def tighter_queries(self) -> float:
-        return max(1 - 1 / self.queries_ratio, 0.0)
-
-    @property
-    def tighter_sequence(self) -> float:
-        tighter = 1 - 1 / self.sequence_ratio
-        return tighter if math.isnan(tighter) else max(tighter, 0.0)
-
-    @property
-    def latency_difference(self) -> float:
-        """As throughput_difference, of the latency at the quantile of all queries."""
-        return math.nan if self.best is None else self.kept.queries_s / self.best.queries_s - 1
 
     @property
     def throughput_difference(self) -> float:

@@ -33,7 +33,7 @@ def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | 
     margin makes that less than the bound.
     """
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
-    return (_why_policy(schedule, problem), _why_variables(schedule, problem),
+    return (_why_policy(schedule, problem), _why_variables(schedule),
             f"{_what_binds(schedule, problem, timing, limit_s)}{_cost_of_bound(schedule)}.")
 
 
@@ -91,7 +91,7 @@ def _devices(estimate: Estimate, role: str) -> int:
 # --- the control variables --------------------------------------------------------------------
 
 
-def _why_variables(schedule: Schedule, problem: Problem) -> str:
+def _why_variables(schedule: Schedule) -> str:
     estimate = schedule.estimate
     if isinstance(estimate.controls, RraControls):
         iterations = estimate.figures.decode_iterations

@@ -21,13 +21,7 @@ from xgpt.core.schedule import Role, StageAssignment
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
-from xsimulator.allocation import (
-    StageCost,
-    allocate,
-    pool_layers,
-    refuse_plan,
-    stage_ranks,
-)
+from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageTimes
 from xsimulator.step_table import StepTable

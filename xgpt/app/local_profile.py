@@ -87,12 +87,12 @@ def local_profile(wanted: Wanted, tell: Teller, *, budget_s: float | None = None
     leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
     is kept, and the same command goes on."""
     path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
-    if not again and (found := _sufficient(path, wanted, budget_s, tell)) is not None:
-        return found
+    if not again and (profile := _sufficient(path, wanted, budget_s, tell)) is not None:
+        return profile
     with _alone(path.parent, tell):
         # another process may have measured it while this one waited
-        if not again and (found := _sufficient(path, wanted, budget_s, tell)) is not None:
-            return found
+        if not again and (profile := _sufficient(path, wanted, budget_s, tell)) is not None:
+            return profile
         target = path.with_suffix(".again.json") if again else path
         is_new = _cached(target, tell) is None
         if is_new:
@@ -101,21 +101,21 @@ def local_profile(wanted: Wanted, tell: Teller, *, budget_s: float | None = None
         _measure(wanted, target, DEFAULT_BUDGET_S if budget_s is None else budget_s, tell,
                  is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
-        found = load_profile(path)
-    tell.say(f"profile: {judge(found).sentence}")
+        profile = load_profile(path)
+    tell.say(f"profile: {judge(profile).sentence}")
     if (warning := in_words(contention.others_share())) is not None:
         tell.say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
-    return found
+    return profile
 
 
 def _sufficient(path: Path, wanted: Wanted, budget_s: float | None,
                 tell: Teller) -> Profile | None:
     """The cached profile, if nothing is to be added to it."""
-    found = _cached(path, tell)
-    if found is None or not _is_complete(found, wanted) or found.spent_s < (budget_s or 0.0):
+    profile = _cached(path, tell)
+    if profile is None or not _is_complete(profile, wanted) or profile.spent_s < (budget_s or 0.0):
         return None
-    tell.say(f"profile: from the cache, {found.metadata.date}; {judge(found).sentence}")
-    return found
+    tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).sentence}")
+    return profile
 
 
 def _cached(path: Path, tell: Teller) -> Profile | None:
@@ -223,19 +223,17 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, tell: Teller, *,
 def _libraries(device: Device) -> str:
     """Versions of what decides the kernels and the messages."""
     names = ["torch", "mpi4py", "mpich"]
-    found = [f"{name} {metadata.version(name)}" for name in names
-             if importlib.util.find_spec(name) is not None or _is_installed(name)]
+    versions = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
     if device.kind == "gpu":
-        found.append(_driver())
-    return ", ".join(found)
+        versions.append(_driver())
+    return ", ".join(versions)
 
 
-def _is_installed(name: str) -> bool:
+def _version(name: str) -> str | None:
     try:
-        metadata.version(name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _driver() -> str:
@@ -246,9 +244,9 @@ def _driver() -> str:
 def _commit() -> str:
     """Of the source this runs from, or the installed version."""
     root = Path(__file__).resolve().parents[2]
-    found = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
-             if (root / ".git").exists() else "")
-    return found or f"version {metadata.version('xgpt')}"
+    commit = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
+              if (root / ".git").exists() else "")
+    return commit or f"version {metadata.version('xgpt')}"
 
 
 def _first_line(command: Sequence[str]) -> str:

@@ -93,5 +93,3 @@ def kept(job: Job) -> dict[str, Any]:
     return {"name": job.name, "engine": job.run.engine,
             "queries": answered(results).total, "queries_total": num_queries(output),
             "results": results}
-
-

@@ -92,10 +92,10 @@ def _tell(error: XgptError) -> None:
 
 
 def _details(error: XgptError) -> dict[str, Any]:
-    found = dict(error.details)
+    details = dict(error.details)
     if isinstance(error, InputError):
-        found["mistakes"] = [asdict(mistake) for mistake in error.mistakes]
-    return found
+        details["mistakes"] = [asdict(mistake) for mistake in error.mistakes]
+    return details
 
 
 def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = None) -> None:

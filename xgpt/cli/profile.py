@@ -101,12 +101,12 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             "roofline of their device")])
     if out is not None:
         writable_file(out, "--out")
-    found = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
-                          budget_s=budget, again=again)
+    measured = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
+                             budget_s=budget, again=again)
     if out is not None:
-        save_profile(found, out)
+        save_profile(measured, out)
         say(f"profile: written to {out}")
-    _print(found, as_json)
+    _print(measured, as_json)
 
 
 @profile.command()
@@ -117,12 +117,12 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
               help="Print one machine-readable object on stdout.")
 def show(file: Path, plots: Path | None, as_json: bool) -> None:
     """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
-    found = load_profile(file)
+    shown = load_profile(file)
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
-        for path in write_profile_plots(found, plots):
+        for path in write_profile_plots(shown, plots):
             say(f"plot: {path}")
-    _print(found, as_json)
+    _print(shown, as_json)
 
 
 @profile.command("merge")
@@ -134,13 +134,13 @@ def merge_(files: tuple[Path, ...], out: Path) -> None:
     """The points of several profiles of the same thing as one profile."""
     writable_file(out, "--out")
     try:
-        found = reduce(merge, [load_profile(file) for file in files])
+        merged = reduce(merge, [load_profile(file) for file in files])
     except XgptError as error:
         raise (error if isinstance(error, InputError) else InputError([Mistake(
             file="command line", line=None, key="FILE", value=[str(f) for f in files],
             allowed=str(error))])) from None
-    save_profile(found, out)
-    say(f"profile: written to {out}; {judge(found).sentence}")
+    save_profile(merged, out)
+    say(f"profile: written to {out}; {judge(merged).sentence}")
 
 
 @profile.command("import")
@@ -157,10 +157,10 @@ def import_(source: str, folder: Path, model: str, device: str, dtype: str, out:
     """Measurements of others in FOLDER as a profile file. SOURCE: vidur, distserve or
     aiconfigurator."""
     writable_file(out, "--out")
-    found = import_folder(source, folder, _row("model", model), _row("device", device), dtype)
-    save_profile(found, out)
+    imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype)
+    save_profile(imported, out)
     say(f"profile: written to {out}; use it with `profile: {out}` in a job file")
-    click.echo(profile_tables(found))
+    click.echo(profile_tables(imported))
 
 
 def _row(kind: Any, name: str) -> Any:
@@ -171,14 +171,13 @@ def _row(kind: Any, name: str) -> Any:
     return catalog.model(name) if kind == "model" else catalog.device(name)
 
 
-def _print(found: Profile, as_json: bool) -> None:
+def _print(shown: Profile, as_json: bool) -> None:
     if not as_json:
-        click.echo(profile_tables(found))
+        click.echo(profile_tables(shown))
         return
-    verdict = judge(found)
+    verdict = judge(shown)
     told = {**asdict(verdict), "sentence": verdict.sentence}
-    print_json({"metadata": found.metadata, "verdict": told,
-                "refused": found.refused,
-                "peaks": found.peaks, "spent_s": found.spent_s, "tables": {
+    print_json({"metadata": shown.metadata, "verdict": told, "refused": shown.refused,
+                "peaks": shown.peaks, "spent_s": shown.spent_s, "tables": {
                     str(key): [{"x": p.x, "y": p.y, "median_s": p.median_s, "spread": p.spread}
-                               for p in points] for key, points in found.tables.items()}})
+                               for p in points] for key, points in shown.tables.items()}})

@@ -21,18 +21,18 @@ from xgpt.report.table import WIDTH
 def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """How far the job's run is (works from another terminal, and after it ended)."""
     job = load_job(job_file, overrides)
-    found = run_status(job.output)
-    if found is None:
+    run = run_status(job.output)
+    if run is None:
         raise XgptError(f"{job.output}: no run has started there")
     if as_json:
-        print_json({"output": job.output, **asdict(found.progress), "is_alive": found.is_alive,
-                    "results": job.output / "results.jsonl", "num_results": found.num_results,
-                    "num_held": found.num_held})
+        print_json({"output": job.output, **asdict(run.progress), "is_alive": run.is_alive,
+                    "results": job.output / "results.jsonl", "num_results": run.num_results,
+                    "num_held": run.num_held})
         return
-    click.echo(f"{job.name}: {found.progress.state}, {job.output}")
-    if found.progress.total:
-        click.echo(progress_line(found.progress, job.constraint.latency_s))
-    elif found.progress.state == "loading":
+    click.echo(f"{job.name}: {run.progress.state}, {job.output}")
+    if run.progress.total:
+        click.echo(progress_line(run.progress, job.constraint.latency_s))
+    elif run.progress.state == "loading":
         click.echo("loading the model")
-    if (words := how_to_go_on(found, job.output)) is not None:
+    if (words := how_to_go_on(run, job.output)) is not None:
         click.echo(textwrap.fill(words, WIDTH, break_on_hyphens=False))

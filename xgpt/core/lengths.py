@@ -252,9 +252,9 @@ def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntA
     def residual(x: FloatArray) -> FloatArray:
         return _moment_errors(moved(x, inner), weights, wanted)
 
-    found = optimize.least_squares(residual, np.array([0.0, 1.0, 0.0]),
-                                   bounds=([-9.0, 1e-3, -2.0], [9.0, 9.0, 2.0]))
-    return np.rint(moved(found.x, z)).astype(np.int64)
+    fit = optimize.least_squares(residual, np.array([0.0, 1.0, 0.0]),
+                                 bounds=([-9.0, 1e-3, -2.0], [9.0, 9.0, 2.0]))
+    return np.rint(moved(fit.x, z)).astype(np.int64)
 
 
 def _skew_normal(wanted: tuple[float, float, float], maximum: int,
@@ -262,9 +262,9 @@ def _skew_normal(wanted: tuple[float, float, float], maximum: int,
     """[max'] probabilities of the skew normal truncated to (0, max'] that has this mean, std and
     skewness, with max' the first of `rooms` times the `maximum` that has one; None where none."""
     for room, bend in itertools.product(rooms, (0.0, 1.0, -1.0)):
-        found = _fitted(wanted, round(maximum * room), bend)
-        if found is not None:
-            return found
+        pmf = _fitted(wanted, round(maximum * room), bend)
+        if pmf is not None:
+            return pmf
     return None
 
 
@@ -286,9 +286,9 @@ def _fitted(wanted: tuple[float, float, float], maximum: int, bend: float) -> Fl
         mass = np.exp(logarithms - logarithms.max())
         return _moment_errors(support, mass / mass.sum(), wanted)
 
-    found = optimize.least_squares(residual, np.array([0.0, 0.1, bend]), max_nfev=40,
-                                   bounds=([-8.0, -3.0, -1.55], [8.0, 3.0, 1.55]))
-    pmf = np.maximum(np.diff(stats.skewnorm.cdf(edges, *parent(found.x))), 0.0)
+    fit = optimize.least_squares(residual, np.array([0.0, 0.1, bend]), max_nfev=40,
+                                 bounds=([-8.0, -3.0, -1.55], [8.0, 3.0, 1.55]))
+    pmf = np.maximum(np.diff(stats.skewnorm.cdf(edges, *parent(fit.x))), 0.0)
     if not pmf.sum() > 0:
         return None
     pmf /= pmf.sum()
@@ -336,10 +336,10 @@ def _solve_parent(mean: float, std: float, maximum: int) -> tuple[float, float] 
     for start_scale in (1.0, 3.0, 0.5):
         start = np.clip([mean / maximum, np.log(start_scale * std / maximum)], lower, upper)
         with np.errstate(all="ignore"):
-            found = optimize.least_squares(residual, start, xtol=1e-14, ftol=1e-14, gtol=1e-14,
-                                           bounds=(lower, upper))
-        if np.isfinite(found.cost) and (best is None or found.cost < best.cost):
-            best = found
+            fit = optimize.least_squares(residual, start, xtol=1e-14, ftol=1e-14, gtol=1e-14,
+                                         bounds=(lower, upper))
+        if np.isfinite(fit.cost) and (best is None or fit.cost < best.cost):
+            best = fit
     if best is None or np.abs(best.fun).max() > 1e-6:
         return None
     return float(best.x[0] * maximum), float(np.exp(best.x[1]) * maximum)

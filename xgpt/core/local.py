@@ -141,10 +141,10 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 def why_no_torch(kind: Literal["cpu", "gpu"]) -> str | None:
     """Why this environment's PyTorch cannot compute on such devices, as far as its files say
     without importing it; None where it can."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("torch")
+    if package is None or package.origin is None:
         return "torch is not installed"
-    written = _read(Path(found.origin).with_name("version.py")) or ""
+    written = _read(Path(package.origin).with_name("version.py")) or ""
     if kind == "gpu" and re.search(r"^cuda\b[^=\n]*=\s*['\"]", written, re.M) is None:
         return "this PyTorch was built without CUDA"
     return None

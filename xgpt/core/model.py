@@ -13,7 +13,6 @@ from typing import Any, Literal
 from xgpt.core.config_values import ConfigValues
 
 Family = Literal["opt", "gpt2", "llama", "t5"]
-FAMILIES: tuple[Family, ...] = ("opt", "gpt2", "llama", "t5")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,21 +205,21 @@ def _read_rope(config: ConfigValues,
                ) -> tuple[float, tuple[tuple[str, float | str], ...] | None]:
     """Theta, and the scaling where it is not the default."""
     # transformers 5 writes rope settings as `rope_parameters`; 4 as rope_theta + rope_scaling
-    key, found = "rope_parameters", config.section("rope_parameters")
-    theta = (found if "rope_theta" in found.items() else config).number("rope_theta", 10000.0)
-    scaling = {k: v for k, v in found.items().items() if k != "rope_theta"}
+    key, rope = "rope_parameters", config.section("rope_parameters")
+    theta = (rope if "rope_theta" in rope.items() else config).number("rope_theta", 10000.0)
+    scaling = {k: v for k, v in rope.items().items() if k != "rope_theta"}
     if not scaling:
-        config.include(found, key)
-        key, found = "rope_scaling", config.section("rope_scaling")
-        scaling = found.items()
+        config.include(rope, key)
+        key, rope = "rope_scaling", config.section("rope_scaling")
+        scaling = rope.items()
     name = "rope_type" if "rope_type" in scaling else "type"
-    kind = found.text(name, "default", tuple(_ROPE_NUMBERS))
+    kind = rope.text(name, "default", tuple(_ROPE_NUMBERS))
     for number in _ROPE_NUMBERS[kind]:
         if number in scaling:
-            found.number(number, 1.0)
+            rope.number(number, 1.0)
         else:
-            found.reject(number, f"missing: a number above 0, which {name} {kind} needs")
-    config.include(found, key)
+            rope.reject(number, f"missing: a number above 0, which {name} {kind} needs")
+    config.include(rope, key)
     return theta, tuple(sorted(scaling.items())) if kind != "default" else None
 
 

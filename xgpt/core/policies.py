@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from xgpt.core.errors import UnknownNameError
+from xgpt.core.plugins import load_row, rows_of_others
 
 Role = Literal["both", "encode", "decode"]
 GROUP = "xgpt.policies"  # of entry points
@@ -68,8 +67,7 @@ class Policy:
         where: str | None = getattr(self, part)
         if where is None:
             return None
-        module, _, attribute = where.partition(":")
-        return getattr(import_module(module), attribute)
+        return load_row(where)
 
 
 _ENCODE_BATCH = Variable(name="encode_batch", words="queries encoded together")
@@ -138,7 +136,7 @@ _OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}
 @cache
 def _rows() -> Mapping[str, Policy]:
     """Own rows first; another package cannot replace one."""
-    return {**{point.name: point.load() for point in entry_points(group=GROUP)}, **_OWN}
+    return {**{name: load_row(place) for name, place in rows_of_others(GROUP).items()}, **_OWN}
 
 
 def policy(name: str) -> Policy:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import Any
 
 from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, RunSpec, SlurmValue
-from xgpt.core.sections import Section
+from xgpt.core.sections import Section, is_one_of, is_text
 from xgpt.core.units import parse_share
 from xgpt.core.yaml_tree import Field
 
@@ -94,24 +94,15 @@ def read_slurm(top: Section) -> dict[str, SlurmValue] | None:
 
 def _matching(section: Section, key: str, pattern: re.Pattern[str],
               allowed: str) -> str | int | None:
-    field = section.get(key)
-    if field is None:
-        return None
-    value = field.value
-    is_word = isinstance(value, (str, int)) and not isinstance(value, bool)
-    if is_word and pattern.fullmatch(str(value)):
-        return cast("str | int", value)
-    section.reject_type(key, allowed)
-    return None
+    def value_of(value: Any) -> Any:
+        return value if is_one_of(value, str, int) and pattern.fullmatch(str(value)) else None
+
+    return section.read(key, None, value_of, allowed)
 
 
 def _read_names(section: Section, key: str) -> tuple[str, ...] | None:
-    field = section.get(key)
-    if field is None:
-        return None
-    items = field.value if isinstance(field.value, list) else [field]
-    texts = [item.value for item in items]
-    if not all(isinstance(text, str) and text.strip() and text.isprintable() for text in texts):
-        section.reject_type(key, "a list of names")
-        return None
-    return tuple(str(text) for text in texts)
+    def value_of(value: Any) -> tuple[str, ...] | None:
+        texts = [item.value for item in value] if isinstance(value, list) else [value]
+        return tuple(texts) if all(is_text(text) for text in texts) else None
+
+    return section.read(key, None, value_of, "a list of names")

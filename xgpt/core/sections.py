@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from xgpt.core.errors import Mistake, nearest
 from xgpt.core.yaml_tree import Field
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Section:
@@ -71,15 +72,21 @@ class Section:
             return None
         return Section(field, self.path(key), self._mistakes)
 
-    def text(self, key: str, default: T, allowed: str = "text") -> str | T:
+    def read(self, key: str, default: T, value_of: Callable[[Any], V | None],
+             allowed: str) -> V | T:
+        """What `value_of` makes of the key's value, None being a mistake."""
         field = self.get(key)
         if field is None:
             return default
-        value = field.value
-        if isinstance(value, str) and value.strip() and value.isprintable():
-            return value.strip()
-        self.reject_type(key, allowed)
-        return default
+        value = value_of(field.value)
+        if value is None:
+            self.reject_type(key, allowed)
+            return default
+        return value
+
+    def text(self, key: str, default: T, allowed: str = "text") -> str | T:
+        return self.read(key, default, lambda value: value.strip() if is_text(value) else None,
+                         allowed)
 
     def choice(self, key: str, default: T, choices: Sequence[str]) -> str | T:
         """One of `choices`, exactly."""
@@ -93,57 +100,44 @@ class Section:
         return default
 
     def flag(self, key: str, default: bool) -> bool:
-        field = self.get(key)
-        if field is None:
-            return default
-        if not isinstance(field.value, bool):
-            self.reject_type(key, "true or false")
-            return default
-        return field.value
+        return self.read(key, default, lambda value: value if isinstance(value, bool) else None,
+                         "true or false")
 
     def integer(self, key: str, default: T, minimum: int, maximum: int | None = None) -> int | T:
-        field = self.get(key)
-        if field is None:
-            return default
-        value = field.value
-        # NOTE: bool is an int in Python; `ranks: true` is a mistake all the same
-        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum and (
-                maximum is None or value <= maximum):
-            return value
         upper = "" if maximum is None else f" and <= {maximum}"
-        self.reject_type(key, f"a whole number >= {minimum}{upper}")
-        return default
+        return self.read(key, default, lambda value: value if is_one_of(value, int) and (
+            value >= minimum and (maximum is None or value <= maximum)) else None,
+            f"a whole number >= {minimum}{upper}")
 
     def number(self, key: str, default: T, is_allowed: Callable[[float], bool],
                allowed: str) -> float | T:
         """A finite number for which `is_allowed` holds."""
-        field = self.get(key)
-        if field is None:
-            return default
-        value = field.value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            number = _to_float(value)
-            if math.isfinite(number) and is_allowed(number):
-                return number
-        self.reject_type(key, allowed)
-        return default
+        def value_of(value: Any) -> float | None:
+            number = _to_float(value) if is_one_of(value, int, float) else math.nan
+            return number if math.isfinite(number) and is_allowed(number) else None
+
+        return self.read(key, default, value_of, allowed)
 
     def amount(self, key: str, default: T, parse: Callable[[str | int | float], float],
                is_allowed: Callable[[float], bool], allowed: str) -> float | T:
         """A number, or text with a unit, as `parse` of xgpt.core.units reads it."""
-        field = self.get(key)
-        if field is None:
-            return default
-        value = field.value
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        def value_of(value: Any) -> float | None:
             try:
-                number = parse(value)
+                number = parse(value) if is_one_of(value, str, int, float) else math.nan
             except (ValueError, OverflowError):
-                number = math.nan
-            if is_allowed(number):  # false for nan
-                return number
-        self.reject_type(key, allowed)
-        return default
+                return None
+            return number if is_allowed(number) else None  # false for nan
+
+        return self.read(key, default, value_of, allowed)
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and value.isprintable()
+
+
+def is_one_of(value: object, *types: type) -> bool:
+    # NOTE: bool is an int in Python; `ranks: true` is a mistake all the same
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def _to_float(value: int | float) -> float:

@@ -14,16 +14,7 @@ from xgpt.core.lengths import Lengths
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import KINDS, Lane, draw_lanes, stage_label
 from xgpt.report.output import ALONE, QueryFigures, StepRecord
-from xgpt.report.svg import (
-    BAD,
-    DECODE,
-    ENCODE,
-    INK,
-    MUTED,
-    SURFACE,
-    drawing,
-    to_inline_svg,
-)
+from xgpt.report.svg import BAD, DECODE, ENCODE, INK, MUTED, SURFACE, drawing, to_inline_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

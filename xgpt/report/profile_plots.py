@@ -87,10 +87,10 @@ def write_profile_plots(profile: Profile, folder: Path) -> list[Path]:
         panels, left_out = _panels(profile, name)
         if not panels:
             continue
-        svg = _draw(profile, name, panels)
+        svg = _draw(name, panels)
         paths.append(_write(folder / f"{name}.svg", _standalone(svg)))
         figures.append({"title": name.replace("_", " "), "svg": svg,
-                        "caption": _caption(profile, name, panels, left_out)})
+                        "caption": _caption(name, panels, left_out)})
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -130,7 +130,7 @@ def _label(key: TableKey) -> str:
     return words.clean(", ".join(part for part in (degree, key.link) if part))
 
 
-def _draw(profile: Profile, name: str, panels: Sequence[_Panel]) -> str:
+def _draw(name: str, panels: Sequence[_Panel]) -> str:
     is_message = AXES[name][0] == "bytes"
     has_share = any(p.floor_s is not None for s in panels[0].series for p in s.points)
     columns = 2 if is_message or has_share else 1
@@ -250,7 +250,7 @@ def _log_ticks(axis: Any, limits: tuple[float, float], text: Callable[[float], s
     axis.set_minor_locator(NullLocator())
 
 
-def _caption(profile: Profile, name: str, panels: Sequence[_Panel], left_out: int) -> str:
+def _caption(name: str, panels: Sequence[_Panel], left_out: int) -> str:
     points = [p for panel in panels for s in panel.series for p in s.points]
     parts = []
     if noisy := sum(p.is_noisy for p in points):

@@ -6,61 +6,13 @@ A replay is taken by its shape (Protocols), since the report does not import the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Protocol
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import StageAssignment
 from xgpt.report.canvas import Drawing
 from xgpt.report.lanes import DECODE, Lane, draw_lanes, stage_label
-
-
-class StepLike(Protocol):
-    """As xrunner.rules.steps.Step."""
-
-    @property
-    def kind(self) -> Enum: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def phase(self) -> int: ...
-
-
-class PoolLike(Protocol):
-    """As xsimulator.replay.records.PoolRecords; `start_s` and `end_s` are [steps, stages]."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stages(self) -> tuple[int, ...]: ...
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
-    @property
-    def start_s(self) -> FloatArray: ...
-    @property
-    def end_s(self) -> FloatArray: ...
-
-
-class HandoversLike(Protocol):
-    """As xsimulator.replay.records.HandoverRecords."""
-
-    @property
-    def start_s(self) -> FloatArray: ...
-    @property
-    def end_s(self) -> FloatArray: ...
-
-
-class ReplayLike(Protocol):
-    """As xsimulator.replay.records.ReplayResult."""
-
-    @property
-    def pools(self) -> Sequence[PoolLike]: ...
-    @property
-    def handovers(self) -> Sequence[HandoversLike]: ...
-    @property
-    def makespan_s(self) -> float: ...
+from xsimulator.replay.records import PoolRecords, ReplayResult
 
 
 def stage_names(stages: Sequence[StageAssignment], device: str = "GPU") -> list[str]:
@@ -69,7 +21,7 @@ def stage_names(stages: Sequence[StageAssignment], device: str = "GPU") -> list[
                         *([stage.role] if stage.role != "both" else [])]) for stage in stages]
 
 
-def steady_window(result: ReplayLike, periods: float = 3.0, min_steps: int = 6,
+def steady_window(result: ReplayResult, periods: float = 3.0, min_steps: int = 6,
                   ) -> tuple[float, float]:
     """(start_s, end_s) in the middle of the encodings, which is where fill and drain are furthest.
 
@@ -95,7 +47,7 @@ def steady_window(result: ReplayLike, periods: float = 3.0, min_steps: int = 6,
     return start_s, start_s + length_s
 
 
-def draw(result: ReplayLike, start_s: float, end_s: float,
+def draw(result: ReplayResult, start_s: float, end_s: float,
          names: Sequence[str] | None = None) -> Drawing:
     """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""
     lanes = [_replay_lane(pool, column, names, start_s, end_s)
@@ -124,7 +76,7 @@ def _period_s(encodes: Sequence[tuple[float, int, int]]) -> float | None:
     return float(np.median(between)) if between else None
 
 
-def _replay_lane(pool: PoolLike, column: int, names: Sequence[str] | None, start_s: float,
+def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None, start_s: float,
                  end_s: float) -> Lane:
     starts, ends = pool.start_s[:, column], pool.end_s[:, column]
     inside = np.flatnonzero((ends > start_s) & (starts < end_s))

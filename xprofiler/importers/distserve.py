@@ -73,11 +73,6 @@ class Fit:
     decode_large: Line
     threshold: int
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
-        """One step of the whole model that encodes queries of these lengths."""
-        a, b, c = self.prefill
-        return a + b * sum(lengths) + c * sum(n * n for n in lengths)
-
     def decode_s(self, queries: float, context: float) -> float:
         """One step of the whole model, `queries` at `context` tokens each."""
         a, b, c = self.decode_line(queries)

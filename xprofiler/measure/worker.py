@@ -17,14 +17,7 @@ from typing import Any
 import torch
 
 from xgpt.core.model import ModelSpec
-from xprofiler.measure.bench import (
-    DRAWN,
-    GREEDY,
-    LayerBench,
-    Measurement,
-    ordinary_inputs,
-    ragged,
-)
+from xprofiler.measure.bench import DRAWN, GREEDY, LayerBench, Measurement, ordinary_inputs, ragged
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network

@@ -28,13 +28,13 @@ def check_weights(directory: Path, spec: ModelSpec) -> None:
         if path.suffix != ".safetensors":
             continue
         try:
-            found = header(path)
+            held = header(path)
         except ValueError as cause:
             mistakes.append(_mistake(path, None, str(cause)))
             continue
-        shapes.update(found if names is None else {n: found[n] for n in names if n in found})
+        shapes.update(held if names is None else {n: held[n] for n in names if n in held})
         mistakes += [_mistake(path, name, "no such tensor there, but the index says so")
-                     for name in names or () if name not in found]
+                     for name in names or () if name not in held]
     if not mistakes and all(path.suffix == ".safetensors" for path in files):
         mistakes = list(_misfits(directory, spec, shapes))
     if len(mistakes) > MAX_SHOWN:
@@ -107,12 +107,12 @@ def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]
 
 def _misfits(directory: Path, spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[Mistake]:
     for name, wanted in wanted_tensors(spec):
-        found = locate(name, shapes)
-        if found is None and name != HEAD:
+        stored = locate(name, shapes)
+        if stored is None and name != HEAD:
             yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
                                             f"there is one of shape {list(wanted)}")
-        elif found is not None and shapes[found] != wanted:
-            yield Mistake(file=str(directory), line=None, key=name, value=list(shapes[found]),
+        elif stored is not None and shapes[stored] != wanted:
+            yield Mistake(file=str(directory), line=None, key=name, value=list(shapes[stored]),
                           allowed=f"by config.json its shape is {list(wanted)}")
 
 

@@ -63,5 +63,5 @@ def _storage_bytes() -> int | None:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
         return None
-    found = re.search(r"^read_bytes: (\d+)$", text, re.M)
-    return None if found is None else int(found.group(1))
+    line = re.search(r"^read_bytes: (\d+)$", text, re.M)
+    return None if line is None else int(line.group(1))

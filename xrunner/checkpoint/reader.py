@@ -37,10 +37,10 @@ class CheckpointReader:
         return self._locate(name) is not None
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        found = self._locate(name)
-        if found is None:
+        place = self._locate(name)
+        if place is None:
             raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
-        tensor = self._map(*found, shape, part)
+        tensor = self._map(*place, shape, part)
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -48,8 +48,8 @@ class CheckpointReader:
         self._open.clear()
 
     def _locate(self, name: str) -> tuple[Path, str] | None:
-        found = locate(name, self._files)
-        return None if found is None else (self._files[found], found)
+        stored = locate(name, self._files)
+        return None if stored is None else (self._files[stored], stored)
 
     def _map(self, path: Path, name: str, shape: tuple[int, ...],
              part: TensorPart | None) -> Tensor:
@@ -60,9 +60,9 @@ class CheckpointReader:
         handle = self._open[path]
         is_torch = isinstance(handle, dict)
         held = handle[name] if is_torch else handle.get_slice(name)
-        found = list(held.shape) if is_torch else held.get_shape()
-        if found != list(shape):
-            raise XgptError(f"{self.directory}: {name!r} has shape {found}, "
+        own_shape = list(held.shape) if is_torch else held.get_shape()
+        if own_shape != list(shape):
+            raise XgptError(f"{self.directory}: {name!r} has shape {own_shape}, "
                             f"config.json says {list(shape)}")
         if part is None:
             whole: Tensor = held if is_torch else handle.get_tensor(name)

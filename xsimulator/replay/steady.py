@@ -24,15 +24,13 @@ def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SteadyFigures:
-    """`latency_s` is for the bound's kind and quantile; nan where no query counts for it. The mean
-    latency, the throughput and `in_system` are those of one window."""
+    """`latency_s` is for the bound's kind and quantile; nan where no query counts for it. The
+    throughput and `in_system` are those of one window."""
 
     throughput_qps: float
     latency_s: float
-    mean_latency_s: float
     in_system: float  # queries between the start of their encoding and their last token, mean
     utilisation: FloatArray  # [stages of all pools] share of the window at work
-    window_s: tuple[float, float]
     queries: int  # done within the window
 
 
@@ -70,9 +68,7 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
         bound_s = float(np.quantile(latency_s, constraint.quantile))
     return SteadyFigures(
         throughput_qps=counted / (end_s - begin_s), latency_s=bound_s,
-        mean_latency_s=float(result.latency_s[within].mean()),
         in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
-        window_s=(begin_s, end_s),
         utilisation=np.concatenate([_busy(pool, begin_s, end_s) for pool in result.pools]))
 
 

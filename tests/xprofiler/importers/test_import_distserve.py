@@ -112,8 +112,9 @@ def test_opt_13b_of_distserve(tmp_path: Path, degree: int) -> None:
     fit = distserve.read_coefficients(
         DATA / "distserve/profiler-a100-80g.distserve.json")["facebook/opt-13b"][degree]
     for lengths in ([100], [512, 37, 1000], [128] * 32):
-        assert encode_s(profile, lengths, degree) == pytest.approx(fit.prefill_s(lengths),
-                                                                   rel=2e-3)
+        a, b, c = fit.prefill
+        assert encode_s(profile, lengths, degree) == pytest.approx(
+            a + b * sum(lengths) + c * sum(n * n for n in lengths), rel=2e-3)
     for queries, context in ((1, 100), (16, 10), (64, 500), (94, 1000), (128, 300), (256, 1000)):
         assert decode_s(profile, queries, context, degree) == pytest.approx(
             fit.decode_s(queries, context), rel=2e-3)

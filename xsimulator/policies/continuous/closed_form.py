@@ -24,12 +24,7 @@ from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.continuous.filling import (
-    Filling,
-    OrcaFilling,
-    SarathiFilling,
-    VllmFilling,
-)
+from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
 from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
 from xsimulator.policies.continuous.load import Load
 from xsimulator.policies.continuous.load_times import LoadTimes, Steps

@@ -33,13 +33,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.figures import (
-    Assembler,
-    EstimateArrays,
-    by_plan,
-    gathered,
-    one_pool,
-)
+from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.static.config import StaticConfig
