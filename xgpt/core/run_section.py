@@ -94,9 +94,8 @@ def read_slurm(top: Section) -> dict[str, SlurmValue] | None:
 
 def _matching(section: Section, key: str, pattern: re.Pattern[str],
               allowed: str) -> str | int | None:
-    def value_of(value: Any) -> str | int | None:
-        is_known = is_one_of(value, str, int) and pattern.fullmatch(str(value)) is not None
-        return value if is_known else None
+    def value_of(value: Any) -> Any:
+        return value if is_one_of(value, str, int) and pattern.fullmatch(str(value)) else None
 
     return section.read(key, None, value_of, allowed)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +38,16 @@ class DecodeContext:
 def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
     """`contexts` [n]: tokens already cached for each query, the one being decoded excluded."""
     longest = int(contexts.max()) + 1
-    beyond = torch.arange(longest, device=contexts.device)[None, :] > contexts[:, None]
-    mask = torch.zeros(beyond.shape, dtype=dtype, device=contexts.device)
-    mask.masked_fill_(beyond, float("-inf"))
     return DecodeContext(rows=torch.arange(len(contexts), device=contexts.device),
-                         positions=contexts, mask=mask[:, None, None, :], max_context=longest)
+                         positions=contexts, mask=_mask(contexts + 1, longest, dtype),
+                         max_context=longest)
+
+
+def _mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
+    """[n, 1, 1, longest], added to scores: 0 within each of the `lengths` [n], -inf beyond it."""
+    beyond = torch.arange(longest, device=lengths.device)[None, :] >= lengths[:, None]
+    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(beyond, float("-inf"))[:, None, None, :]
 
 
 def decode_context_of(slots: Sequence[int], contexts: Sequence[int], dtype: torch.dtype,
@@ -70,10 +76,7 @@ class CrossContext:
 def cross_context(lengths: Tensor, dtype: torch.dtype) -> CrossContext:
     """`lengths` [n]: encoded input tokens of each query, in order of their slots."""
     longest = int(lengths.max())
-    beyond = torch.arange(longest, device=lengths.device)[None, :] >= lengths[:, None]
-    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
-    mask.masked_fill_(beyond, float("-inf"))
-    return CrossContext(mask=mask[:, None, None, :], longest=longest)
+    return CrossContext(mask=_mask(lengths, longest, dtype), longest=longest)
 
 
 def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
@@ -109,7 +112,6 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
     query [T, h, d]; key, value [T, k, d]; query i of `lengths` goes to slot first_slot + i of
     cache_* [slots, k, capacity, d]. Returns [T, h * d].
     """
-    total, heads, dim = query.shape
     out = torch.empty_like(query)
     start = 0
     for i, length in enumerate(lengths):
@@ -117,10 +119,10 @@ def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
         k, v = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)  # [k, L, d]
         cache_key[first_slot + i, :, :length] = k
         cache_value[first_slot + i, :, :length] = v
-        out[start:end] = _attend(query[start:end], k, v, is_causal=True)
+        out[start:end] = _attend_packed(query[start:end], k, v, is_causal=True)
         start = end
-    assert start == total, f"{start = } {total = }"
-    return out.view(total, heads * dim)
+    assert start == len(query), f"{start = } {len(query) = }"
+    return out.flatten(1)
 
 
 def attend_spans(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
@@ -144,27 +146,23 @@ def attend_spans(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
 def _attend_on(query: Tensor, key: Tensor, value: Tensor, row_key: Tensor, row_value: Tensor,
                first: int) -> Tensor:
     """Tokens from `first` on of one query; row_* [k, capacity, d] of its slot."""
-    tokens, heads, dim = query.shape
-    end = first + tokens
+    end = first + len(query)
     row_key[:, first:end] = key.transpose(0, 1)
     row_value[:, first:end] = value.transpose(0, 1)
     at = torch.arange(end, device=query.device)
-    attended = _attend(query, row_key[:, :end], row_value[:, :end],
-                       mask=at[None, :] <= at[first:, None])
-    return attended.reshape(tokens, heads * dim)
+    return _attend_packed(query, row_key[:, :end], row_value[:, :end],
+                          attn_mask=at[None, :] <= at[first:, None]).flatten(1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None,
-            is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """One input: query [L, h, d] attends to key, value [k, E, d], h / k heads to each of theirs.
-    Returns [L, h, d]."""
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    """Tokens [t, h, d] of one query against its keys and values [k, s, d], each of which serves
+    g heads. `how`: what else torch's attention takes. Returns [t, h, d]."""
     tokens, heads, dim = query.shape
-    kv_heads, entries, _ = key.shape
-    group = (kv_heads, heads // kv_heads, entries, dim)
+    kv_heads, context = key.shape[:2]
+    group = (kv_heads, heads // kv_heads, context, dim)
     attended = scaled_dot_product_attention(
         query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3),
-        key[:, None].expand(group), value[:, None].expand(group),
-        attn_mask=mask, is_causal=is_causal, scale=scale)
+        key.unsqueeze(1).expand(group), value.unsqueeze(1).expand(group), **how)
     return attended.permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
 
@@ -176,19 +174,18 @@ def attend_bidirectional(query: Tensor, key: Tensor, value: Tensor, lengths: Seq
     corner serves a shorter input, as it depends on distances alone. `scale` None: 1 / sqrt(d).
     Returns [T, h * d].
     """
-    total, heads, dim = query.shape
-    kv_heads = key.shape[1]
     out = torch.empty_like(query)
-    start = 0
+    start, kv_heads = 0, key.shape[1]
     for length in lengths:
         end = start + length
         mask = None if bias is None else bias[:, :length, :length].view(
-            kv_heads, heads // kv_heads, length, length)
-        out[start:end] = _attend(query[start:end], key[start:end].transpose(0, 1),
-                                 value[start:end].transpose(0, 1), mask=mask, scale=scale)
+            kv_heads, -1, length, length)
+        out[start:end] = _attend_packed(
+            query[start:end], key[start:end].transpose(0, 1), value[start:end].transpose(0, 1),
+            attn_mask=mask, scale=scale)
         start = end
-    assert start == total, f"{start = } {total = }"
-    return out.view(total, heads * dim)
+    assert start == len(query), f"{start = } {len(query) = }"
+    return out.flatten(1)
 
 
 def store_packed(key: Tensor, value: Tensor, cache_key: Tensor, cache_value: Tensor,
