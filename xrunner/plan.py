@@ -46,7 +46,7 @@ class RunPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Of what decides the answers: a stopped run goes on only if this is unchanged."""
+        """Stands for all that decides the answers: a stopped run goes on only if it is the same."""
         decisive = {k: str(v) for k, v in asdict(self).items()
                     if k not in ("name", "output", "served_by", "threads_per_rank", "device_kind",
                                  "is_watched", "slots", "shuffle_window")}

@@ -62,8 +62,8 @@ class _Longest(NamedTuple):
 
 
 def _longest(opened: OpenedJob) -> _Longest | None:
-    """None where lengths are not known. The other requests become error records whatever the
-    schedule is."""
+    """Finds the longest request that can be answered; None where lengths are not known. The other
+    requests become error records whatever the schedule is."""
     known = opened.problem.queries
     if known is None:
         return None
@@ -103,7 +103,8 @@ def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """Of the time of its last line, and like no other's: earlier results are never written over."""
+    """Names the results by the time of their last line, and like no other file: earlier results are
+    never written over."""
     stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
     free, count = path.with_name(f"{path.stem}-{stamp}{path.suffix}"), 1
     while free.exists():
