@@ -19,12 +19,13 @@ from xgpt.core.json_values import plain
 from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
+from xgpt.core.whole_file import write_atomically
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.held import HELD_FILE
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import answered
-from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+from xrunner.plan import RunPlan, saved_fingerprint
 from xrunner.rules.order import window_of
 
 STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"

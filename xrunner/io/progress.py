@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xrunner.plan import write_atomically
+from xgpt.core.whole_file import write_atomically
 
 _INTERVAL_S = 0.5
 _WINDOW = 1000  # latencies the running percentile is taken over
