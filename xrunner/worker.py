@@ -27,8 +27,7 @@ from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, to_the_end
 from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import BatchingRule, rules_for
-from xrunner.rules.waa import WaaEncodeRule
+from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xrunner.transport.comm import Comm
 from xrunner.world import World, connect
 
@@ -118,8 +117,9 @@ def _rule_of(pool: Pool, schedule: Schedule) -> BatchingRule:
 
 def _link(rule: BatchingRule, schedule: Schedule, comm: Comm) -> Link | None:
     """What ties the encode pool of `rule` to the decode pool; None where one pool does both."""
-    if not isinstance(rule, WaaEncodeRule):
+    if len(schedule.deployment.pools) == 1:
         return None
+    assert isinstance(rule, EncodingRule), f"{rule = }"
     decode = schedule.deployment.decoding
     return ToDecodePool(comm, rule, _rule_of(decode, schedule), decode.stages[0].ranks[0])
 

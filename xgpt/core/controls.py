@@ -77,4 +77,5 @@ class ContinuousControls:
 def max_in_system(controls: Controls) -> int:
     """Queries that may be between the start of encoding and the last token; 0 where the policy has
     no such variable."""
-    return controls.max_in_system if isinstance(controls, WaaControls) else 0
+    most: int = getattr(controls, "max_in_system", 0)
+    return most

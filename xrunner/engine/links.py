@@ -21,8 +21,7 @@ from torch import Tensor
 from xrunner.engine.head import Head
 from xrunner.engine.query import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import BatchingRule, Step
-from xrunner.rules.waa import WaaEncodeRule
+from xrunner.rules.steps import BatchingRule, EncodingRule, Step
 from xrunner.transport.comm import Comm, wait_politely
 from xrunner.transport.courier import EntryReceiver
 from xrunner.transport.messages import (
@@ -43,7 +42,7 @@ _REPORT_S = 0.25  # between reports of progress while no query is done
 class ToDecodePool:
     """The encode head's link. A group of its rule is taken until its batch has been handed over."""
 
-    def __init__(self, comm: Comm, rule: WaaEncodeRule, decode_rule: BatchingRule,
+    def __init__(self, comm: Comm, rule: EncodingRule, decode_rule: BatchingRule,
                  decode_head: int) -> None:
         """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank."""
         self._comm, self._decode_head = comm, decode_head

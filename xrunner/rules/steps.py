@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
@@ -97,6 +97,16 @@ class BatchingRule(Protocol):
 
     def finish(self, query: int) -> None:
         """An active query has its last token: its slot and tokens are free from now on."""
+        ...
+
+
+@runtime_checkable
+class EncodingRule(BatchingRule, Protocol):
+    """Decides what a pool that encodes alone hands to one that decodes. `finish` tells it that a
+    query has left its pool."""
+
+    def release(self, query: int) -> None:
+        """A query is done in the other pool: there is room in the system again."""
         ...
 
 

@@ -13,8 +13,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.rules.steps import BatchingRule, rules_for
-from xrunner.rules.waa import WaaEncodeRule
+from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xsimulator.handover import HandoverCost
 from xsimulator.layer_times import LayerTimes
 from xsimulator.replay.engine import run
@@ -80,7 +79,7 @@ class Replayer:
         handovers = []
         for source, target, cost in self._links:
             rule = plans[source.name].rule
-            assert isinstance(rule, WaaEncodeRule), f"{rule = }"
+            assert isinstance(rule, EncodingRule), f"{rule = }"
             handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
                                           source=source.name, target=target.name))
         gives_token = not self._problem.model.is_encoder_decoder
