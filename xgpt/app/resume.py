@@ -58,7 +58,7 @@ def _account(output: Path) -> dict[str, Any]:
 
 
 def _times_s(results: Path) -> dict[str, list[float]]:
-    """Of each query, as far as its result tells."""
+    """Reads the times of all queries, as far as their results tell them."""
     times: dict[str, list[float]] = {name: [] for name in TIMES}
     with results.open(encoding="utf-8") as file:
         for line in file:

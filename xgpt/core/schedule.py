@@ -76,7 +76,7 @@ class Deployment:
 
     @property
     def stages(self) -> tuple[StageAssignment, ...]:
-        """Of all pools, in the order of their ranks."""
+        """The stages of all pools, in the order of their ranks."""
         return tuple(stage for pool in self.pools for stage in pool.stages)
 
     @property

@@ -6,7 +6,6 @@ or link; a table of two dimensions has a row for each degree and a shade for eac
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.whole_file import write_atomically
 from xgpt.report import words
 from xgpt.report.plots import can_plot
 from xgpt.report.profile_table import (
@@ -279,7 +279,5 @@ def _standalone(svg: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, text)
     return path

@@ -82,7 +82,7 @@ def _forget_shared_memory() -> None:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Of the files that a rank reads."""
+    """The size of the files that a rank reads."""
     files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
     return sum(path.stat().st_size for path in files)
 
