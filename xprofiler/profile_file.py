@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec
+from xgpt.core.whole_file import write_atomically
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
@@ -55,9 +55,7 @@ def save_profile(profile: Profile, path: Path) -> None:
         f'  "{key}": [\n' + ",\n".join(f"   {_line(p)}" for p in points) + "\n  ]"
         for key, points in profile.tables.items() if points)
     text = json.dumps(head, indent=1)[:-2] + ',\n "tables": {\n' + rows + "\n }\n}\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, text)
 
 
 def load_profile(path: Path) -> Profile:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.whole_file import write_atomically
 
 # History of the file format.
 #   1: first version
@@ -46,7 +46,7 @@ class RunPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Of what decides the answers: a stopped run goes on only if this is unchanged."""
+        """Stands for all that decides the answers: a stopped run goes on only if it is the same."""
         decisive = {k: str(v) for k, v in asdict(self).items()
                     if k not in ("name", "output", "served_by", "threads_per_rank", "device_kind",
                                  "is_watched", "slots", "shuffle_window")}
@@ -76,10 +76,3 @@ def saved_fingerprint(output: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return str(value)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old content or the new, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

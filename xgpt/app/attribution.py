@@ -47,8 +47,8 @@ class Attribution:
 
 def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
               predicted_s: float) -> Attribution | None:
-    """Of the whole run in `output`; None where its record does not tell: it was stopped or
-    resumed, or is longer than the log."""
+    """Attributes the time of the whole run in `output`; None where its record does not tell: it was
+    stopped or resumed, or is longer than the log."""
     estimate = schedule.estimate
     try:
         recording = load_recording(output, estimate.deployment.pools)

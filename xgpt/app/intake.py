@@ -69,7 +69,7 @@ class _Model:
         self._is_sought = need == "lengths"
 
     def files(self) -> ModelFiles | None:
-        """None where neither the job nor a request needs them."""
+        """The model's files; None where neither the job nor a request needs them."""
         if self._is_needed and self._files is None:
             self._files = _random_model(self._job) if self._is_random else find_model(
                 self._job.model, self._say)

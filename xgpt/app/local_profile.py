@@ -119,7 +119,8 @@ def _sufficient(path: Path, wanted: Wanted, budget_s: float | None,
 
 
 def _cached(path: Path, tell: Teller) -> Profile | None:
-    """None where there is none, or none that can be read: a cache is no input of the user's."""
+    """Reads the cached profile; None where there is none, or none that can be read: a cache is no
+    input of the user's."""
     try:
         return load_profile(path) if path.is_file() else None
     except InputError as error:
@@ -242,7 +243,7 @@ def _driver() -> str:
 
 
 def _commit() -> str:
-    """Of the source this runs from, or the installed version."""
+    """The commit of the source that this runs from, or the installed version."""
     root = Path(__file__).resolve().parents[2]
     commit = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
               if (root / ".git").exists() else "")

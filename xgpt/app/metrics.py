@@ -20,13 +20,13 @@ from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import num_queries
+from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.page import write_report
 from xgpt.report.table import summary_table
 from xprofiler.timing import TimingSource
 from xrunner.io.results import answered
-from xrunner.plan import write_atomically
 
 
 def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],

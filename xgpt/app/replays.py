@@ -36,7 +36,7 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 
 def names_of(problem: Problem, estimate: Estimate) -> list[str]:
-    """Of the stages, for a picture."""
+    """The names that stages have in a picture."""
     kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
     return timeline.stage_names(estimate.deployment.stages, kind)
 

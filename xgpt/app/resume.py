@@ -58,7 +58,7 @@ def _account(output: Path) -> dict[str, Any]:
 
 
 def _times_s(results: Path) -> dict[str, list[float]]:
-    """Of each query, as far as its result tells."""
+    """Reads the times of all queries, as far as their results tell them."""
     times: dict[str, list[float]] = {name: [] for name in TIMES}
     with results.open(encoding="utf-8") as file:
         for line in file:
@@ -79,8 +79,7 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> di
     output = opened.job.output
     opened.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = _account(output), load_schedule(output / "schedule.json")
-    is_same = (_executed(executed) == _executed(schedule)
-               and engine_of(opened.job).is_predicted)
+    is_same = _executed(executed) == _executed(schedule) and engine_of(opened.job).is_predicted
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = (predict(opened.problem, timing, executed.estimate)
                   if is_same and measured["stages"] else None)

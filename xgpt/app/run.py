@@ -23,6 +23,7 @@ from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
+from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
@@ -36,7 +37,6 @@ from xrunner.io.held import HELD_FILE
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
 from xrunner.io.prepare import hand_on
-from xrunner.plan import write_atomically
 from xscheduler.beginning import said_of
 from xscheduler.prediction import predict
 from xsimulator.replay.predict import JobPrediction

@@ -19,12 +19,13 @@ from xgpt.core.json_values import plain
 from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
+from xgpt.core.whole_file import write_atomically
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.held import HELD_FILE
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import answered
-from xrunner.plan import RunPlan, saved_fingerprint, write_atomically
+from xrunner.plan import RunPlan, saved_fingerprint
 from xrunner.rules.order import window_of
 
 STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
@@ -62,8 +63,8 @@ class _Longest(NamedTuple):
 
 
 def _longest(opened: OpenedJob) -> _Longest | None:
-    """None where lengths are not known. The other requests become error records whatever the
-    schedule is."""
+    """Finds the longest request that can be answered; None where lengths are not known. The other
+    requests become error records whatever the schedule is."""
     known = opened.problem.queries
     if known is None:
         return None
@@ -103,7 +104,8 @@ def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    """Of the time of its last line, and like no other's: earlier results are never written over."""
+    """Names the results by the time of their last line, and like no other file: earlier results are
+    never written over."""
     stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
     free, count = path.with_name(f"{path.stem}-{stamp}{path.suffix}"), 1
     while free.exists():

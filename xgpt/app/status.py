@@ -27,7 +27,7 @@ class RunStatus:
 
 
 def run_status(output: Path) -> RunStatus | None:
-    """None where no run has started."""
+    """Reads how far the run is; None where no run has started."""
     # in this order: a run that ends in between is done, not dead
     is_alive = is_locked(output)
     progress_now = read_progress(output / "progress.json")

@@ -19,7 +19,7 @@ _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """For each bound (in seconds) the best schedule, or why there is none. As text it is the table
+    """The best schedule for each bound (in seconds), or why there is none. As text it is the table
     that `xgpt sweep` prints."""
 
     rows: tuple[tuple[float, Schedule | str], ...]

@@ -87,7 +87,8 @@ class Rescheduler:
 
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
-    """None where the job does not want it, or there is nothing to observe or to change."""
+    """Makes the rescheduler of a run; None where the job wants none, or where there is nothing to
+    observe or to change."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
     is_fixed = fixed.encode_batch is not None and (
@@ -111,7 +112,7 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
 
 def decisions_with_phases(decisions: Sequence[Decision],
                           changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For metrics.json: each decision, and where a change was taken up the phase and time of it."""
+    """What metrics.json says of each decision, with the phase and time at which it was taken up."""
     taken = {change["revision"]: change for change in changes}
     return [{**decision.record, "sentence": decision.sentence,
              **{key: taken.get(decision.record.get("revision"), {}).get(key)
@@ -119,6 +120,7 @@ def decisions_with_phases(decisions: Sequence[Decision],
 
 
 def _longest(reserves: IntArray, estimate: Estimate) -> int:
-    """Of the requests that the schedule can hold; the others become error records."""
+    """The tokens of the longest request that the schedule can hold; longer ones become error
+    records."""
     held = reserves[reserves <= estimate.deployment.group_kv_tokens]
     return int(held.max(initial=1))

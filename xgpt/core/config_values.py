@@ -47,7 +47,7 @@ class ConfigValues:
         return self.size_or_none(key) or 1
 
     def size_or_none(self, key: str) -> int | None:
-        """None where the key is absent or null."""
+        """A count, or None where the key is absent or null."""
         value = self._values.get(key)
         if value is None:
             return None

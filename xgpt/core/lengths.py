@@ -269,7 +269,7 @@ def _skew_normal(wanted: tuple[float, float, float], maximum: int,
 
 
 def _fitted(wanted: tuple[float, float, float], maximum: int, bend: float) -> FloatArray | None:
-    """As _skew_normal for one maximum; the parent's shape is sought from tan(bend) on."""
+    """Does as _skew_normal for one maximum; the parent's shape is sought from tan(bend) on."""
     from scipy import optimize, special, stats
 
     mean, std, _ = wanted

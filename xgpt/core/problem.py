@@ -98,8 +98,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
 
 def _query_lengths(requests: Requests | None, most_outputs: int,
                    model: ModelSpec) -> QueryLengths | None:
-    """None where the requests were not tokenised. No query takes more positions than the model
-    has; one whose input alone does becomes an error record."""
+    """Lengths of the job's own queries; None where the requests were not tokenised. No query takes
+    more positions than the model has; one whose input alone does becomes an error record."""
     if requests is None or requests.input_tokens is None or not requests.are_tokenised:
         return None
     total = requests.input_tokens + requests.output_caps(most_outputs)

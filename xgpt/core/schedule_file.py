@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from xgpt.core.schedule import (
     Schedule,
     StageAssignment,
 )
+from xgpt.core.whole_file import write_atomically
 
 # History of the file format.
 #   1: first version (no longer read)
@@ -38,9 +38,7 @@ SCHEDULE_VERSION = 3
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(to_json(schedule), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(to_json(schedule), indent=1) + "\n")
 
 
 def load_schedule(path: Path) -> Schedule:

@@ -49,7 +49,7 @@ class Section:
                                       value=value, allowed=allowed))
 
     def reject_type(self, key: str, allowed: str) -> None:
-        """As `reject`; says so where a mapping or a list stands in place of a value."""
+        """Rejects the value, and says so where a mapping or a list stands in its place."""
         value = self._children[key].value
         kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
         self.reject(key, allowed + kinds.get(type(value), ""))

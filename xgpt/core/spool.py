@@ -156,14 +156,14 @@ class Spool:
         return Tokens(self._tokens, first, end - first)
 
     def records(self, most: int | None = None) -> Iterator[Record]:
-        """Of every query in order, or of the first `most`."""
+        """Yields the records of all queries in order, or of the first `most`."""
         with self._records_path.open("rb") as file:
             for request in self._queries[:most, 0].tolist():
                 file.seek(self._places[request, 0])
                 yield _record(file.readline())
 
     def prompts(self, most: int) -> list[str | None]:
-        """Of the first `most` queries, as a person reads them; None where no text was kept."""
+        """The first `most` prompts, as a person reads them; None where no text was kept."""
         requests = self._queries[:most, 0].tolist()
         return [f"{len(self.tokens(query))} token ids" if record.prompt is None
                 and request < NUM_PROMPTS else record.prompt

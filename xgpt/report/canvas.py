@@ -32,7 +32,7 @@ class Drawing:
     description: str
 
     def inline(self) -> str:
-        """For a page that defines the variables."""
+        """The drawing as part of a page that defines the variables."""
         label = html.escape(self.description, quote=True)
         return (f'<svg role="img" aria-label="{label}" class="plot" {self._box} '
                 f'font-size="{number(FONT)}">{self.body}</svg>')

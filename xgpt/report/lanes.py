@@ -190,7 +190,8 @@ def _ids(boxes: _Boxes, height: float) -> list[str]:
 
 def _arrows(arrows: Sequence[tuple[float, float]], lanes: Sequence[Lane], tops: Sequence[float],
             height: float, time: TimeAxis) -> list[str]:
-    """From the lower edge of the first pool's last lane to the upper edge of the next pool."""
+    """Draws arrows from the lower edge of the first pool's last lane to the upper edge of the next
+    pool."""
     to = next((i for i, lane in enumerate(lanes) if lane.pool != lanes[0].pool), None)
     if not arrows or to is None:
         return []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from xgpt.core.errors import MissingExtraError
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.whole_file import write_atomically
 from xgpt.report import plots, words
 from xgpt.report.changes import change_rows
 from xgpt.report.figures import (
@@ -53,9 +53,7 @@ def write_report(output_dir: Path) -> Path:
     """
     page = render(read_output(output_dir, MAX_ANSWERS))
     path = output_dir / REPORT_NAME
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, page)
     return path
 
 

@@ -6,7 +6,6 @@ or link; a table of two dimensions has a row for each degree and a shade for eac
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.whole_file import write_atomically
 from xgpt.report import words
 from xgpt.report.plots import can_plot
 from xgpt.report.profile_table import (
@@ -46,8 +46,7 @@ _COLORS, _MARKERS = (DECODE, ENCODE, GOOD, BAD, INK), ("o", "s", "^", "D", "v")
 # Of the report's light mode and print (style.html.j2), for a file without a page around it.
 _HEX = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
         "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227"}
-_NAMESPACES = ('xmlns="http://www.w3.org/2000/svg" '
-               'xmlns:xlink="http://www.w3.org/1999/xlink"')
+_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +278,5 @@ def _standalone(svg: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, text)
     return path

@@ -36,7 +36,8 @@ class Point(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Of the roofline that is reached; over 1 where a cache beats the memory's bandwidth."""
+        """The share of the roofline that is reached; over 1 where a cache beats the memory's
+        bandwidth."""
         if self.floor_s is None or not self.sample.median_s:
             return None
         return self.floor_s / self.sample.median_s

@@ -201,7 +201,7 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _decimal_bytes(num_bytes: float) -> str:
-    """In powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
+    """Writes bytes in powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= 0.1 * unit:
             return f"{num_bytes / unit:.2g} {name}" if num_bytes < 100 * unit else (

@@ -25,7 +25,7 @@ class DiskMeter:
 
     @property
     def num_bytes(self) -> int | None:
-        """None where the system does not count them."""
+        """Bytes read from the disk so far; None where the system does not count them."""
         now = _storage_bytes()
         return None if now is None or self._before is None else now - self._before
 

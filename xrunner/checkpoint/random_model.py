@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.model import ModelSpec
-from xrunner.plan import write_atomically
+from xgpt.core.whole_file import write_atomically
 
 _KIND = "xgpt-random"  # in the place of a Hugging Face model_type
 SERVED_BY = "random weights of its shape"

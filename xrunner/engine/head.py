@@ -18,7 +18,7 @@ from xrunner.transport.messages import StartMessage
 
 
 class Sink(Protocol):
-    """Where the head reports: results, progress, and whether the user asked to stop."""
+    """Takes the head's results and progress, and tells whether the user asked to stop."""
 
     def finished(self, result: FinishedQuery) -> None: ...
 

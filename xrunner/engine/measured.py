@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from xgpt.core.whole_file import write_atomically
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.tally import Tally
-from xrunner.plan import write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,8 @@ class Neighbours:
             self._comm.send(rank, StopMessage())
 
     def give_back(self, executor: Executor, message: StepMessage, out: Tensor | None) -> None:
-        """From the last stage: tokens to the head, an encoder's output to the other stages."""
+        """Sends what the last stage gives back: tokens to the head, an encoder's output to the
+        other stages."""
         if not executor.gives_tokens(message):
             for rank in self.route.encoded_to:
                 self._comm.send(rank, EncodedMessage(group=message.group), out)

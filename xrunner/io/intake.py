@@ -30,7 +30,7 @@ class Tokeniser(Protocol):
     it."""
 
     def tokenise(self, requests: Sequence[Request]) -> Sequence[Tokenised] | None:
-        """None where nobody needs to know how long the requests are."""
+        """Tokenises the requests; None where nobody needs to know how long they are."""
         ...
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xrunner.plan import write_atomically
+from xgpt.core.whole_file import write_atomically
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule
 

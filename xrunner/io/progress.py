@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xrunner.plan import write_atomically
+from xgpt.core.whole_file import write_atomically
 
 _INTERVAL_S = 0.5
 _WINDOW = 1000  # latencies the running percentile is taken over
@@ -65,7 +65,7 @@ def write_progress(path: Path, progress: Progress) -> None:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """None when the run has not written one yet, or what is there is none."""
+    """Reads the progress that a run wrote last; None where there is none that can be read."""
     try:
         return Progress(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

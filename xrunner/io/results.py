@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from xgpt.core.whole_file import write_atomically
 from xgpt.core.workload import RequestError
 from xrunner.io.held import HELD_FILE, HeldFile, read_held
-from xrunner.plan import write_atomically
 from xrunner.query import FinishedQuery
 
 

@@ -29,7 +29,7 @@ gpt2_ends = partial(PreNormEnds, names=EndNames(
 
 def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
                shard: Shard = WHOLE) -> PreNormLayer:
-    """As transformers' GPT2Block."""
+    """Makes a layer that computes what transformers' GPT2Block does."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     prefix = f"h.{index}."
 

@@ -28,7 +28,8 @@ opt_ends = partial(PreNormEnds, names=EndNames(
 
 def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
               shard: Shard = WHOLE) -> PreNormLayer:
-    """As transformers' OPTDecoderLayer with do_layer_norm_before."""
+    """Makes a layer that computes what transformers' OPTDecoderLayer does, with
+    do_layer_norm_before."""
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     prefix = f"model.decoder.layers.{index}."
 

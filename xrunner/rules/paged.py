@@ -62,7 +62,8 @@ class _PagedGroup:
         return self._begins[-self._clock % BLOCK_TOKENS]
 
     def has_room(self, tokens: int) -> bool:
-        """For a new query of so many tokens. An empty group takes any that can fit at all."""
+        """Whether a new query of so many tokens may join. An empty group takes any that can fit at
+        all."""
         left = self.free - blocks_of(tokens)
         return left >= (int(WATERMARK * self.num_blocks) if self.num_present else 0)
 

@@ -96,8 +96,7 @@ class WaaEncodeRule:
             self._next_lean = lean
             most = min(self._sizer.most(self.encode_batch), len(self._waiting))
             first = [self._waiting[i] for i in range(most)]
-            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch,
-                                      lean)
+            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
             self._next = self._trimmed(first[:count])
         count, wanted, tokens = self._next
         if self._held + tokens > self.encode_kv_tokens:
@@ -115,7 +114,7 @@ class WaaEncodeRule:
         return self._sizer.lean(decoding - self._target_active, self._target_active)
 
     def _trimmed(self, batch: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-        """As much of a batch as the budgets can ever hold; one query always fits."""
+        """Cuts a batch to what the budgets can ever hold; one query always fits."""
         wanted = sum(reserve for _, reserve, _ in batch)
         tokens = sum(length for _, _, length in batch)
         while wanted > self.kv_tokens or tokens > self.encode_kv_tokens:
@@ -141,7 +140,7 @@ class WaaDecodeRule:
 
     @property
     def reserved_tokens(self) -> int:
-        """Of all that are here, active or about to join."""
+        """KV entries of all queries that are here, active or about to join."""
         return self._reserved
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:

@@ -45,7 +45,7 @@ class Comm(Protocol):
         ...
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
-        """As `receive`, but None where nothing comes within `wait_s`."""
+        """Receives a message; None where nothing comes within `wait_s`."""
         ...
 
     def flush(self) -> None:

@@ -72,15 +72,15 @@ class StopMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMessage:
-    """From the last stage of an encoder-decoder model to every other: the group whose oldest
-    encode step is done; the encoder's output [T, H] follows."""
+    """Goes from the last stage of an encoder-decoder model to every other: names the group whose
+    oldest encode step is done; the encoder's output [T, H] follows."""
 
     group: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensMessage:
-    """Back from the last stage: the group whose tokens follow, [rows]."""
+    """Goes back from the last stage: names the group whose tokens follow, [rows]."""
 
     group: int
 
@@ -102,8 +102,8 @@ class HandedQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedMessage:
-    """From the encode pool's head to the decode pool's: who goes on of encode step `batch`, and who
-    `ended` with it although entries are under way."""
+    """Tells the decode pool's head who goes on of encode step `batch`, and who `ended` with it
+    although entries are under way."""
 
     batch: int
     queries: tuple[HandedQuery, ...]
@@ -112,14 +112,14 @@ class HandedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivedMessage:
-    """Back to the encode pool's head: every rank of the decode pool has the entries of `batch`."""
+    """Tells the encode pool's head that the decode pool's ranks have the entries of `batch`."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedMessage:
-    """Back to the encode pool's head: queries that are done, and the decode pool's tokens so far.
+    """Tells the encode pool's head which queries are done, and the decode pool's tokens so far.
     Each `query` comes without its input's tokens."""
 
     results: tuple[FinishedQuery, ...]
@@ -128,9 +128,9 @@ class FinishedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMessage:
-    """From an encode to a decode rank: entries of these queries of encode step `batch`, of as many
-    tokens each, follow as one block (xrunner.transport.handover); or the
-    encoder's output [T, H]."""
+    """Tells a decode rank that an encode rank's entries of these queries of encode step `batch`, of
+    as many tokens each, follow as one block (xrunner.transport.handover); or the encoder's output
+    [T, H]."""
 
     batch: int
     queries: tuple[int, ...]
@@ -139,7 +139,7 @@ class BlockMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMessage:
-    """From a decode rank to its pool's head: it has all its blocks of `batch`."""
+    """Tells a pool's head that a decode rank of it has all its blocks of `batch`."""
 
     batch: int
 

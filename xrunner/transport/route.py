@@ -62,7 +62,7 @@ def _of_pool(pool: Pool) -> dict[int, Route]:
 
 
 def _sender(group: Sequence[int], index: int) -> int:
-    """Of `group`, who sends to the rank at `index` of another."""
+    """The rank of `group` that sends to the rank at `index` of another."""
     return group[index % len(group)]
 
 

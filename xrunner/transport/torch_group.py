@@ -57,7 +57,7 @@ class TorchGroup:
 
 
 def _common_store(comm: Any) -> Any:
-    """Where the ranks find each other: the first one's, whose address goes round by MPI."""
+    """The store where ranks find each other: the first one's, whose address goes round by MPI."""
     hosts = comm.allgather(socket.gethostname())
     # a host's own name may not resolve; within one host nobody needs it
     host, port = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0

@@ -93,10 +93,6 @@ class Continuous:
         self._assembler = Assembler(problem, timing)
         self._times: dict[tuple[int, int], LoadTimes] = {}
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self._assembler.capacity_bytes
-
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[ContinuousConfig]:
         """The grid has every plan with numbers of queries a tenth apart, as far as memory holds
         them."""
