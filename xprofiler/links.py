@@ -28,8 +28,7 @@ class LinkTimes:
 
     def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
         """A collective and the skew of the group's ranks before it."""
-        return (self.collective_s(num_bytes, tp_degree, link)
-                + self.synchronisation_s(tp_degree))
+        return self.collective_s(num_bytes, tp_degree, link) + self.synchronisation_s(tp_degree)
 
     def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
         """All-reduce between ranks that start together, what nccl-tests measures: a ring moves

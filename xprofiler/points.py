@@ -96,8 +96,7 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
     points += [Point(Kind.COMPACTION, rows, tokens) for rows in (1, 5)
                for tokens in sorted({contexts[0], contexts[-1]})]
     if not model.is_encoder_decoder:
-        points += [Point(Kind.REST, rows) for rows in _ladder(
-            (75, 260, 700, 2080), needs.tokens)]
+        points += [Point(Kind.REST, rows) for rows in _ladder((75, 260, 700, 2080), needs.tokens)]
     return points
 
 
@@ -133,8 +132,7 @@ def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[f
     for low, high, error in _intervals(rest):
         rows = _between(low, high)
         is_decode = rows <= DECODE_ROWS_UP_TO or is_encoder_decoder
-        yield error, 1.0, (Point(decode, rows, int(usual)) if is_decode
-                           else Point(Kind.REST, rows))
+        yield error, 1.0, (Point(decode, rows, int(usual)) if is_decode else Point(Kind.REST, rows))
     for low, high, error in _intervals(_medians(tables.get(Operator.HEAD, ()))):
         yield error, _HEAD_SHARE, Point(decode, _between(low, high), int(usual))
     by_context: dict[float, dict[float, float]] = {}

@@ -72,8 +72,7 @@ def _without_room(easy: Sequence[_Easy]) -> str:
         beyond = one.space.beyond(one.tight)
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
                 f"says nothing beyond 4 times as much{beyond}; measure one for this job")
-    estimates = [one.space.estimate(one.tight.plan, one.tight.point)
-                 for one in _one_a_plan(easy)]
+    estimates = [one.space.estimate(one.tight.plan, one.tight.point) for one in _one_a_plan(easy)]
     if limits == {Limit.QUERIES}:
         present = min(one.space.present(one.tight) for one in easy)
         return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "

@@ -23,8 +23,7 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     rng = np.random.default_rng(problem.seed)
     known = job_lengths(problem, estimate)
     if known is None:
-        return predict_job(problem, timing, estimate, problem.num_queries, rng,
-                           replays=replays)
+        return predict_job(problem, timing, estimate, problem.num_queries, rng, replays=replays)
     if not len(known.inputs):
         return None
     return predict_job(problem, timing, estimate, len(known.inputs), rng, known=known,

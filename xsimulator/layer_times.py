@@ -44,8 +44,7 @@ class LayerTimes:
     def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """The part of a layer's encoding that depends on the number of tokens alone; of an encoder
         layer where the model has them, else of a decoder layer."""
-        operator = (Operator.ENCODER_REST if self.model.is_encoder_decoder
-                    else Operator.LAYER_REST)
+        operator = Operator.ENCODER_REST if self.model.is_encoder_decoder else Operator.LAYER_REST
         return self._rest_s(operator, tokens, degree, ALL_REDUCES_PER_LAYER)
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
@@ -82,8 +81,7 @@ class LayerTimes:
         """Self-attention of one layer's decode iteration."""
         if self.model.is_encoder_decoder:
             context = np.maximum(np.asarray(context, float) - self._mean_input, 0.0)
-        return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context,
-                                      tp_degree=degree)
+        return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
 
     def compaction_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
         """Moving `rows` of the KV cache, `context` tokens each; free where the source has not

@@ -187,8 +187,7 @@ class _Rounds:
         # array calls per round: six a stage, or fewer that cost more a configuration
         self._is_stacked = self._configs < 40 + 8 * self._stages
         most = int(blocks[0])
-        self._counts = np.searchsorted(
-            -blocks, -np.arange(1, most + 1), side="right").tolist()
+        self._counts = np.searchsorted(-blocks, -np.arange(1, most + 1), side="right").tolist()
         views: dict[int, tuple[FloatArray, ...]] = {}
         for own in work:
             if id(own) not in views:

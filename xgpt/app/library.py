@@ -34,8 +34,7 @@ def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float = GAP,
     """Plans the job: the schedule of highest throughput within its latency bound. `horizon`: "job",
     for its own queries (by default, where it has any), or "steady", for a job without end. `gap`:
     share by which a schedule may be better than the one found. Raises InfeasibleError."""
-    options = PlanOptions(gap=gap, max_nodes=max_nodes,
-                          horizon=horizon or default_horizon(job.job))
+    options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job.job))
     return plan_job(job, options=options)
 
 

@@ -19,8 +19,7 @@ def tell_share(tell: Teller, label: str, path: Path) -> None:
         return
     share, left_s = float(text[0]), float(text[1])
     left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
-    tell.progress(f"{label} {_bar(round(share * 100), 100)} {share:.0%}{left}",
-                  is_last=share >= 1)
+    tell.progress(f"{label} {_bar(round(share * 100), 100)} {share:.0%}{left}", is_last=share >= 1)
 
 
 def tell_run(tell: Teller, path: Path, bound_s: float) -> None:

@@ -79,8 +79,7 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> di
     output = opened.job.output
     opened.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
     measured, executed = _account(output), load_schedule(output / "schedule.json")
-    is_same = (_executed(executed) == _executed(schedule)
-               and engine_of(opened.job).is_predicted)
+    is_same = _executed(executed) == _executed(schedule) and engine_of(opened.job).is_predicted
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = (predict(opened.problem, timing, executed.estimate)
                   if is_same and measured["stages"] else None)

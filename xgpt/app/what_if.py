@@ -85,8 +85,7 @@ def answers_for(opened: OpenedJob, options: PlanOptions, questions: Questions) -
     plan: Plan | None = None
     infeasible: InfeasibleError | None = None
     try:
-        plan = Plan(schedule=planner.plan(), opened=opened, timing=timing,
-                    horizon=options.horizon)
+        plan = Plan(schedule=planner.plan(), opened=opened, timing=timing, horizon=options.horizon)
     except InfeasibleError as why:
         infeasible = why
     return Answers(

@@ -84,8 +84,7 @@ def read_slurm(top: Section) -> dict[str, SlurmValue] | None:
         key: section.text(key, None) for key in ("partition", "account", "qos", "constraint")}
     for key in ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task"):
         read[key] = section.integer(key, None, 0 if key == "gpus_per_node" else 1, 100_000)
-    read["time"] = _matching(section, "time", _SLURM_TIME,
-                             "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'")
+    read["time"] = _matching(section, "time", _SLURM_TIME, "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'")
     read["mem"] = _matching(section, "mem", _SLURM_MEMORY, "megabytes, or a number with K, M, G, T")
     read["modules"] = _read_names(section, "modules")
     section.finish()

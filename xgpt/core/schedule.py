@@ -157,8 +157,7 @@ class Estimate:
     def most_in_system(self) -> float:
         """Queries between the start of encoding and the last token, at most, as planned."""
         figures = self.figures
-        return max(figures.decode_batch + figures.encode_batch,
-                   max_in_system(self.controls))
+        return max(figures.decode_batch + figures.encode_batch, max_in_system(self.controls))
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with fields replaced in whichever parts have them; `kv_tokens` is the decoding

@@ -46,8 +46,7 @@ _COLORS, _MARKERS = (DECODE, ENCODE, GOOD, BAD, INK), ("o", "s", "^", "D", "v")
 # Of the report's light mode and print (style.html.j2), for a file without a page around it.
 _HEX = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
         "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227"}
-_NAMESPACES = ('xmlns="http://www.w3.org/2000/svg" '
-               'xmlns:xlink="http://www.w3.org/1999/xlink"')
+_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,8 +173,7 @@ def _read_attention(path: Path, *more: Column) -> Table:
 
 
 def _attention(table: Table, tokens: IntArray) -> AttentionTable:
-    dims = (table.counts("head_dim") if "head_dim" in table
-            else np.full(len(table.lines), 128))
+    dims = table.counts("head_dim") if "head_dim" in table else np.full(len(table.lines), 128)
     return AttentionTable(
         path=table.path, queries=table.counts("batch_size"), tokens=tokens,
         num_heads=table.counts("num_heads"), kv_heads=table.counts("num_key_value_heads"),

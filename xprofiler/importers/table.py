@@ -151,8 +151,7 @@ def _numbers(column: Column, cells: list[str],
     bad = ~(np.isfinite(values) & (values >= 0))
     if column.may_blank:
         bad &= np.array([bool(cell.strip()) for cell in cells])
-    faults = _listed(column, cells, lines, np.flatnonzero(bad),
-                     "a time in milliseconds, 0 or more")
+    faults = _listed(column, cells, lines, np.flatnonzero(bad), "a time in milliseconds, 0 or more")
     return values * _MS, faults
 
 

@@ -91,8 +91,7 @@ class Subject:
     @property
     def kv_bytes(self) -> int:
         """One token's entries in all layers."""
-        return (self.spec.kv_elements_per_token_layer * self.dtype.itemsize
-                * self.spec.num_layers)
+        return self.spec.kv_elements_per_token_layer * self.dtype.itemsize * self.spec.num_layers
 
 
 def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], near: str,
@@ -230,8 +229,7 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
         unpack(target, [tokens], block)
         clock.settle()
 
-    return _ping_pong(channel.rank, lambda: channel.send(pack(source, [0])), receive,
-                      channel.close)
+    return _ping_pong(channel.rank, lambda: channel.send(pack(source, [0])), receive, channel.close)
 
 
 def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], object],

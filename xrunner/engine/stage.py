@@ -143,8 +143,7 @@ class StageExecutor:
         if isinstance(model, EncoderDecoderStage):
             assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
             encoded = group.encoded
-            across = cross_context(torch.tensor(encoded.lengths, device=inputs.device),
-                                   model.dtype)
+            across = cross_context(torch.tensor(encoded.lengths, device=inputs.device), model.dtype)
             hidden = model.decode(inputs, cache.store, encoded.store, step, across)
         else:
             hidden = model.decode(inputs, cache.store, step)

@@ -214,8 +214,7 @@ def _gated_gelu(joint: Tensor) -> Tensor:
 def _bias_table(spec: ModelSpec, weights: WeightSource, side: str, shard: Shard) -> Tensor:
     """[buckets, h]: a score's bias by distance and this shard's heads."""
     name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    return weights.get(name, (spec.relative_buckets, spec.num_heads),
-                       shard.part(1, spec.num_heads))
+    return weights.get(name, (spec.relative_buckets, spec.num_heads), shard.part(1, spec.num_heads))
 
 
 def _buckets(distances: Tensor, num_buckets: int, max_distance: int, *,

@@ -96,8 +96,7 @@ class WaaEncodeRule:
             self._next_lean = lean
             most = min(self._sizer.most(self.encode_batch), len(self._waiting))
             first = [self._waiting[i] for i in range(most)]
-            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch,
-                                      lean)
+            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
             self._next = self._trimmed(first[:count])
         count, wanted, tokens = self._next
         if self._held + tokens > self.encode_kv_tokens:

@@ -166,8 +166,7 @@ def _points(box: Box) -> list[tuple[int, int]]:
     if box.num_points <= FEW_POINTS:
         return [(batch, groups) for batch in range(least, most + 1)
                 for groups in range(fewest, highest + 1)]
-    return list(dict.fromkeys([(most, fewest), (most, highest), (least, fewest),
-                               (least, highest)]))
+    return list(dict.fromkeys([(most, fewest), (most, highest), (least, fewest), (least, highest)]))
 
 
 def _grid(box: Box, parts: tuple[int, int]) -> list[Box]:

@@ -106,8 +106,7 @@ class VllmFilling:
         decoding = max(queries.decoding_share, LEAST_DECODING)
         iterations = max(paged.iterations, decoding)
         present = paged.most_present(slots, kv_tokens)
-        chance, counts = loads.ends_per_step(
-            present, np.full(len(slots), decoding / iterations))
+        chance, counts = loads.ends_per_step(present, np.full(len(slots), decoding / iterations))
         counts = counts / decoding
         tokens, waits = queries.batch_tokens(counts), np.zeros(len(slots))
         rate = present / iterations
@@ -137,8 +136,7 @@ class VllmFilling:
     def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
         others = np.maximum(1 - 1 / load.present, 0.0)  # none of them is its own encoding
         encodes = others * load.between * between.encode_s
-        return ((d + load.waits) * between.plain_s
-                + np.maximum(d - 1 + load.waits, 0) * encodes)
+        return (d + load.waits) * between.plain_s + np.maximum(d - 1 + load.waits, 0) * encodes
 
 
 class SarathiFilling:

@@ -101,8 +101,7 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
     rounds = _count(stages)
     index, is_encode, is_real = _sequence(share, groups, stages, rounds, encode_s.shape[1],
                                           alternates)
-    table = np.concatenate(
-        [encode_s, plain_s[:, None], np.zeros_like(plain_s)[:, None]], axis=1)
+    table = np.concatenate([encode_s, plain_s[:, None], np.zeros_like(plain_s)[:, None]], axis=1)
     table = np.ascontiguousarray(table.transpose(1, 2, 0))  # [sizes + 2, kinds, configs]
     base = kinds[:, None] * configs + np.arange(configs)
     turns, empty = len(index), table.shape[0] - 1

@@ -114,8 +114,7 @@ def in_pieces(tokens: FloatArray, counts: FloatArray, pieces: FloatArray,
     wanted = tokens.mean(axis=1) / pieces.mean(axis=1)
     parts *= (wanted / parts.mean(axis=1))[:, None]
     each = parts * (counts.mean(axis=1) / tokens.mean(axis=1))[:, None]
-    return (np.where(is_split, parts, tokens),
-            np.where(is_split, each, counts))
+    return np.where(is_split, parts, tokens), np.where(is_split, each, counts)
 
 
 def scaled(walk: Walk, rate: FloatArray,

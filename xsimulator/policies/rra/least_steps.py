@@ -179,8 +179,7 @@ class _OfDegrees(dict[int, PairEnvelope]):
         self._seconds = seconds
 
     def __missing__(self, degree: int) -> PairEnvelope:
-        self[degree] = PairEnvelope(
-            lambda count, length: self._seconds(count, length, degree))
+        self[degree] = PairEnvelope(lambda count, length: self._seconds(count, length, degree))
         return self[degree]
 
 

@@ -117,5 +117,4 @@ def moved_rows(batches: PhaseBatches, loads: DecodeLoads) -> tuple[FloatArray, F
     happens to this share of its steps."""
     moved = batches.group_batch * batches.queries.moved
     happens = -np.expm1(-moved)
-    return (moved / np.where(happens > 0, happens, 1.0),
-            np.minimum(happens / loads.chance, 1.0))
+    return moved / np.where(happens > 0, happens, 1.0), np.minimum(happens / loads.chance, 1.0)

@@ -39,8 +39,7 @@ def static_steps(configs: Sequence[StaticConfig], inputs: Lengths) -> StaticStep
     odd = queries - np.floor(queries)  # that share of the steps encodes one query more
     tokens = queries * inputs.mean
     spread = np.sqrt(queries * inputs.std**2 + odd * (1 - odd) * inputs.mean**2)
-    most = np.minimum(tokens + expected_maximum_z(encodes) * spread,
-                      np.ceil(queries) * inputs.max)
+    most = np.minimum(tokens + expected_maximum_z(encodes) * spread, np.ceil(queries) * inputs.max)
     rows = batch / groups
     return StaticSteps(batch, groups, encodes, parts, queries, tokens, most, rows, np.ceil(rows))
 

@@ -52,8 +52,7 @@ class WaaBoxes:
     @property
     def hardest(self) -> WaaConfigs:
         """The most is held at these corners."""
-        return WaaConfigs(batch=np.asarray(self.most, float),
-                          groups=np.asarray(self.fewest, float))
+        return WaaConfigs(batch=np.asarray(self.most, float), groups=np.asarray(self.fewest, float))
 
     def take(self, rows: IntArray) -> WaaBoxes:
         """The boxes in these rows."""

@@ -57,8 +57,7 @@ class PoolTimes:
     def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
         """The queries that are not done with their first token are handed over in such seconds
         [batches]."""
-        cost = HandoverCost(self._problem, self._timing, plan.encode.stages,
-                            plan.decode.stages)
+        cost = HandoverCost(self._problem, self._timing, plan.encode.stages, plan.decode.stages)
         return cost.many(batch * self._inputs.mean * self._decoding_share)
 
     def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
