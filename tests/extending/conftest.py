@@ -16,11 +16,9 @@ from job_folder import XGPT, as_requests, write_job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToyJob:
-    """A job on two ranks whose model is measured. `reference`: transformers' own instance of the
-    model; `queries`: those of its requests."""
+    """A job on two ranks whose model is measured. `queries`: those of its requests."""
 
     path: Path
-    reference: Any
     queries: list[Any]
     cache: Path  # $XDG_CACHE_HOME
 
@@ -35,11 +33,12 @@ def toy_job(tmp_path_factory: pytest.TempPathFactory) -> ToyJob:
     from toys import make_model, random_queries
 
     folder, cache = tmp_path_factory.mktemp("toy-job"), tmp_path_factory.mktemp("cache")
-    reference, queries = make_model("llama", folder / "model"), random_queries(24, seed=9)
+    make_model("llama", folder / "model")
+    queries = random_queries(24, seed=9)
     path = write_job(folder, folder / "model", as_requests(queries), schedule="policy: rra",
                      ranks=2)
     command("profile", path, "--budget", "1s", env={"XDG_CACHE_HOME": str(cache)})
-    return ToyJob(path=path, reference=reference, queries=queries, cache=cache)
+    return ToyJob(path=path, queries=queries, cache=cache)
 
 
 @pytest.fixture

@@ -112,7 +112,8 @@ def _sufficient(path: Path, wanted: Wanted, budget_s: float | None,
                 tell: Teller) -> Profile | None:
     """The cached profile, if nothing is to be added to it."""
     profile = _cached(path, tell)
-    if profile is None or not _is_complete(profile, wanted) or profile.spent_s < (budget_s or 0.0):
+    if profile is None or profile.spent_s < (budget_s or 0.0) or any(
+            missing(profile, degree, wanted.needs) for degree in wanted.degrees):
         return None
     tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).sentence}")
     return profile
@@ -154,10 +155,6 @@ def _sharing(job: Job, problem: Problem) -> float:
     if cluster.device.kind != "cpu":
         return 1.0
     return max(cluster.devices_per_node * threads_per_rank(job, problem) / usable_cores(), 1.0)
-
-
-def _is_complete(profile: Profile, wanted: Wanted) -> bool:
-    return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
 
 
 def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
@@ -226,7 +223,8 @@ def _libraries(device: Device) -> str:
     names = ["torch", "mpi4py", "mpich"]
     versions = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
     if device.kind == "gpu":
-        versions.append(_driver())
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        versions.append("driver " + (_first_line(command) or "unknown"))
     return ", ".join(versions)
 
 
@@ -235,11 +233,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return "driver " + (_first_line(command) or "unknown")
 
 
 def _commit() -> str:

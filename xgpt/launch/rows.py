@@ -21,13 +21,9 @@ def _hosts(job: Job, problem: Problem) -> Launcher | None:
         source=job.source)
 
 
-def _local(job: Job, problem: Problem) -> Launcher | None:
-    return LocalLauncher()
-
-
 LAUNCHERS: dict[str, Callable[[Job, Problem], Launcher | None]] = {
     "hosts": _hosts,
-    "local": _local,
+    "local": lambda job, problem: LocalLauncher(),
 }
 
 

@@ -81,7 +81,7 @@ class ResultWriter:
 def answered(path: Path) -> Answered:
     """Counts the results file at `path` and what is held beside it. Nothing is changed: a run may
     be writing there."""
-    written = whole_results(path)
+    _, written = _whole(path)
     return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
 
 
@@ -92,11 +92,6 @@ def count_results(path: Path) -> int:
     if path.is_file():
         os.truncate(path, good_bytes)
     return count
-
-
-def whole_results(path: Path) -> int:
-    """Counts as `count_results` does and cuts off nothing: a run may be writing there."""
-    return _whole(path)[1]
 
 
 def _whole(path: Path) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class MpiGroup:
         if self.size == 1:
             return tensor
         flat = to_host(tensor.reshape(-1))
-        total = (self._gathered(flat) if flat.nbytes <= _GATHER_UP_TO_BYTES
+        total = (_sum(self._all_gather(flat), flat.dtype) if flat.nbytes <= _GATHER_UP_TO_BYTES
                  else self._scattered(flat))
         return total.view(tensor.shape).to(tensor.device)
 
@@ -56,9 +56,6 @@ class MpiGroup:
         self._wait(self._comm.Igather(
             as_bytes(mine), None if parts is None else as_bytes(parts), root=0))
         return parts
-
-    def _gathered(self, flat: Tensor) -> Tensor:
-        return _sum(self._all_gather(flat), flat.dtype)
 
     def _scattered(self, flat: Tensor) -> Tensor:
         count = -(-len(flat) // self.size)

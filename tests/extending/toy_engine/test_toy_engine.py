@@ -41,5 +41,13 @@ def test_submit_runs_a_job_with_it(toy_job: Any, with_package: Command) -> None:
     assert {row["id"]: row["output_ids"] for row in map(json.loads, results)} == {
         query.id: list(query.input_ids)[::-1][:query.max_new_tokens] for query in toy_job.queries}
     assert (toy_job.output / "report.html").stat().st_size > 10_000
+    # a run that was stopped goes on after what is there
+    (toy_job.output / "results.jsonl").write_text("".join(line + "\n" for line in results[:10]))
+    (toy_job.output / "metrics.json").unlink()
+    again = json.loads(with_package(*arguments, cache=toy_job.cache))
+    assert (again["queries_before"], again["queries"]) == (10, len(toy_job.queries))
+    ids = [json.loads(line)["id"] for line in
+           (toy_job.output / "results.jsonl").read_text().splitlines()]
+    assert ids == [query.id for query in toy_job.queries]
     with pytest.raises(AssertionError, match=r"run\.temperature"):
         with_package(*arguments, "--set", "run.temperature=1", cache=toy_job.cache)
