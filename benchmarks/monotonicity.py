@@ -115,7 +115,9 @@ def _waa(name: str, problem: Problem, timing: TimingSource,
     configs = [WaaConfig(encode_batch=batch, decode_micro_batches=group, tp_degree=d, tp_gpus=n)
                for d, n in keys for group in groups for batch in batches]
     figures = policy.evaluate(configs)
-    division = policy._evaluate(configs)[1]
+    division = np.zeros(len(configs), np.int64)
+    for row, config in enumerate(configs):
+        division[row] = policy.estimate(config).deployment.encoding.num_devices
     for row, config in enumerate(configs):
         ranks = pool_ranks(problem.cluster, int(division[row]), config.tp_degree, config.tp_gpus)
         if ranks is None or config.decode_micro_batches > len(ranks[1]):
