@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from driven_rra import drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed import problem_of, replayed_steps, run_steps
-from test_rra_rule import drive
 from toys import Collector, generate, random_queries, run_in_process
 
 from xgpt.core.query_lengths import QueryLengths
