@@ -78,7 +78,7 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], r
     metrics = json.loads(done.stdout)
     assert metrics["queries"] == 14 and metrics["errors"] == 2 and metrics["status"] == "done"
     assert metrics["throughput_qps"]["predicted"] > 0
-    stages = json.loads((tmp_path / "out" / "schedule.json").read_text())["stages"]
+    stages = load_schedule(tmp_path / "out" / "schedule.json").deployment.stages
     assert len(stages) == ranks
     read = [s["bytes_read"] for s in metrics["stages"]]
     size = (directory / "model.safetensors").stat().st_size
