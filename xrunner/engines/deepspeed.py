@@ -111,7 +111,7 @@ def _float16(job: Job) -> Mistake:
 
 
 ENGINE = Engine(
-    name=NAME, worker="xrunner.engines.deepspeed_worker", policies=_POLICIES,
+    name=NAME, worker="xrunner.engines.deepspeed_worker",
     restricted=_restricted, refusals=_refusals, check_installed=_check_installed,
     note="the times are those of xgpt's own kernels, by which the batch is chosen: DeepSpeed's are "
          "not predicted")

@@ -29,7 +29,7 @@ class Engine:
     """One engine. Its ranks run `python -m WORKER OUT/run.json`: they read run.json, schedule.json
     and the requests, and write results.jsonl, progress.json and measured.json (as xrunner.io does).
 
-    policies: those it executes. restricted: a job's problem as this engine executes it, its policy
+    restricted: a job's problem as this engine executes it, its policy
     and layout among those that the engine knows, for planning or for the schedule given; raises
     InputError with every mistake. refusals: what is wrong by the job file alone, before anything is
     fetched. check_installed: raises XgptError where something is missing.
@@ -37,7 +37,6 @@ class Engine:
 
     name: str
     worker: str
-    policies: tuple[str, ...]
     restricted: Restriction
     refusals: Callable[[Job], Iterable[Mistake]] = _refuses_nothing
     check_installed: Callable[[Job], None] = _needs_nothing

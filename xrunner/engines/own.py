@@ -7,7 +7,7 @@ from dataclasses import replace
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job
-from xgpt.core.policies import policies, policy_names
+from xgpt.core.policies import policies
 from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
@@ -34,5 +34,5 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     return replace(problem, fixed=fixed)
 
 
-ENGINE = Engine(name=OWN_ENGINE, worker="xrunner.worker", policies=policy_names(),
-                restricted=_restricted, is_predicted=True, is_changeable=True)
+ENGINE = Engine(name=OWN_ENGINE, worker="xrunner.worker", restricted=_restricted,
+                is_predicted=True, is_changeable=True)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from xgpt.core.controls import RraControls
+from xgpt.core.controls import RraControls, WaaControls
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.policies import baselines, policy, searched_policies
+from xgpt.core.policies import policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Role, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
@@ -79,8 +79,9 @@ class PinnedPlans:
 
 def pinned_policy(deployed: Estimate, problem: Problem,
                   timing: TimingSource) -> ClosedForm:
-    """The closed form of the schedule's policy on its stages (a baseline's: on its own)."""
-    if deployed.policy in baselines():
+    """The closed form of the schedule's policy on its stages (a policy's whose closed form is not
+    told its stages: on its own)."""
+    if not isinstance(deployed.controls, (RraControls, WaaControls)):
         return make_policy(deployed.policy, problem, timing)
     plans = PinnedPlans(problem, timing, deployed.deployment.stages)
     if isinstance(deployed.controls, RraControls):

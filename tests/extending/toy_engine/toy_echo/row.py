@@ -29,5 +29,5 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     return replace(problem, fixed=replace(problem.fixed, policy=_POLICY, tp_degree=1, tp_gpus=0))
 
 
-ENGINE = Engine(name="toy", worker="toy_echo.worker", policies=(_POLICY,), restricted=_restricted,
+ENGINE = Engine(name="toy", worker="toy_echo.worker", restricted=_restricted,
                 refusals=_refusals, note="an echo takes no time: nothing is predicted")
