@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# what tests share, and the benchmarks that some of them test, are imported by name
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
