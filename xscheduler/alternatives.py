@@ -14,6 +14,7 @@ from xscheduler.spaces.space import Searched, Space, words_of
 
 # how the rows are labelled
 POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
+NOT_LOOKED_INTO = "not looked into"  # how the reason of a policy begins that is known to lose
 FREE_ROW = "without a latency bound"
 
 
@@ -90,7 +91,7 @@ def _row(label: str, space: Space, searched: Searched, plans: Sequence[int],
         is_proved = upper == -math.inf
         return Rejected(label=label, throughput_qps=None, latency_s=None,
                         reason="no admissible schedule" if is_proved else
-                        f"not looked into: no more than {upper:.4g} queries/s")
+                        f"{NOT_LOOKED_INTO}: no more than {upper:.4g} queries/s")
     plan = searched.plan_of_root[candidate.root]
     qps, latency_s = space.figures(plan, candidate.point)
     lost = 1 - qps / best.candidate.objective

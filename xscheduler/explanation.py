@@ -15,7 +15,7 @@ from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, breaches
-from xscheduler.alternatives import DEGREE_ROW, FREE_ROW, POLICY_ROW
+from xscheduler.alternatives import DEGREE_ROW, FREE_ROW, NOT_LOOKED_INTO, POLICY_ROW
 from xsimulator import memory
 from xsimulator.policies import make_config, make_policy
 
@@ -50,12 +50,16 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
                 f"{start}: no other policy was compared.")
     others = sorted(rows, key=lambda row: -(row.throughput_qps or 0.0))
     found = [row for row in others if row.throughput_qps]
-    absent = [_policy_of(row) for row in others if not row.throughput_qps]
-    none = ""
+    unseen = [row for row in others if row.reason.startswith(NOT_LOOKED_INTO)]
+    absent = [_policy_of(row) for row in others if not row.throughput_qps and row not in unseen]
+    none = "; ".join([f"{_policy_of(row)} was {row.reason}" for row in unseen])
     if absent:
-        none = f"{_and(absent)} {'have' if absent[1:] else 'has'} no schedule within the limits"
-    if not found:
+        none = "; ".join(filter(None, [none, f"{_and(absent)} "
+                         f"{'have' if absent[1:] else 'has'} no schedule within the limits"]))
+    if not found and not unseen:
         return f"{start} is the only policy that can be used: {none}."
+    if not found:
+        return f"{start} answers {estimate.figures.throughput_qps:.4g} queries/s; {none}."
     better = f"{start} answers {estimate.figures.throughput_qps:.4g} queries/s, " + _and(
         [_compared(estimate, row) for row in found])
     return f"{better}; {none}." if none else f"{better}."

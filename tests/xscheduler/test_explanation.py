@@ -52,6 +52,15 @@ def test_without_rows_of_other_policies_none_is_compared():
     assert "only policy that can be used" in sentences(rejected=ROWS[1:2])[0]
 
 
+def test_a_policy_that_was_not_looked_into_is_not_said_to_have_no_schedule():
+    row = Rejected(label="policy waa-m", throughput_qps=None, latency_s=None,
+                   reason="not looked into: no more than 90 queries/s")
+    for rejected in ((ROWS[0], row), (row,)):
+        words = sentences(rejected=rejected)[0]
+        assert words.endswith("WAA-M was not looked into: no more than 90 queries/s.")
+        assert "no schedule" not in words and "only policy" not in words
+
+
 def test_the_share_of_encoding_is_that_of_the_period():
     assert "encoding for 25% of the time" in sentences(encode_s=0.5, period_s=2.0)[0]
 
