@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent
+# Not this file's own folder: pytest puts that on the path, and every test would see the toy.
+FOLDER = Path(__file__).resolve().parent / "toy_engine"
 JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
 Command = Callable[..., str]
 
