@@ -1,0 +1,34 @@
+/* Includes XGPT_BODY (the name of a file) once for every instruction set of this build, each time in
+ * a namespace XGPT_ISA of its own, after vec_isa.h, which gives `vec`: W floats, W as wide as the
+ * registers of the set. The one that runs is chosen when it is called (XGPT_DISPATCH). */
+#include "elements.h"
+#include "levels.h"
+
+#define XGPT_ISA portable
+#define XGPT_W 4
+#include "vec_isa.h"
+#include XGPT_BODY
+#undef XGPT_ISA
+#undef XGPT_W
+
+#ifdef XGPT_HAS_X86_LEVELS
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define XGPT_ISA avx2
+#define XGPT_W 8
+#include "vec_isa.h"
+#include XGPT_BODY
+#undef XGPT_ISA
+#undef XGPT_W
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define XGPT_ISA avx512
+#define XGPT_W 16
+#include "vec_isa.h"
+#include XGPT_BODY
+#undef XGPT_ISA
+#undef XGPT_W
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,54 @@
+#include "levels.h"
+
+#include <atomic>
+
+namespace {
+
+int best_level() {
+#ifdef XGPT_HAS_X86_LEVELS
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return XGPT_PORTABLE;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide ? XGPT_AVX512 : XGPT_AVX2;
+#else
+    return XGPT_PORTABLE;
+#endif
+}
+
+std::atomic<int> level_in_use{-1};
+
+}  // namespace
+
+extern "C" {
+
+int xgpt_best_level(void) {
+    static const int best = best_level();
+    return best;
+}
+
+int xgpt_level(void) {
+    const int level = level_in_use.load(std::memory_order_relaxed);
+    return level < 0 ? xgpt_best_level() : level;
+}
+
+int xgpt_use_level(int level) {
+    if (level < 0 || level > xgpt_best_level()) return XGPT_WRONG_LEVEL;
+    level_in_use.store(level);
+    return XGPT_OK;
+}
+
+const char *xgpt_words(int code) {
+    switch (code) {
+        case XGPT_OK: return "served";
+        case XGPT_WRONG_DTYPE: return "the elements are neither float32 nor bfloat16";
+        case XGPT_WRONG_SIZE: return "a size is below its least, or does not divide another";
+        case XGPT_WRONG_SLOT: return "a slot lies outside the cache";
+        case XGPT_WRONG_LENGTH: return "a length or position is beyond the capacity or too small";
+        case XGPT_WRONG_BIAS: return "the bias by distance is narrower than the lengths need";
+        case XGPT_WRONG_LEVEL: return "this processor or build lacks the instruction set";
+        default: return "an unknown code";
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,98 @@
+/* The native operators of xgpt for CPUs: a plain C interface, loaded by xrunner/ops/native.py.
+ *
+ * Arrays are contiguous and row-major unless a stride is named; their shapes stand in [brackets].
+ * `dtype` names the elements of activations and of the KV cache: XGPT_FLOAT32 or XGPT_BFLOAT16;
+ * whatever is summed is summed in float32. `threads` is how many threads may work.
+ * Every operator returns 0, or one of the XGPT_WRONG_* codes if an argument cannot be served; then
+ * nothing was written. `xgpt_words(code)` says what is wrong in words.
+ *
+ * Letters: T tokens, n queries that decode, h heads, k KV heads (h / k heads read one), d head size,
+ * H hidden size. A layer's cache is two arrays [slots, k, capacity, d]: keys and values.
+ */
+#ifndef XGPT_NATIVE_H
+#define XGPT_NATIVE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { XGPT_FLOAT32 = 0, XGPT_BFLOAT16 = 1 };
+
+enum {
+    XGPT_OK = 0,
+    XGPT_WRONG_DTYPE = 1,    /* neither float32 nor bfloat16 */
+    XGPT_WRONG_SIZE = 2,     /* a size below its least, or one that does not divide another */
+    XGPT_WRONG_SLOT = 3,     /* a slot outside the cache */
+    XGPT_WRONG_LENGTH = 4,   /* a length or a position beyond the capacity, or below its least */
+    XGPT_WRONG_BIAS = 5,     /* a bias by distance that is too narrow for the lengths */
+    XGPT_WRONG_LEVEL = 6,    /* an instruction set that this processor or this build lacks */
+};
+
+const char *xgpt_words(int code);
+
+/* Instruction sets, each a superset of those before it. The best this processor has is used until
+ * `xgpt_use_level` asks for a lesser one (as the tests do). */
+enum { XGPT_PORTABLE = 0, XGPT_AVX2 = 1, XGPT_AVX512 = 2, XGPT_NUM_LEVELS = 3 };
+int xgpt_best_level(void);
+int xgpt_level(void);
+int xgpt_use_level(int level);
+
+/* OpenMP's entry `GOMP_parallel` of a library the process already holds (torch's), so that one pool
+ * of threads serves both; null: threads of our own, started for each call. */
+void xgpt_use_openmp(void *gomp_parallel);
+
+/* One new token of each of n queries against its own context.
+ * query, out [n, h, d], rows `query_stride` elements apart in query; keys, values [slots, k,
+ * capacity, d]; query i reads the first lengths[i] >= 1 entries of slot slots[i].
+ * bias (null: none) [h, bias_width] float32 is added to the scaled score of the key at position p
+ * by its distance from the token: bias[head][p - (lengths[i] - 1) + bias_center]. */
+int xgpt_decode_attention(int dtype, void *out, const void *query, int64_t query_stride,
+                          const void *keys, const void *values, const int64_t *slots,
+                          const int64_t *lengths, int64_t n, int64_t heads, int64_t kv_heads,
+                          int64_t dim, int64_t num_slots, int64_t capacity, float scale,
+                          const float *bias, int64_t bias_width, int64_t bias_center, int threads);
+
+/* Spans of inputs, packed: span i has tokens[i] tokens, which are those from position first[i] on
+ * of the query in slot slots[i]. Their keys and values are in the cache already. A token attends to
+ * all positions up to its own (causal); query, out [T, h, d], T the sum of `tokens`. */
+int xgpt_encode_attention(int dtype, void *out, const void *query, int64_t query_stride,
+                          const void *keys, const void *values, const int64_t *slots,
+                          const int64_t *first, const int64_t *tokens, int64_t num_spans,
+                          int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_slots,
+                          int64_t capacity, float scale, int threads);
+
+/* Whole inputs, packed, each token of an input against all of that input (an encoder without a
+ * cache): query, key, value, out [T, heads, d] with `stride` elements between the tokens of query,
+ * key and value; lengths [inputs]. bias as above: bias[head][key - token + bias_center]. */
+int xgpt_packed_attention(int dtype, void *out, const void *query, const void *key,
+                          const void *value, int64_t stride, const int64_t *lengths,
+                          int64_t num_inputs, int64_t heads, int64_t dim, float scale,
+                          const float *bias, int64_t bias_width, int64_t bias_center, int threads);
+
+/* hidden [T, H] += added [T, H] (null: nothing), then normed [T, H] = hidden / sqrt(mean(hidden^2) +
+ * eps) * weight [H]. hidden is written only where something is added. */
+int xgpt_add_rms_norm(int dtype, void *normed, void *hidden, const void *added, const void *weight,
+                      int64_t tokens, int64_t hidden_size, float eps, int threads);
+
+/* The same with layer norm: (hidden - mean) / sqrt(variance + eps) * weight [H] + bias [H]. */
+int xgpt_add_layer_norm(int dtype, void *normed, void *hidden, const void *added,
+                        const void *weight, const void *bias, int64_t tokens, int64_t hidden_size,
+                        float eps, int threads);
+
+/* joint [T, (h + 2k) d]: query, key and value of each token. Rotates query (in place) and key by
+ * cos, sin [T, d / 2] float32 (null: no rotation; the halves form the pairs) and writes key and
+ * value to slots[t], positions[t] of keys, values [slots, k, capacity, d]. */
+int xgpt_place(int dtype, void *joint, const float *cos, const float *sin, void *keys, void *values,
+               const int64_t *slots, const int64_t *positions, int64_t tokens, int64_t heads,
+               int64_t kv_heads, int64_t dim, int64_t num_slots, int64_t capacity, int threads);
+
+/* out [T, I] = silu(gate) * up with joint [T, 2 I]: gate, then up, of each token. */
+int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t tokens, int64_t inner,
+                  int threads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
