@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
 from xgpt.core.run_section import LOCAL_CLUSTER
@@ -76,5 +76,5 @@ def make_folder(job: Job) -> None:
         job.output.mkdir(parents=True, exist_ok=True)
         (job.output / ".lock").touch()
     except OSError as cause:
-        raise InputError([mistake(job, "output", str(job.output), "a folder that can be written "
-                                  f"to: {cause.strerror}")]) from None
+        raise wrong(job.source, "output", str(job.output),
+                    f"a folder that can be written to: {cause.strerror}") from None

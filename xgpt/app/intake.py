@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.job import Job
 from xgpt.core.problem import Problem, known_model
 from xgpt.core.requests import Requests
@@ -43,10 +43,8 @@ def intake_of(job: Job, say: Callable[[str], None], need: Need) -> Intake:
     requests = take_in(path, model, spool)
     if not requests:
         bad = requests.bad_lines
-        raise InputError([Mistake(
-            file=str(job.source), line=None, key="workload.requests", value=str(path),
-            allowed="holds no usable request"
-            + (f"; line {bad[0].line}: {bad[0].error}" if bad else ""))])
+        raise wrong(job.source, "workload.requests", str(path), "holds no usable request" + (
+            f"; line {bad[0].line}: {bad[0].error}" if bad else ""))
     return Intake(model.files(), requests, spool)
 
 
@@ -78,10 +76,10 @@ class _Model:
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised] | None:
         texts = [request for request in requests if request.tokens is None]
         if self._is_random and texts:
-            raise InputError([Mistake(
-                file=str(self._job.source), line=None, key="run.weights", value="random",
-                allowed=f"needs requests of tokens, or {{count: N}}: random weights come without a "
-                f"tokenizer, and line {texts[0].line} of {self._job.workload.requests} is text")])
+            raise wrong(
+                self._job.source, "run.weights", "random",
+                "needs requests of tokens, or {count: N}: random weights come without a tokenizer, "
+                f"and line {texts[0].line} of {self._job.workload.requests} is text")
         self._is_needed |= bool(texts) and self._job.workload.input_tokens.kind == "from_requests"
         if self._is_sought and texts and self.files() is None:
             self._seek()

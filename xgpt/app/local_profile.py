@@ -19,7 +19,7 @@ from pathlib import Path
 from xgpt.app.progress import tell_share
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Device
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import core_clock, usable_cores
 from xgpt.core.model import ModelSpec, refuse_tp_degree
@@ -137,9 +137,8 @@ def _alone(folder: Path, tell: Teller) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as cause:
-        raise InputError([Mistake(
-            file="cache", line=None, key="XDG_CACHE_HOME", value=str(folder),
-            allowed=f"a folder that can be written to: {cause.strerror}")]) from None
+        raise wrong("cache", "XDG_CACHE_HOME", str(folder),
+                    f"a folder that can be written to: {cause.strerror}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ from xgpt.app.run_folder import STOP_FILE, make_room, plan_for_ranks, requests_o
 from xgpt.app.telling import Teller
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
+from xgpt.core.errors import StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
@@ -58,10 +58,9 @@ def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
     """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
     one of another job, or that the engine does not execute."""
     if schedule.fingerprint != opened.problem.fingerprint:
-        raise InputError([Mistake(
-            file=str(source), line=None, key="fingerprint", value=schedule.fingerprint,
-            allowed=f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
-            "of ranks; find a schedule for this job with `xgpt schedule`")])
+        raise wrong(source, "fingerprint", schedule.fingerprint,
+                    f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
+                    "of ranks; find a schedule for this job with `xgpt schedule`")
     opened = executable(opened, schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 

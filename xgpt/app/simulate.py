@@ -13,7 +13,7 @@ import numpy as np
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.app.replays import names_of, replay_steady, steady_timeline
-from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.problem import Problem
@@ -135,8 +135,8 @@ def _best_or_refused(opened: OpenedJob, timing: TimingSource, name: str) -> Esti
     estimate = _best(opened, timing, name)
     if estimate is None:
         bound_s = opened.problem.constraint.latency_s
-        raise InputError([mistake(opened.job, "constraint.latency_s", bound_s,
-                                  f"no configuration of {name} fits and keeps it")])
+        raise wrong(opened.job.source, "constraint.latency_s", bound_s,
+                    f"no configuration of {name} fits and keeps it")
     return estimate
 
 

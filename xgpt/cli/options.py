@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.json_values import plain
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,8 +38,7 @@ def writable_file(path: Path, option: str) -> Path:
     elif reason is None and not os.access(path if path.exists() else folder, os.W_OK):
         reason = "a file that can be written to"
     if reason is not None:
-        raise InputError([Mistake(file="command line", line=None, key=option, value=str(path),
-                                  allowed=reason)])
+        raise wrong("command line", option, str(path), reason)
     return path
 
 

@@ -15,7 +15,7 @@ from xgpt.app.opened import open_file
 from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, Mistake, XgptError
+from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.run_section import DTYPES
 from xgpt.core.units import parse_seconds
 from xgpt.report.profile_plots import write_profile_plots
@@ -94,11 +94,11 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
     """Time the layers of JOB.yaml's model on this machine."""
     opened = open_file(job_file, overrides, Terminal())
     if not opened.is_local:
-        raise InputError([Mistake(
-            file=str(opened.job.source), line=None, key="cluster", value=opened.job.cluster,
-            allowed="`local`: a profile is measured on the machine itself (--set cluster=local); "
-            "other clusters are planned from a profile file (`profile: FILE`) or from the "
-            "roofline of their device")])
+        raise wrong(
+            opened.job.source, "cluster", opened.job.cluster,
+            "`local`: a profile is measured on the machine itself (--set cluster=local); other "
+            "clusters are planned from a profile file (`profile: FILE`) or from the roofline of "
+            "their device")
     if out is not None:
         writable_file(out, "--out")
     measured = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
@@ -136,9 +136,8 @@ def merge_(files: tuple[Path, ...], out: Path) -> None:
     try:
         merged = reduce(merge, [load_profile(file) for file in files])
     except XgptError as error:
-        raise (error if isinstance(error, InputError) else InputError([Mistake(
-            file="command line", line=None, key="FILE", value=[str(f) for f in files],
-            allowed=str(error))])) from None
+        raise (error if isinstance(error, InputError) else wrong(
+            "command line", "FILE", [str(f) for f in files], str(error))) from None
     save_profile(merged, out)
     say(f"profile: written to {out}; {judge(merged).sentence}")
 
@@ -166,8 +165,7 @@ def import_(source: str, folder: Path, model: str, device: str, dtype: str, out:
 def _row(kind: Any, name: str) -> Any:
     known = catalog.names(kind)
     if name not in known:
-        raise InputError([Mistake(file="command line", line=None, key=f"--{kind}", value=name,
-                                  allowed=", ".join(known))])
+        raise wrong("command line", f"--{kind}", name, ", ".join(known))
     return catalog.model(name) if kind == "model" else catalog.device(name)
 
 

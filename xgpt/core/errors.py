@@ -51,6 +51,12 @@ class InputError(XgptError):
         super().__init__("\n".join(str(m) for m in mistakes))
 
 
+def wrong(file: object, key: str, value: object, allowed: str,
+          line: int | None = None) -> InputError:
+    """An InputError of this one mistake."""
+    return InputError([Mistake(file=str(file), line=line, key=key, value=value, allowed=allowed)])
+
+
 class UnknownNameError(XgptError):
     """A catalog lookup that failed; the message lists the known names, nearest first."""
 
@@ -71,10 +77,8 @@ class MissingExtraError(XgptError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed: "
-            f"pip install -c constraints.txt -e '.[{extra}]'"
-        )
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed: "
+                         f"pip install -c constraints.txt -e '.[{extra}]'")
 
 
 class StoppedEarly(XgptError):

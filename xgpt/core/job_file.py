@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from xgpt.core import catalog
 from xgpt.core.constraint import BoundKind, Constraint, latency_constraint
-from xgpt.core.errors import InputError, Mistake, nearest
+from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
@@ -41,8 +41,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         tree = apply_override(tree, text, mistakes)
     if not isinstance(tree.value, dict):
         what = "the file is empty" if tree.value is None else "not a mapping of keys to values"
-        raise InputError([Mistake(file=str(path), line=tree.line, key="job file", value=None,
-                                  allowed=f"{what}; required keys: model, cluster, workload")])
+        raise wrong(path, "job file", None, f"{what}; required keys: model, cluster, workload",
+                    tree.line)
     job = _read_job(Section(tree, "", mistakes), path)
     if mistakes:
         raise InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))

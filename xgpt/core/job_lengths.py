@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core import catalog
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.job import Job, LengthSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS, read_length_pairs, read_lengths
 from xgpt.core.lengths import (
@@ -58,9 +58,8 @@ def _joint_of_file(spec: LengthSpec) -> JointLengths:
     assert spec.path is not None, f"{spec = }"
     pairs = read_length_pairs(spec.path)
     if pairs is None:
-        needed = "serves both sides, so it needs columns input and output"
-        raise InputError([Mistake(file=str(spec.path), line=None, key="lengths", value=None,
-                                  allowed=needed)])
+        raise wrong(spec.path, "lengths", None,
+                    "serves both sides, so it needs columns input and output")
     return joint_empirical(pairs, note=f"observed in {len(pairs)} rows of {spec.path.name}")
 
 
@@ -83,8 +82,8 @@ def _can_run(job: Job, input_lengths: IntArray, max_positions: int | None) -> ND
     limit = MAX_LENGTH_TOKENS + 1 if max_positions is None else max_positions
     mask = (input_lengths > 0) & (input_lengths < limit)
     if not mask.any():
-        raise _bad(job, "workload.requests", str(job.workload.requests),
-                   f"no prompt has a token and is shorter than the model's {limit} positions")
+        raise wrong(job.source, "workload.requests", str(job.workload.requests),
+                    f"no prompt has a token and is shorter than the model's {limit} positions")
     return np.asarray(mask)
 
 
@@ -133,18 +132,18 @@ def _needed(requests: Requests | None) -> Requests:
 
 def _input_lengths(job: Job, requests: Requests) -> IntArray:
     if requests.input_tokens is None:
-        raise _bad(job, "workload.input_tokens", "from_requests",
-                   "the prompts must be tokenised to know their lengths, which needs the model's "
-                   "tokenizer; without it give {mean, std, max} or {file: path}")
+        raise wrong(job.source, "workload.input_tokens", "from_requests",
+                    "the prompts must be tokenised to know their lengths, which needs the model's "
+                    "tokenizer; without it give {mean, std, max} or {file: path}")
     return requests.input_tokens
 
 
 def _forced(job: Job, requests: Requests) -> IntArray:
     num_free = int((requests.forced == 0).sum())
     if num_free:
-        raise _bad(job, "workload.output_tokens", "from_requests",
-                   f"{num_free} of {len(requests)} requests have no forced_tokens; give "
-                   "{mean, std, max}, {file: path} or observe")
+        raise wrong(job.source, "workload.output_tokens", "from_requests",
+                    f"{num_free} of {len(requests)} requests have no forced_tokens; give "
+                    "{mean, std, max}, {file: path} or observe")
     return requests.forced
 
 
@@ -161,12 +160,7 @@ def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
     else:
         longest = lengths.inputs.max + lengths.outputs.max
     if longest > model.max_positions:
-        raise _bad(job, "workload", None,
-                   f"the longest input and output ({lengths.inputs.max} and {lengths.outputs.max} "
-                   f"tokens, together {longest}) exceed the {model.max_positions} positions of "
-                   f"{model.name}")
-
-
-def _bad(job: Job, key: str, value: object, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(job.source), line=None, key=key, value=value,
-                               allowed=allowed)])
+        raise wrong(job.source, "workload", None,
+                    f"the longest input and output ({lengths.inputs.max} and {lengths.outputs.max} "
+                    f"tokens, together {longest}) exceed the {model.max_positions} positions of "
+                    f"{model.name}")

@@ -7,12 +7,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.lengths import IntArray
 
 Side: TypeAlias = Literal["input", "output"]
@@ -21,8 +22,7 @@ MAX_MISTAKES = 20  # of a bad file; the rest would only repeat them
 
 _NAMES: dict[Side, tuple[str, ...]] = {
     "input": ("input", "input_tokens", "prompt_tokens"),
-    "output": ("output", "output_tokens", "completion_tokens"),
-}
+    "output": ("output", "output_tokens", "completion_tokens")}
 _Row: TypeAlias = "tuple[int, Mapping[str, Any]]"  # line, values by column
 
 
@@ -34,8 +34,10 @@ def read_lengths(path: Path, side: Side) -> IntArray:
             _column(rows[0][1], other) for other in _NAMES):  # the other side's is no substitute
         key = next(iter(rows[0][1]))
     if key is None:
-        raise _bad(path, rows[0][0], f"no column {side}; has {', '.join(map(str, rows[0][1]))}")
-    return np.array(_checked(path, rows, (key,)), dtype=np.int64)[:, 0]
+        raise wrong(path, "lengths", None,
+                    f"no column {side}; has {', '.join(map(str, rows[0][1]))}",
+                    rows[0][0])
+    return _checked(path, rows, key)[:, 0]
 
 
 def read_length_pairs(path: Path) -> IntArray | None:
@@ -44,26 +46,23 @@ def read_length_pairs(path: Path) -> IntArray | None:
     inputs, outputs = _column(rows[0][1], "input"), _column(rows[0][1], "output")
     if inputs is None or outputs is None:
         return None
-    return np.array(_checked(path, rows, (inputs, outputs)), dtype=np.int64)
+    return _checked(path, rows, inputs, outputs)
 
 
 def _column(row: Mapping[str, Any], side: Side) -> str | None:
     return next((name for name in _NAMES[side] if name in row), None)
 
 
-def _checked(path: Path, rows: list[_Row], keys: tuple[str, ...]) -> list[list[int]]:
-    mistakes, values = [], []
-    for line, row in rows:
-        numbers = [_length(row.get(key)) for key in keys]
-        if None not in numbers:
-            values.append([n for n in numbers if n is not None])
-            continue
-        key = keys[numbers.index(None)]
-        mistakes.append(Mistake(file=str(path), line=line, key=key, value=row.get(key),
-                                allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}"))
-    if mistakes:
-        raise InputError(mistakes[:MAX_MISTAKES])
-    return values
+def _checked(path: Path, rows: list[_Row], *keys: str) -> IntArray:
+    """[rows, keys] lengths. Raises InputError with the first bad one of each row."""
+    values = [[_length(row.get(key)) for key in keys] for _, row in rows]
+    bad = [(line, row, keys[numbers.index(None)])
+           for (line, row), numbers in zip(rows, values, strict=True) if None in numbers]
+    if bad:
+        raise InputError([Mistake(file=str(path), line=line, key=key, value=row.get(key),
+                                  allowed=f"a whole number from 1 to {MAX_LENGTH_TOKENS}")
+                          for line, row, key in bad[:MAX_MISTAKES]])
+    return np.array(values, dtype=np.int64)
 
 
 def _length(value: object) -> int | None:
@@ -78,13 +77,13 @@ def _read_rows(path: Path) -> list[_Row]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as cause:
-        raise _bad(path, None, f"not UTF-8 text: {cause.reason}") from None
+        raise wrong(path, "lengths", None, f"not UTF-8 text: {cause.reason}") from None
     except OSError as cause:
-        raise _bad(path, None, f"cannot be read: {cause.strerror}") from None
+        raise wrong(path, "lengths", None, f"cannot be read: {cause.strerror}") from None
     is_json = text.lstrip().startswith("{")
     rows = list(_json_rows(path, text) if is_json else _csv_rows(path, text))
     if not rows or not rows[0][1]:
-        raise _bad(path, None, "holds no lengths")
+        raise wrong(path, "lengths", None, "holds no lengths")
     return rows
 
 
@@ -95,9 +94,9 @@ def _json_rows(path: Path, text: str) -> Iterator[_Row]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as cause:
-            raise _bad(path, number, f"not JSON: {cause}") from None
+            raise wrong(path, "lengths", None, f"not JSON: {cause}", number) from None
         if not isinstance(record, dict):
-            raise _bad(path, number, "not a JSON object")
+            raise wrong(path, "lengths", None, "not a JSON object", number)
         yield number, _usage(record) or record
 
 
@@ -118,20 +117,13 @@ def _csv_rows(path: Path, text: str) -> Iterator[_Row]:
             if not any(cells):
                 continue
             if header is None:
-                is_data = all(_length(cell) is not None for cell in cells)
-                header = ["input", "output"][: len(cells)] if is_data else cells
-                if is_data and len(cells) == 1:
-                    header = ["length"]
-                if not is_data:
+                if any(_length(cell) is None for cell in cells):
+                    header = cells
                     continue
+                header = ["length"] if len(cells) == 1 else ["input", "output"]
             if len(cells) > len(header):
-                raise _bad(path, reader.line_num, f"more cells than columns ({len(header)})")
-            missing = [None] * (len(header) - len(cells))
-            yield reader.line_num, dict(zip(header, [*cells, *missing], strict=True))
+                raise wrong(path, "lengths", None, f"more cells than columns ({len(header)})",
+                            reader.line_num)
+            yield reader.line_num, dict(zip_longest(header, cells))
     except csv.Error as cause:
-        raise _bad(path, reader.line_num, f"not CSV: {cause}") from None
-
-
-def _bad(path: Path, line: int | None, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(path), line=line, key="lengths", value=None,
-                               allowed=allowed)])
+        raise wrong(path, "lengths", None, f"not CSV: {cause}", reader.line_num) from None

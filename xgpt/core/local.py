@@ -18,7 +18,7 @@ from typing import Literal
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.units import MIB
 
 MAX_DEFAULT_WORKERS = 8
@@ -101,9 +101,8 @@ def visible_gpus(gpus: list[SmiGpu], selection: str | None) -> list[SmiGpu]:
     chosen: list[SmiGpu] = []
     for word in (w.strip() for w in selection.split(",")):
         if word.startswith("MIG-"):
-            raise InputError([Mistake(
-                file="CUDA_VISIBLE_DEVICES", line=None, key="cluster", value=word,
-                allowed="the size of a MIG instance is not detected: describe the cluster inline")])
+            raise wrong("CUDA_VISIBLE_DEVICES", "cluster", word,
+                        "the size of a MIG instance is not detected: describe the cluster inline")
         match = [g for g in gpus if word == str(g.index) or (
             word.startswith("GPU-") and g.uuid.startswith(word))]
         if not match:
@@ -192,8 +191,8 @@ def _gpu_device(name: str, memory_bytes: int | None) -> tuple[Device, Link]:
         memory = min(device.memory_bytes, memory_bytes or device.memory_bytes)
         return replace(device, memory_bytes=memory), link
     if memory_bytes is None:
-        raise InputError([Mistake(file="local", line=None, key="cluster", value=name, allowed=(
-            "nvidia-smi does not say this GPU's memory: describe the cluster inline"))])
+        raise wrong("local", "cluster", name,
+                    "nvidia-smi does not say this GPU's memory: describe the cluster inline")
     device = Device(name=name, kind="gpu", memory_bytes=memory_bytes,
                     bandwidth_bytes_per_s=_UNKNOWN_GPU_BANDWIDTH, flops_per_s=_UNKNOWN_GPU_FLOPS,
                     source="memory from nvidia-smi; no catalog row, rates assumed")

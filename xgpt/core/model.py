@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from xgpt.core.config_values import ConfigValues
@@ -127,10 +128,11 @@ def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
     return None
 
 
-def from_hf_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """A Hugging Face `config.json` as a ModelSpec. Raises ConfigError (a ValueError) for a family
-    or variant that xgpt cannot execute, naming every key at fault."""
-    values = ConfigValues(config)
+def from_hf_config(config: Mapping[str, Any], name: str,
+                   path: Path = Path("config.json")) -> ModelSpec:
+    """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
+    family or variant that xgpt cannot execute, naming every key at fault."""
+    values = ConfigValues(config, path)
     reader = _READERS.get(values.text("model_type", "", _READERS))
     if reader is None:
         values.finish()
@@ -205,13 +207,12 @@ def _read_rope(config: ConfigValues,
                ) -> tuple[float, tuple[tuple[str, float | str], ...] | None]:
     """Theta, and the scaling where it is not the default."""
     # transformers 5 writes rope settings as `rope_parameters`; 4 as rope_theta + rope_scaling
-    key, rope = "rope_parameters", config.section("rope_parameters")
-    theta = (rope if "rope_theta" in rope.items() else config).number("rope_theta", 10000.0)
-    scaling = {k: v for k, v in rope.items().items() if k != "rope_theta"}
+    rope = config.section("rope_parameters")
+    theta = (rope if "rope_theta" in rope.values else config).number("rope_theta", 10000.0)
+    scaling = {k: v for k, v in rope.values.items() if k != "rope_theta"}
     if not scaling:
-        config.include(rope, key)
-        key, rope = "rope_scaling", config.section("rope_scaling")
-        scaling = rope.items()
+        rope = config.section("rope_scaling")
+        scaling = dict(rope.values)
     name = "rope_type" if "rope_type" in scaling else "type"
     kind = rope.text(name, "default", tuple(_ROPE_NUMBERS))
     for number in _ROPE_NUMBERS[kind]:
@@ -219,7 +220,6 @@ def _read_rope(config: ConfigValues,
             rope.number(number, 1.0)
         else:
             rope.reject(number, f"missing: a number above 0, which {name} {kind} needs")
-    config.include(rope, key)
     return theta, tuple(sorted(scaling.items())) if kind != "default" else None
 
 

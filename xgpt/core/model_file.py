@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.config_values import ConfigError
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, wrong
 from xgpt.core.model import ModelSpec, from_hf_config
 
 
@@ -27,20 +26,9 @@ def load_json(path: Path) -> dict[str, Any]:
 def read_shape(folder: Path, name: str) -> ModelSpec:
     """The shape in `folder`/config.json. Raises InputError."""
     path = folder / "config.json"
-    return shape_of(load_json(path), path, name)
-
-
-def shape_of(config: dict[str, Any], path: Path, name: str) -> ModelSpec:
-    """The shape in a config.json that came from `path`. Raises InputError."""
-    try:
-        return from_hf_config(config, name)
-    except ConfigError as error:
-        raise InputError([
-            Mistake(file=str(path), line=None, key=m.key, value=m.value, allowed=m.allowed)
-            for m in error.mistakes]) from None
+    return from_hf_config(load_json(path), name, path)
 
 
 def wrong_file(path: Path, reason: str) -> InputError:
     """A file of a model that cannot be used."""
-    return InputError([Mistake(file=str(path.parent), line=None, key=path.name, value=None,
-                               allowed=reason)])
+    return wrong(path.parent, path.name, None, reason)

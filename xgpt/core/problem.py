@@ -17,7 +17,7 @@ import numpy as np
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
@@ -153,11 +153,11 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
     """`ranks` devices of the cluster on as few nodes as hold them, evenly."""
     nodes = -(-ranks // cluster.devices_per_node)
     if ranks > cluster.num_devices:
-        raise _bad(source, "run.ranks", ranks, f"at most {cluster.num_devices}, the devices of "
-                                               f"cluster {cluster.name}")
+        raise wrong(source, "run.ranks", ranks,
+                    f"at most {cluster.num_devices}, the devices of cluster {cluster.name}")
     if ranks % nodes:
-        raise _bad(source, "run.ranks", ranks,
-                   f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
+        raise wrong(source, "run.ranks", ranks,
+                    f"needs {nodes} nodes of {cluster.name} and does not divide evenly over them")
     return cluster.with_nodes(num_nodes=nodes, devices_per_node=ranks // nodes)
 
 
@@ -171,10 +171,6 @@ def known_model(job: Job) -> ModelSpec:
     for name in catalog.names("model"):
         if catalog.model(name).hub_id == job.model:
             return catalog.model(name)
-    raise _bad(job.source, "model", job.model,
-               "the shape of this hub model is known only once its config.json is fetched; "
-               "give a catalog name, or a folder with config.json")
-
-
-def _bad(source: Path, key: str, value: object, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(source), line=None, key=key, value=value, allowed=allowed)])
+    raise wrong(job.source, "model", job.model,
+                "the shape of this hub model is known only once its config.json is fetched; "
+                "give a catalog name, or a folder with config.json")

@@ -15,7 +15,7 @@ from typing import Any
 
 from xgpt.core.constraint import Bound
 from xgpt.core.controls import EvenBatches
-from xgpt.core.errors import InputError, Mistake, UnknownNameError
+from xgpt.core.errors import UnknownNameError, wrong
 from xgpt.core.policies import policy
 from xgpt.core.schedule import (
     Deployment,
@@ -46,18 +46,18 @@ def load_schedule(path: Path) -> Schedule:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise _bad(path, "schedule", None, f"not a readable schedule file: {cause}") from None
+        raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
     readers = {2: _of_flat, SCHEDULE_VERSION: from_json}
     if isinstance(version, bool) or version not in readers:
-        raise _bad(path, "version", version,
+        raise wrong(path, "version", version,
                    f"this xgpt reads versions {', '.join(map(str, readers))}")
     try:
         return readers[version](raw)
     except UnknownNameError as cause:
-        raise _bad(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
+        raise wrong(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
-        raise _bad(path, "schedule", None, f"missing or wrong key: {cause}") from None
+        raise wrong(path, "schedule", None, f"missing or wrong key: {cause}") from None
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
@@ -213,7 +213,3 @@ def _text_to_infinities(value: Any) -> Any:
     if isinstance(value, list):
         return [_text_to_infinities(v) for v in value]
     return math.inf if value == "inf" else value
-
-
-def _bad(path: Path, key: str, value: object, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)])

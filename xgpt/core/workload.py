@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
 
@@ -81,8 +81,7 @@ def read_requests(path: Path, see: Callable[[bytes], object] = lambda raw: None,
         with path.open("rb") as file:
             yield from _requests_of(file, see)
     except OSError as cause:
-        raise InputError([Mistake(file=str(path), line=None, key="requests", value=None,
-                                  allowed=f"cannot be read: {cause.strerror}")]) from None
+        raise wrong(path, "requests", None, f"cannot be read: {cause.strerror}") from None
 
 
 def _requests_of(lines: Iterable[bytes], see: Callable[[bytes], object],

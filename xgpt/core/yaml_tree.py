@@ -13,9 +13,10 @@ from typing import TypeAlias
 
 import yaml
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, wrong
 
 Scalar: TypeAlias = "str | int | float | bool | None"
+Value: TypeAlias = "Scalar | list[Field] | dict[str, Field]"
 MAX_FILE_BYTES = 2**20  # a job file has a few hundred bytes; more is another file by mistake
 OVERRIDE_FILE = "--set"
 
@@ -24,7 +25,7 @@ OVERRIDE_FILE = "--set"
 class Field:
     """One value of a file and where it stands; `line` is None for a value of the command line."""
 
-    value: Scalar | list[Field] | dict[str, Field]
+    value: Value
     file: str
     line: int | None
 
@@ -36,8 +37,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 _NULL, _BOOL, _INT, _FLOAT, _STR = (
-    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")
-)
+    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str"))
 _PATTERNS = (
     (_NULL, r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     (_BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -54,17 +54,15 @@ for _tag, _pattern, _first in _PATTERNS:
 def read_tree(path: Path, mistakes: list[Mistake]) -> Field:
     """The file's tree. Duplicate keys and tags are appended to `mistakes`; a file that is no
     YAML at all raises InputError."""
-    label = str(path)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise _unreadable(label, None, f"larger than {MAX_FILE_BYTES} bytes: is it a job file?")
-        text = path.read_text(encoding="utf-8")
+        if path.stat().st_size <= MAX_FILE_BYTES:
+            return parse_tree(path.read_text(encoding="utf-8"), str(path), mistakes)
+        why = f"larger than {MAX_FILE_BYTES} bytes: is it a job file?"
     except UnicodeDecodeError as cause:
-        raise _unreadable(label, None, f"not UTF-8 text: {cause}") from None
+        why = f"not UTF-8 text: {cause}"
     except (OSError, ValueError) as cause:  # ValueError: a null byte in the name
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-        raise _unreadable(label, None, f"cannot be read: {reason}") from None
-    return parse_tree(text, label, mistakes)
+        why = f"cannot be read: {getattr(cause, 'strerror', None) or cause}"
+    raise wrong(path, "job file", None, why)
 
 
 def parse_tree(text: str, file: str, mistakes: list[Mistake]) -> Field:
@@ -76,17 +74,16 @@ def parse_tree(text: str, file: str, mistakes: list[Mistake]) -> Field:
         return _TreeBuilder(file, mistakes).build(node)
     except yaml.MarkedYAMLError as cause:
         mark = cause.problem_mark or cause.context_mark
-        what = ", ".join(part for part in (cause.context, cause.problem) if part)
         line = mark.line + 1 if mark else None
-        raise _unreadable(file, line, f"not valid YAML: {what}") from None
+        why = ", ".join(part for part in (cause.context, cause.problem) if part)
     except yaml.YAMLError as cause:
-        reason = " ".join(str(cause).split())
-        raise _unreadable(file, None, f"not valid YAML: {reason}") from None
+        line, why = None, " ".join(str(cause).split())
     except RecursionError:
-        raise _unreadable(file, None, "not valid YAML: nested too deeply") from None
+        line, why = None, "nested too deeply"
     except (ValueError, OverflowError) as cause:
         # PyYAML lets these through for escapes beyond Unicode and for endless digits
-        raise _unreadable(file, None, f"not valid YAML: {cause}") from None
+        line, why = None, str(cause)
+    raise wrong(file, "job file", None, f"not valid YAML: {why}", line)
 
 
 def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
@@ -112,11 +109,9 @@ def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
 def _with_value(tree: Field, keys: list[str], new: Field) -> Field:
     if not keys:
         return new
-    is_mapping = isinstance(tree.value, dict)
-    children = dict(tree.value) if isinstance(tree.value, dict) else {}
+    place, children = (tree, tree.value) if isinstance(tree.value, dict) else (new, {})
     below = children.get(keys[0], Field(value={}, file=new.file, line=None))
-    children[keys[0]] = _with_value(below, keys[1:], new)
-    return replace(tree, value=children) if is_mapping else replace(new, value=children)
+    return replace(place, value={**children, keys[0]: _with_value(below, keys[1:], new)})
 
 
 def _without_lines(field: Field) -> Field:
@@ -128,31 +123,25 @@ def _without_lines(field: Field) -> Field:
     return replace(field, value=value, line=None)
 
 
-def _unreadable(file: str, line: int | None, why: str) -> InputError:
-    return InputError([Mistake(file=file, line=line, key="job file", value=None, allowed=why)])
-
-
 class _TreeBuilder:
     """Turns PyYAML's nodes into Fields; each node once, so aliases cannot multiply the work."""
 
     def __init__(self, file: str, mistakes: list[Mistake]) -> None:
         self._file, self._mistakes = file, mistakes
-        self._done: dict[int, Field] = {}
-        self._under_way: set[int] = set()
+        self._done: dict[int, Field | None] = {}  # None: under way
 
     def build(self, node: yaml.Node) -> Field:
-        if id(node) in self._done:
-            return self._done[id(node)]
-        if id(node) in self._under_way:
+        if id(node) not in self._done:
+            self._done[id(node)] = None
+            self._done[id(node)] = self._field(node, self._value(node))
+        elif self._done[id(node)] is None:
             self._note(node, "anchor", "an alias (*) must not stand inside its own anchor (&)")
-            return self._field(node, None)
-        self._under_way.add(id(node))
-        field = self._field(node, self._value(node))
-        self._under_way.discard(id(node))
-        self._done[id(node)] = field
-        return field
+        return self._done[id(node)] or self._field(node, None)
 
-    def _value(self, node: yaml.Node) -> Scalar | list[Field] | dict[str, Field]:
+    def _field(self, node: yaml.Node, value: Value) -> Field:
+        return Field(value=value, file=self._file, line=node.start_mark.line + 1)
+
+    def _value(self, node: yaml.Node) -> Value:
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             return self._mapping(node)
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
@@ -192,10 +181,6 @@ class _TreeBuilder:
             self._note(node, "value", f"{text[:40]!r} cannot be read as its type, {node.tag}")
             return None
         return text
-
-    def _field(self, node: yaml.Node,
-               value: Scalar | list[Field] | dict[str, Field]) -> Field:
-        return Field(value=value, file=self._file, line=node.start_mark.line + 1)
 
     def _note(self, node: yaml.Node, key: str, what: str) -> None:
         self._mistakes.append(Mistake(file=self._file, line=node.start_mark.line + 1, key=key,

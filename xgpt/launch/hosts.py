@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import mpi_command
 from xgpt.launch.process import run_watched
@@ -62,9 +62,8 @@ def check_hosts(hosts: HostsLauncher, argument: Path) -> None:
     """Asks all hosts at once whether they have this Python, see `argument`, and have the cores.
     Raises InputError with every host that cannot serve."""
     if shutil.which(_path_of(hosts.program or _SSH)) is None:
-        raise InputError([Mistake(file=str(hosts.source), line=None, key="run.launcher",
-                                  value=hosts.program or _SSH,
-                                  allowed="no such program on this machine")])
+        raise wrong(hosts.source, "run.launcher", hosts.program or _SSH,
+                    "no such program on this machine")
     with ThreadPoolExecutor(max_workers=min(len(hosts.names), 32)) as pool:
         reasons = list(pool.map(lambda name: _refusal(hosts, name, argument), hosts.names))
     mistakes = [Mistake(file=str(hosts.source), line=None, key="run.hosts", value=name,

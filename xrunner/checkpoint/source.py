@@ -18,8 +18,8 @@ from pathlib import Path
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import load_json, shape_of
+from xgpt.core.model import ModelSpec, from_hf_config
+from xgpt.core.model_file import load_json
 from xrunner.checkpoint.gguf import convert_gguf
 from xrunner.checkpoint.random_model import random_shape
 
@@ -93,7 +93,7 @@ def read_spec(directory: Path, name: str) -> ModelSpec:
     """The shape in a directory's config.json. Raises InputError for one xgpt cannot execute."""
     path = directory / "config.json"
     config = load_json(path)
-    return random_shape(config) or shape_of(config, path, name)
+    return random_shape(config) or from_hf_config(config, name, path)
 
 
 def _described(directory: Path, name: str, served_by: str) -> ModelFiles:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from xgpt.core import catalog
+from xgpt.core.errors import InputError
 from xgpt.core.model import ModelSpec, from_hf_config
 
 OPT_125M = {
@@ -55,7 +56,7 @@ def test_a_config_reads_as_the_catalogs_row(config: dict[str, Any], row: str) ->
     ({**QWEN, "use_sliding_window": True}, "use_sliding_window"),
     ({k: v for k, v in OPT_125M.items() if k != "ffn_dim"}, "ffn_dim")])
 def test_what_cannot_run_is_refused_by_its_key(config: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(InputError, match=key):
         from_hf_config(config, "x")
 
 

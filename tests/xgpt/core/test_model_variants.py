@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from xgpt.core.errors import InputError
 from xgpt.core.model import from_hf_config
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
@@ -20,5 +21,5 @@ OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 8, "num_atten
 def test_a_variant_nobody_implements_is_refused(config: dict[str, Any], key: str,
                                                 value: object) -> None:
     assert from_hf_config(config, "plain").num_layers == 2
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(InputError, match=key):
         from_hf_config({**config, key: value}, "variant")

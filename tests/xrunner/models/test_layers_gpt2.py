@@ -12,6 +12,7 @@ import pytest
 import torch
 from toys import make_model, spec_of, split_stages
 
+from xgpt.core.errors import InputError
 from xgpt.core.model import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
@@ -34,7 +35,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     ("add_cross_attention", True)])
 def test_a_variant_is_refused_by_its_key(key: str, value: object) -> None:
     from_hf_config(CONFIG, "x")
-    with pytest.raises(ValueError, match=f"{key} = .* is not supported"):
+    with pytest.raises(InputError, match=f"{key} = .* is not supported"):
         from_hf_config({**CONFIG, key: value}, "x")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from toys import VOCAB, Lockstep, make_t5, spec_of
 
+from xgpt.core.errors import InputError
 from xgpt.core.model import ModelSpec, from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.shard import WHOLE, Shard
@@ -155,5 +156,5 @@ def test_a_config_saved_by_transformers_5_scales_its_head_as_the_published_one(
 
 def test_unknown_activations_are_refused(toy_t5: tuple[Path, Any]) -> None:
     config = json.loads((toy_t5[0] / "config.json").read_text())
-    with pytest.raises(ValueError, match="feed_forward_proj = 'gated-silu'"):
+    with pytest.raises(InputError, match="feed_forward_proj = 'gated-silu'"):
         from_hf_config({**config, "feed_forward_proj": "gated-silu"}, "x")
