@@ -1,0 +1,171 @@
+"""The native operators are built once, found again, and done without where they cannot be had."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from xgpt.core.errors import XgptError
+from xrunner.ops import build, native
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = (ROOT / "csrc" / "native.h").read_text("utf-8")
+DECLARATION = re.compile(r"^((?:const )?\w+ \*?)(xgpt_\w+)\(([^)]*)\);", re.M)
+KINDS = {"int": "i", "int64_t": "l", "float": "f"}
+
+
+def kind(declared: str) -> str:
+    if "*" in declared:
+        return "s" if declared.startswith("const char") else "p"
+    return "v" if declared == "void" else KINDS[declared.split()[0]]
+
+
+def declared_in_header() -> dict[str, str]:
+    """name -> signature, as native.OPERATORS writes it."""
+    plain = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+    return {name: " ".join([kind(result.strip()), "".join(
+                kind(argument.strip()) for argument in arguments.split(",")
+                if argument.strip() != "void")]).strip()
+            for result, name, arguments in DECLARATION.findall(plain)}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of libraries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "xgpt" / "native"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """csrc/ of one function, which compiles in an instant."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('extern "C" int one(void) { return 1; }\n')
+    monkeypatch.setattr(build, "source_folder", lambda: folder)
+    return folder
+
+
+def test_the_table_of_operators_is_that_of_the_header() -> None:
+    assert declared_in_header() == native.OPERATORS
+
+
+def test_the_levels_are_those_of_the_header() -> None:
+    found = re.search(r"enum \{ (XGPT_PORTABLE.*?) \}", HEADER)
+    assert found is not None
+    names = [part.split("=")[0].strip() for part in found.group(1).split(",")]
+    assert names == [*(f"XGPT_{name.upper()}" for name in native.LEVELS), "XGPT_NUM_LEVELS"]
+
+
+needs_compiler = pytest.mark.skipif(not native.levels(), reason=native.describe())
+
+
+@needs_compiler
+def test_every_level_can_be_used_and_none_beyond() -> None:
+    lib = native.library()
+    assert lib is not None
+    before = lib.xgpt_level()
+    try:
+        for name in native.levels():
+            native.use_level(name)
+            assert native.LEVELS[lib.xgpt_level()] == name
+            assert name in native.describe()
+        with pytest.raises(ValueError, match="lacks the instruction set"):
+            native.check(lib.xgpt_use_level(len(native.LEVELS)))
+    finally:
+        lib.xgpt_use_level(before)
+
+
+@needs_compiler
+def test_work_runs_on_torch_s_own_threads() -> None:
+    assert native._gomp_parallel() is not None or "OpenMP" not in torch.__config__.parallel_info()
+
+
+def test_a_tensor_that_no_operator_serves_is_told_apart() -> None:
+    assert native.dtype_code(torch.zeros(1)) == 0
+    assert native.dtype_code(torch.zeros(1, dtype=torch.bfloat16)) == 1
+    assert native.dtype_code(torch.zeros(1, dtype=torch.float64)) is None
+    assert not native.serves(torch.zeros(1, dtype=torch.float16))
+    assert not native.serves(torch.zeros(1, device="meta"))
+
+
+@needs_compiler
+def test_a_library_is_built_once(cache: Path, sources: Path) -> None:
+    first = build.cached_library(cache)
+    made = first.stat().st_mtime_ns
+    assert build.cached_library(cache) == first and first.stat().st_mtime_ns == made
+    (sources / "two.h").write_text("\n")
+    assert build.cached_library(cache) != first
+
+
+@needs_compiler
+def test_other_options_make_another_library(cache: Path, sources: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.cached_library(cache)
+    monkeypatch.setenv("XGPT_NATIVE_FLAGS", "-g")
+    assert build.cached_library(cache) != first
+
+
+@needs_compiler
+def test_ranks_that_start_together_build_one_library(tmp_path: Path, sources: Path) -> None:
+    calls = tmp_path / "calls"
+    compiler = tmp_path / "c++"
+    found = build.find_compiler()
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo >> {calls}\n'
+                        f'exec {" ".join(found.command)} "$@"\n')
+    compiler.chmod(0o755)
+    program = (f"from pathlib import Path; from xrunner.ops import build; "
+               f"build.source_folder = lambda: Path({str(sources)!r}); "
+               f"print(build.cached_library(Path({str(tmp_path / 'cache')!r})))")
+    ranks = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+                              env={**os.environ, "CXX": str(compiler)}) for _ in range(4)]
+    said = {rank.communicate(timeout=60)[0] for rank in ranks}
+    assert all(rank.returncode == 0 for rank in ranks)
+    assert len(said) == 1 and len(calls.read_text().splitlines()) == 1
+
+
+@needs_compiler
+def test_a_failing_build_names_its_error(cache: Path, sources: Path) -> None:
+    (sources / "one.cpp").write_text("int one(void) { return nowhere; }\n")
+    with pytest.raises(build.BuildError, match="fails on csrc: .*nowhere"):
+        build.cached_library(cache)
+    assert not list(cache.glob("*.so")) and not list(cache.glob(".*.tmp"))
+    (sources / "one.cpp").write_text("int one(void) { return 1; }\n")
+    assert build.cached_library(cache).is_file()
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    ("/nowhere/c++", "which is not there"), ("false", "--version fails")])
+def test_a_compiler_that_cannot_serve_leaves_torch(
+        cache: Path, monkeypatch: pytest.MonkeyPatch, asked: str, words: str) -> None:
+    monkeypatch.setenv("CXX", asked)
+    found = native.open_native("auto")
+    assert found.library is None and words in found.reason
+    with pytest.raises(XgptError, match=f"(?s)require.*{words}"):
+        native.open_native("require")
+
+
+def test_no_compiler_at_all_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in native.open_native("auto").reason
+
+
+def test_a_cache_that_cannot_be_written_leaves_torch(
+        sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "xgpt").write_text("a file where the folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = native.open_native("auto")
+    assert found.library is None and found.reason
+
+
+def test_native_can_be_switched_off_and_nothing_else_is_understood() -> None:
+    assert native.open_native("off") == native.Native(None, reason="XGPT_NATIVE is off")
+    with pytest.raises(XgptError, match="auto, off, require"):
+        native.open_native("on")

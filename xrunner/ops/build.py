@@ -1,0 +1,154 @@
+"""csrc/ compiled into one shared library, kept by all that makes one differ from another.
+
+Free of torch and of this project's other modules: the wheel's build hook runs it, too, where
+neither is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LIBRARY = "libxgpt_native.so"
+# Portable: what instruction set serves is chosen when it runs (csrc/levels.h), so that one library
+# is right on every CPU of a family. No OpenMP: it is handed torch's (csrc/threads.h).
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+_COMPILERS = ("g++", "c++", "clang++")
+_LIMIT_S = 600.0
+_CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "Features")
+
+
+class BuildError(Exception):
+    """No library, and why in one line."""
+
+
+class Compiler(NamedTuple):
+    """`command`: as it is called, more than one word of `$CXX` included."""
+
+    command: tuple[str, ...]
+    version: str  # its own first line about itself
+
+
+def source_folder() -> Path:
+    """csrc/ of an installed wheel, or else of the checkout."""
+    packaged = Path(__file__).resolve().parent.parent / "csrc"
+    return packaged if packaged.is_dir() else packaged.parent.parent / "csrc"
+
+
+def find_compiler() -> Compiler:
+    """`$CXX`, or the first that is on the PATH. Raises BuildError."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    commands = [asked] if asked else [[name] for name in _COMPILERS]
+    command = next((c for c in commands if shutil.which(c[0])), None)
+    if command is None:
+        raise BuildError(f"$CXX is {shlex.join(asked)}, which is not there" if asked
+                         else "no C++ compiler (g++, c++ or clang++) is on the PATH")
+    said = _run([*command, "--version"])
+    if said.returncode != 0 or not said.stdout.strip():
+        raise BuildError(f"{shlex.join(command)} --version fails: {_last_line(said)}")
+    path = shutil.which(command[0]) or command[0]
+    return Compiler((path, *command[1:]), said.stdout.splitlines()[0].strip())
+
+
+def extra_flags() -> tuple[str, ...]:
+    """What `$XGPT_NATIVE_FLAGS` adds to the compiler's options (a sanitizer's, say)."""
+    return tuple(shlex.split(os.environ.get("XGPT_NATIVE_FLAGS", "")))
+
+
+def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = ()) -> str:
+    """Fingerprint of the sources, the compiler, its options and the CPU."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    digest.update("\0".join([*compiler.command, compiler.version, *_FLAGS, *flags,
+                             _cpu()]).encode())
+    return digest.hexdigest()[:16]
+
+
+def compile_library(folder: Path, target: Path, compiler: Compiler,
+                    flags: Sequence[str] = ()) -> None:
+    """All of `folder`'s C++ as `target`, which is there whole or not at all. Raises BuildError."""
+    sources = sorted(map(str, folder.glob("*.cpp")))
+    if not sources:
+        raise BuildError(f"no sources in {folder}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        done = _run([*compiler.command, *_FLAGS, *flags, "-o", str(temporary), *sources])
+        if done.returncode != 0:
+            raise BuildError(f"{shlex.join(compiler.command)} fails on csrc: {_last_line(done)}")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def cached_library(cache: Path) -> Path:
+    """The library of these sources on this machine, compiled where it is not in the folder
+    `cache`. Ranks that start together wait for one of them, and share its failure. Raises
+    BuildError, or OSError where the folder cannot be written to."""
+    compiler, flags, asked_at = find_compiler(), extra_flags(), time.time()
+    folder = source_folder()
+    key = library_key(folder, compiler, flags)
+    target, failure = cache / f"{key}.so", cache / f"{key}.failed"
+    if target.is_file():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache / f"{key}.lock"):
+        if target.is_file():
+            return target
+        if failure.is_file() and failure.stat().st_mtime >= asked_at:
+            raise BuildError(failure.read_text(encoding="utf-8"))
+        try:
+            compile_library(folder, target, compiler, flags)
+        except BuildError as error:
+            failure.write_text(str(error), encoding="utf-8")
+            raise
+        failure.unlink(missing_ok=True)
+    return target
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds the lock, where the file system has locks: without one several ranks compile the same,
+    and the last one's library stays."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _cpu() -> str:
+    """The family, as the first processor tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        text = ""
+    return "\n".join([platform.machine(), *(line for line in text.splitlines()
+                                            if line.split("\t")[0].strip() in _CPU_KEYS)])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The compiler's answer in C's own words: a user's language must not change the key."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False,
+                              errors="replace", stdin=subprocess.DEVNULL, timeout=_LIMIT_S,
+                              env={**os.environ, "LC_ALL": "C"})
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        raise BuildError(f"{command[0]}: {cause}") from None
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The first error the compiler names, or what it said last."""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    wrong = [line for line in lines if "error" in line.lower()]
+    return (wrong or lines[-1:] or [f"exit code {done.returncode}"])[0].strip()

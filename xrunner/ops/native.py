@@ -1,0 +1,172 @@
+"""The native operators of csrc/ for CPUs: one shared library, loaded when it is first asked for.
+
+`XGPT_NATIVE` is `auto` (native where it can be had, else torch serves), `off`, or `require` (an
+error where it cannot be had). An operator is called on addresses, None for a null:
+
+    check(library().xgpt_silu_mul(code, out.data_ptr(), joint.data_ptr(), tokens, inner, threads()))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xgpt.core.errors import XgptError
+from xrunner.checkpoint.source import cache_dir
+from xrunner.ops.build import LIBRARY, BuildError, cached_library, extra_flags, source_folder
+
+VARIABLE = "XGPT_NATIVE"
+WISHES = ("auto", "off", "require")
+LEVELS = ("portable", "avx2", "avx512")  # in the order of csrc/native.h
+
+# Of csrc/native.h, where the arguments have names: the result, then the arguments.
+# p: an address; i: int; l: int64_t; f: float; s: a text; v: nothing.
+OPERATORS = {
+    "xgpt_words": "s i",
+    "xgpt_best_level": "i",
+    "xgpt_level": "i",
+    "xgpt_use_level": "i i",
+    "xgpt_use_openmp": "v p",
+    "xgpt_decode_attention": "i ipplppppllllllfplli",
+    "xgpt_encode_attention": "i ipplpppppllllllfi",
+    "xgpt_packed_attention": "i ipppplplllfplli",
+    "xgpt_add_rms_norm": "i ippppllfi",
+    "xgpt_add_layer_norm": "i ipppppllfi",
+    "xgpt_place": "i ippppppplllllli",
+    "xgpt_silu_mul": "i ipplli",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float,
+          "s": ctypes.c_char_p, "v": None}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Native(NamedTuple):
+    """What loading came to. `origin`: where the library is from; `reason`: why there is none."""
+
+    library: ctypes.CDLL | None
+    origin: str = ""
+    reason: str = ""
+
+
+_native: Native | None = None
+_lock = threading.Lock()
+
+
+def library() -> ctypes.CDLL | None:
+    """The operators; None where torch has to serve. Raises XgptError where they are required and
+    cannot be had."""
+    return (_native or _load_once()).library
+
+
+def describe() -> str:
+    """One line: which operators serve on CPUs, and why no others do."""
+    native = _native or _load_once()
+    if native.library is None:
+        return f"native operators: none, torch's serve: {native.reason}"
+    return f"native operators: {LEVELS[native.library.xgpt_level()]}, {native.origin}"
+
+
+def check(code: int) -> None:
+    """Raises ValueError for a code other than 0 that an operator returned."""
+    if code:
+        lib = library()
+        assert lib is not None, f"{code = } of no library"
+        raise ValueError(f"native operator: {lib.xgpt_words(code).decode()}")
+
+
+def dtype_code(tensor: Tensor) -> int | None:
+    """The operators' number of its elements' type; None for one that they do not serve."""
+    return _DTYPES.get(tensor.dtype)
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether native operators can work on such a tensor here."""
+    return tensor.is_cpu and tensor.dtype in _DTYPES and library() is not None
+
+
+def threads() -> int:
+    """How many threads an operator may use: as many as torch does."""
+    return torch.get_num_threads()
+
+
+def levels() -> tuple[str, ...]:
+    """Instruction sets of this build that this processor has, the best one last."""
+    lib = library()
+    return () if lib is None else LEVELS[:lib.xgpt_best_level() + 1]
+
+
+def use_level(name: str) -> None:
+    """Calls run on this instruction set from now on. Raises ValueError where it is not here."""
+    lib = library()
+    assert lib is not None, f"{name = } of no library"
+    check(lib.xgpt_use_level(LEVELS.index(name)))
+
+
+def open_native(wish: str) -> Native:
+    """What `wish` (of `WISHES`) comes to on this machine. Raises XgptError."""
+    if wish not in WISHES:
+        raise XgptError(f"{VARIABLE} is {wish!r}; it may be {', '.join(WISHES)}")
+    if wish == "off":
+        return Native(None, reason=f"{VARIABLE} is off")
+    native = _open()
+    if native.library is None and wish == "require":
+        raise XgptError(f"{VARIABLE} is require, and there are no native operators: "
+                        f"{native.reason}")
+    return native
+
+
+def _load_once() -> Native:
+    global _native
+    with _lock:
+        if _native is None:
+            _native = open_native(os.environ.get(VARIABLE, "").strip() or "auto")
+    return _native
+
+
+def _open() -> Native:
+    """The wheel's library, or the one compiled here."""
+    why = []
+    packaged = source_folder() / LIBRARY
+    if packaged.is_file() and not extra_flags():
+        try:
+            return Native(_loaded(packaged), origin="as installed")
+        except OSError as error:
+            why.append(f"the installed library cannot be loaded ({error})")
+    try:
+        built = cached_library(cache_dir() / "native")
+        return Native(_loaded(built), origin=f"compiled here ({built.name})")
+    except (BuildError, OSError) as error:
+        why.append(str(error))
+    return Native(None, reason="; ".join(why))
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library with every operator declared, and torch's threads. Raises OSError."""
+    lib = ctypes.CDLL(str(path))
+    for name, signature in OPERATORS.items():
+        result, _, arguments = signature.partition(" ")
+        try:
+            operator = getattr(lib, name)
+        except AttributeError:
+            continue
+        operator.restype = _TYPES[result]
+        operator.argtypes = [_TYPES[kind] for kind in arguments]
+    lib.xgpt_use_openmp(_gomp_parallel())
+    return lib
+
+
+def _gomp_parallel() -> int | None:
+    """The address of OpenMP's entry in the library that torch itself uses, found through torch's;
+    None where torch was built with an OpenMP that has none."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        entry = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(entry, ctypes.c_void_p).value
