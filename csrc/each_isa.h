@@ -4,6 +4,10 @@
 #include "elements.h"
 #include "levels.h"
 
+#ifdef XGPT_HAS_X86_LEVELS
+#include <immintrin.h>
+#endif
+
 #define XGPT_ISA portable
 #define XGPT_W 4
 #include "vec_isa.h"

@@ -16,16 +16,30 @@ static inline vec load(const float *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
+/* GCC turns a conversion between vectors of other widths into several steps: these are one each. */
 static inline vec load(const bfloat16 *p) {
+#if XGPT_W == 16
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    return reinterpret_cast<vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+#elif XGPT_W == 8
+    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    return reinterpret_cast<vec>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+#else
     hvec h;
     memcpy(&h, p, sizeof h);
     return reinterpret_cast<vec>(__builtin_convertvector(h, uvec) << 16);
+#endif
 }
 static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 static inline void store(bfloat16 *p, vec v) {  // to the nearest, ties to even
     const uvec bits = reinterpret_cast<uvec>(v);
     const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const hvec h = __builtin_convertvector(v != v ? uvec{} + 0x7fc0 : rounded, hvec);
+    const uvec whole = v != v ? uvec{} + 0x7fc0 : rounded;
+#if XGPT_W == 16
+    const __m256i h = _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(whole));
+#else
+    const hvec h = __builtin_convertvector(whole, hvec);
+#endif
     memcpy(p, &h, sizeof h);
 }
 

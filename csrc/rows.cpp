@@ -1,0 +1,103 @@
+/* The passes over rows of tokens: the arguments' checks; rows_isa.h does the work. */
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "native.h"
+#include "threads.h"
+
+namespace xgpt {
+
+/* The arguments of xgpt_add_rms_norm and xgpt_add_layer_norm, xgpt_place and xgpt_silu_mul. */
+struct Norm {
+    int dtype;
+    void *normed, *hidden;
+    const void *added, *weight, *bias;  // bias: null for RMS norm
+    int64_t tokens, hidden_size;
+    float eps;
+    int threads;
+};
+
+struct Place {
+    int dtype;
+    void *joint;
+    const float *cos, *sin;
+    void *keys, *values;
+    const int64_t *slots, *positions;
+    int64_t tokens, heads, kv_heads, dim, capacity;
+    int threads;
+};
+
+struct Gate {
+    int dtype;
+    void *out;
+    const void *joint;
+    int64_t tokens, inner;
+    int threads;
+};
+
+}  // namespace xgpt
+
+#define XGPT_BODY "rows_isa.h"
+#include "each_isa.h"
+
+namespace {
+
+constexpr int64_t LEAST = 16384;  // elements a thread should have: less is not worth waking it
+
+int threads_for(int64_t elements, int threads) {
+    return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
+}
+
+bool wrong_dtype(int dtype) { return dtype != XGPT_FLOAT32 && dtype != XGPT_BFLOAT16; }
+
+int run(const xgpt::Norm &arguments) { XGPT_DISPATCH(norm_any(arguments)); }
+int run(const xgpt::Place &arguments) { XGPT_DISPATCH(place_any(arguments)); }
+int run(const xgpt::Gate &arguments) { XGPT_DISPATCH(gate_any(arguments)); }
+
+int norm(int dtype, void *normed, void *hidden, const void *added, const void *weight,
+         const void *bias, int64_t tokens, int64_t hidden_size, float eps, int threads) {
+    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (tokens < 0 || hidden_size < 1 || threads < 1) return XGPT_WRONG_SIZE;
+    return run(xgpt::Norm{dtype, normed, hidden, added, weight, bias, tokens, hidden_size, eps,
+                          threads_for(tokens * hidden_size, threads)});
+}
+
+}  // namespace
+
+extern "C" int xgpt_add_rms_norm(int dtype, void *normed, void *hidden, const void *added,
+                                 const void *weight, int64_t tokens, int64_t hidden_size,
+                                 float eps, int threads) {
+    return norm(dtype, normed, hidden, added, weight, nullptr, tokens, hidden_size, eps, threads);
+}
+
+extern "C" int xgpt_add_layer_norm(int dtype, void *normed, void *hidden, const void *added,
+                                   const void *weight, const void *bias, int64_t tokens,
+                                   int64_t hidden_size, float eps, int threads) {
+    if (!bias) return XGPT_WRONG_SIZE;
+    return norm(dtype, normed, hidden, added, weight, bias, tokens, hidden_size, eps, threads);
+}
+
+extern "C" int xgpt_place(int dtype, void *joint, const float *cos, const float *sin, void *keys,
+                          void *values, const int64_t *slots, const int64_t *positions,
+                          int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
+                          int64_t num_slots, int64_t capacity, int threads) {
+    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (tokens < 0 || heads < 1 || kv_heads < 1 || dim < 1 || threads < 1 ||
+        (cos && (!sin || dim % 2)))
+        return XGPT_WRONG_SIZE;
+    for (int64_t t = 0; t < tokens; ++t) {
+        if (slots[t] < 0 || slots[t] >= num_slots) return XGPT_WRONG_SLOT;
+        if (positions[t] < 0 || positions[t] >= capacity) return XGPT_WRONG_LENGTH;
+    }
+    return run(xgpt::Place{dtype, joint, cos, sin, keys, values, slots, positions, tokens, heads,
+                           kv_heads, dim, capacity,
+                           threads_for(tokens * (heads + 2 * kv_heads) * dim, threads)});
+}
+
+extern "C" int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t tokens, int64_t inner,
+                             int threads) {
+    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (tokens < 0 || inner < 1 || threads < 1) return XGPT_WRONG_SIZE;
+    return run(xgpt::Gate{dtype, out, joint, tokens, inner, threads_for(tokens * inner, threads)});
+}

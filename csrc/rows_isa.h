@@ -1,0 +1,118 @@
+/* What a layer does to each token's row between its products, one pass each, for one instruction
+ * set (each_isa.h). Values are read and written in the run's type; sums are in float32. */
+namespace xgpt {
+namespace XGPT_ISA {
+
+/* hidden += added, where there is any; the row as float32 in `row` [rounded(H)], 0 beyond H. */
+template <typename E>
+static inline void read_row(E *hidden, const E *added, int64_t size, float *row) {
+    for (int64_t x = 0; x < size; x += W) {
+        const int64_t count = size - x;
+        vec v = load(hidden + x, count);
+        if (added) {
+            store(hidden + x, v + load(added + x, count), count);
+            v = load(hidden + x, count);  // as it is kept: rounded to the run's type
+        }
+        store(row + x, v);
+    }
+}
+
+/* Rows [from, to) of xgpt_add_rms_norm and, where `bias` is given, of xgpt_add_layer_norm. */
+template <typename E>
+static void norm_rows(const Norm &a, int64_t from, int64_t to) {
+    const int64_t size = a.hidden_size;
+    std::vector<float> row((size + W - 1) / W * W);
+    const E *weight = static_cast<const E *>(a.weight), *bias = static_cast<const E *>(a.bias);
+    for (int64_t t = from; t < to; ++t) {
+        E *hidden = static_cast<E *>(a.hidden) + t * size;
+        const E *added = a.added ? static_cast<const E *>(a.added) + t * size : nullptr;
+        E *normed = static_cast<E *>(a.normed) + t * size;
+        read_row(hidden, added, size, row.data());
+        float mean = 0;
+        if (bias) {
+            vec total{};
+            for (int64_t x = 0; x < size; x += W) total += load(row.data() + x);
+            mean = sum(total) / static_cast<float>(size);
+        }
+        vec squares{};
+        for (int64_t x = 0; x < size; x += W) {
+            vec off = load(row.data() + x) - mean;
+            if (x + W > size) off = lanes() < static_cast<int32_t>(size - x) ? off : vec{};
+            squares += off * off;
+        }
+        const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + a.eps);
+        for (int64_t x = 0; x < size; x += W) {
+            const int64_t count = size - x;
+            vec out = (load(row.data() + x) - mean) * scale * load(weight + x, count);
+            if (bias) out += load(bias + x, count);
+            store(normed + x, out, count);
+        }
+    }
+}
+
+/* One head, in place: its halves form the pairs that are turned. */
+template <typename E>
+static inline void rotate(E *head, const float *cos, const float *sin, int64_t half) {
+    for (int64_t x = 0; x < half; x += W) {
+        const int64_t count = half - x;
+        const vec c = load(cos + x, count), s = load(sin + x, count);
+        const vec low = load(head + x, count), high = load(head + half + x, count);
+        store(head + x, low * c - high * s, count);
+        store(head + half + x, high * c + low * s, count);
+    }
+}
+
+template <typename E>
+static void place_rows(const Place &a, int64_t from, int64_t to) {
+    const int64_t heads = a.heads, kv_heads = a.kv_heads, dim = a.dim, half = dim / 2;
+    for (int64_t t = from; t < to; ++t) {
+        E *query = static_cast<E *>(a.joint) + t * (heads + 2 * kv_heads) * dim;
+        E *key = query + heads * dim, *value = key + kv_heads * dim;
+        if (a.cos)
+            for (int64_t head = 0; head < heads + kv_heads; ++head)
+                rotate(query + head * dim, a.cos + t * half, a.sin + t * half, half);
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            const int64_t at =
+                ((a.slots[t] * kv_heads + head) * a.capacity + a.positions[t]) * dim;
+            memcpy(static_cast<E *>(a.keys) + at, key + head * dim, dim * sizeof(E));
+            memcpy(static_cast<E *>(a.values) + at, value + head * dim, dim * sizeof(E));
+        }
+    }
+}
+
+template <typename E>
+static void gate_rows(const Gate &a, int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; ++t) {
+        const E *gate = static_cast<const E *>(a.joint) + t * 2 * a.inner, *up = gate + a.inner;
+        E *out = static_cast<E *>(a.out) + t * a.inner;
+        for (int64_t x = 0; x < a.inner; x += W) {
+            const int64_t count = a.inner - x;
+            const vec g = load(gate + x, count);
+            store(out + x, g / (exp(-g) + 1.0f) * load(up + x, count), count);
+        }
+    }
+}
+
+/* The rows of any of these, shared among threads in contiguous parts. */
+template <typename Arguments>
+static int shared_rows(const Arguments &a, void (*floats)(const Arguments &, int64_t, int64_t),
+                       void (*bfloats)(const Arguments &, int64_t, int64_t)) {
+    share(a.threads, [&](int i) {
+        (a.dtype == XGPT_FLOAT32 ? floats : bfloats)(a, begin(a.tokens, a.threads, i),
+                                                     begin(a.tokens, a.threads, i + 1));
+    });
+    return XGPT_OK;
+}
+
+static int norm_any(const Norm &a) {
+    return shared_rows(a, norm_rows<float>, norm_rows<bfloat16>);
+}
+static int place_any(const Place &a) {
+    return shared_rows(a, place_rows<float>, place_rows<bfloat16>);
+}
+static int gate_any(const Gate &a) {
+    return shared_rows(a, gate_rows<float>, gate_rows<bfloat16>);
+}
+
+}  // namespace XGPT_ISA
+}  // namespace xgpt
