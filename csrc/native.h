@@ -92,6 +92,32 @@ int xgpt_place(int dtype, void *joint, const float *cos, const float *sin, void 
 int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t tokens, int64_t inner,
                   int threads);
 
+/* The cache of all layers at once: `arrays` has the addresses of num_arrays arrays [slots, k,
+ * capacity, entry_bytes], a layer's keys, then its values, layer by layer; entry_bytes is d times
+ * the size of an element, of any type. `slot_stride`: bytes between an array's slots, more than
+ * k * capacity * entry_bytes where k are some of its heads.
+ *
+ * Moves, one after the other: the first lengths[i] >= 0 entries of slot sources[i] onto slot
+ * targets[i], in every array. A slot may be in several moves: each sees what those before it left.
+ */
+int xgpt_kv_compact(void *const *arrays, int64_t num_arrays, int64_t slot_stride,
+                    const int64_t *sources, const int64_t *targets, const int64_t *lengths,
+                    int64_t num_moves, int64_t kv_heads, int64_t entry_bytes, int64_t num_slots,
+                    int64_t capacity, int threads);
+
+/* The entries of n queries between the cache and a block [num_arrays, k, block_tokens,
+ * entry_bytes]: the first lengths[i] >= 0 entries of slot slots[i] are the block's tokens from the
+ * sum of the lengths before on. Only those tokens and entries are touched.
+ * Scatter refuses a slot that is named twice (XGPT_WRONG_SLOT). */
+int xgpt_kv_gather(void *block, int64_t block_tokens, const void *const *arrays,
+                   int64_t num_arrays, int64_t slot_stride, const int64_t *slots,
+                   const int64_t *lengths, int64_t n, int64_t kv_heads, int64_t entry_bytes,
+                   int64_t num_slots, int64_t capacity, int threads);
+int xgpt_kv_scatter(const void *block, int64_t block_tokens, void *const *arrays,
+                    int64_t num_arrays, int64_t slot_stride, const int64_t *slots,
+                    const int64_t *lengths, int64_t n, int64_t kv_heads, int64_t entry_bytes,
+                    int64_t num_slots, int64_t capacity, int threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -23,6 +23,7 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
+from xrunner.ops.kv import compact
 from xrunner.rules.compaction import apply_moves, compaction_moves
 
 
@@ -101,9 +102,7 @@ class KvCache:
     def free(self, removed: Sequence[int]) -> int:
         """Drop the queries in slots `removed` and close the gaps. Returns the rows copied."""
         moves = compaction_moves(len(self.lengths), removed)
-        for source, target in moves:
-            length = self.lengths[source]
-            self._store[:, :, target, :, :length] = self._store[:, :, source, :, :length]
+        compact(self._store, moves, [self.lengths[move.source] for move in moves])
         self.lengths = apply_moves(self.lengths, removed)
         return len(moves)
 

@@ -40,6 +40,9 @@ OPERATORS = {
     "xgpt_add_layer_norm": "i ipppppllfi",
     "xgpt_place": "i ippppppplllllli",
     "xgpt_silu_mul": "i ipplli",
+    "xgpt_kv_compact": "i pllpppllllli",
+    "xgpt_kv_gather": "i plpllppllllli",
+    "xgpt_kv_scatter": "i plpllppllllli",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float,
           "s": ctypes.c_char_p, "v": None}

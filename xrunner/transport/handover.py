@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xrunner.engine.kv import KvCache
+from xrunner.ops.kv import gather, scatter
 
 _ALL = slice(None)
 
@@ -56,24 +56,21 @@ def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignmen
 
 def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL, heads: slice = _ALL) -> Tensor:
     """The entries of the queries in `slots`, copied out of `cache`."""
-    return torch.cat([cache.store[layers, :, slot, heads, :cache.lengths[slot]]
-                      for slot in slots], dim=3)
+    return gather(cache.store[layers, :, :, heads], slots, [cache.lengths[s] for s in slots])
 
 
 def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
     """Puts the entries of queries with these lengths into new slots of `cache`."""
     assert block.shape[3] == sum(lengths), f"{block.shape = } {sum(lengths) = }"
-    first, start = cache.allocate(lengths), 0
-    for slot, length in enumerate(lengths, start=first):
-        put(cache, slot, block[:, :, :, start:start + length])
-        start += length
+    first = cache.allocate(lengths)
+    scatter(cache.store, range(first, first + len(lengths)), lengths, block)
 
 
 def put(cache: KvCache, slot: int, entries: Tensor, layers: slice = _ALL,
         heads: slice = _ALL) -> None:
     """One query's entries [layers, 2, kv_heads, tokens, head_dim], wherever they lie, into a slot
     of `cache`."""
-    cache.store[layers, :, slot, heads, :entries.shape[3]] = entries
+    scatter(cache.store[layers, :, :, heads], [slot], [entries.shape[3]], entries)
 
 
 def _layers(stage: StageAssignment) -> range:

@@ -1,0 +1,145 @@
+/* Entries of the KV cache copied, all layers in one call: onto other slots (compaction), into one
+ * block of memory and out of one (the handover between pools). Copies alone: of any element type. */
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "native.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t CHUNK_BYTES = 256 << 10;  // what a thread takes at a time
+constexpr int64_t MIN_BYTES = 128 << 10;    // below: waking a thread takes longer than copying
+
+/* The arrays of a cache, in bytes; a head's entries of a slot lie together. */
+struct Cache {
+    void *const *arrays;
+    int64_t num_arrays, slot_stride, heads, entry, num_slots, capacity;
+
+    char *row(int64_t array, int64_t slot, int64_t head) const {
+        return static_cast<char *>(arrays[array]) + slot * slot_stride + head * capacity * entry;
+    }
+    int wrong() const {
+        return num_arrays < 0 || heads < 1 || entry < 1 || num_slots < 0 || capacity < 0 ||
+               slot_stride < heads * capacity * entry;
+    }
+    bool has(int64_t slot) const { return 0 <= slot && slot < num_slots; }
+};
+
+int64_t sum(const int64_t *lengths, int64_t n) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; ++i) total += lengths[i];
+    return total;
+}
+
+int check(const Cache &cache, const int64_t *lengths, int64_t n, int threads) {
+    if (cache.wrong() || n < 0 || threads < 1) return XGPT_WRONG_SIZE;
+    for (int64_t i = 0; i < n; ++i)
+        if (lengths[i] < 0 || lengths[i] > cache.capacity) return XGPT_WRONG_LENGTH;
+    return XGPT_OK;
+}
+
+/* body(array, head, first, last): the tokens first..last-1 of one head in one array of the cache.
+ * Threads take chunks of the same size in turn, as they get done: cores are not equally quick.
+ * A position in the tokens is the same thread's for every slot. */
+template <typename Body>
+void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads, Body &&body) {
+    const int64_t rows = cache.num_arrays * cache.heads, row_bytes = tokens * cache.entry;
+    if (rows == 0 || row_bytes == 0) return;
+    const int64_t cuts = std::min(longest, std::max<int64_t>(row_bytes / CHUNK_BYTES, 1));
+    const int64_t joined = std::max<int64_t>(CHUNK_BYTES / row_bytes, 1);  // rows of a chunk
+    const int64_t chunks = (rows * cuts + joined - 1) / joined;
+    const int64_t useful = std::min(chunks, rows * row_bytes / MIN_BYTES + 1);
+    std::atomic<int64_t> next{0};
+    xgpt::share(static_cast<int>(std::min<int64_t>(threads, useful)), [&](int) {
+        for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;)
+            for (int64_t i = chunk * joined; i < std::min((chunk + 1) * joined, rows * cuts); ++i) {
+                const int64_t row = i / cuts, cut = i % cuts;
+                body(row / cache.heads, row % cache.heads, longest * cut / cuts,
+                     longest * (cut + 1) / cuts);
+            }
+    });
+}
+
+/* Between a cache and a block [arrays, heads, block_tokens, entry] in which the queries' tokens
+ * lie one after the other. */
+template <typename Copy>
+int each_query(const Cache &cache, int64_t block_tokens, const int64_t *slots,
+               const int64_t *lengths, int64_t n, int threads, Copy &&copy) {
+    if (int code = check(cache, lengths, n, threads)) return code;
+    for (int64_t i = 0; i < n; ++i)
+        if (!cache.has(slots[i])) return XGPT_WRONG_SLOT;
+    const int64_t tokens = sum(lengths, n);
+    if (tokens > block_tokens) return XGPT_WRONG_LENGTH;
+    each_chunk(cache, tokens, tokens, threads,
+               [&](int64_t array, int64_t head, int64_t begin, int64_t end) {
+        int64_t start = 0;  // of query i among the tokens
+        for (int64_t i = 0; i < n && start < end; start += lengths[i++]) {
+            const int64_t from = std::max(begin, start), to = std::min(end, start + lengths[i]);
+            if (from >= to) continue;
+            const int64_t place = (array * cache.heads + head) * block_tokens + from;
+            copy(cache.row(array, slots[i], head) + (from - start) * cache.entry,
+                 place * cache.entry, static_cast<size_t>((to - from) * cache.entry));
+        }
+    });
+    return XGPT_OK;
+}
+
+}  // namespace
+
+extern "C" {
+
+int xgpt_kv_compact(void *const *arrays, int64_t num_arrays, int64_t slot_stride,
+                    const int64_t *sources, const int64_t *targets, const int64_t *lengths,
+                    int64_t num_moves, int64_t kv_heads, int64_t entry_bytes, int64_t num_slots,
+                    int64_t capacity, int threads) {
+    const Cache cache{arrays, num_arrays, slot_stride, kv_heads, entry_bytes, num_slots, capacity};
+    if (int code = check(cache, lengths, num_moves, threads)) return code;
+    int64_t longest = 0;
+    for (int64_t i = 0; i < num_moves; ++i) {
+        if (!cache.has(sources[i]) || !cache.has(targets[i])) return XGPT_WRONG_SLOT;
+        longest = std::max(longest, lengths[i]);
+    }
+    each_chunk(cache, sum(lengths, num_moves), longest, threads,
+               [&](int64_t array, int64_t head, int64_t begin, int64_t end) {
+        for (int64_t i = 0; i < num_moves; ++i) {
+            const int64_t count = std::min(end, lengths[i]) - begin;
+            if (count > 0 && sources[i] != targets[i])
+                memcpy(cache.row(array, targets[i], head) + begin * entry_bytes,
+                       cache.row(array, sources[i], head) + begin * entry_bytes,
+                       static_cast<size_t>(count * entry_bytes));
+        }
+    });
+    return XGPT_OK;
+}
+
+int xgpt_kv_gather(void *block, int64_t block_tokens, const void *const *arrays,
+                   int64_t num_arrays, int64_t slot_stride, const int64_t *slots,
+                   const int64_t *lengths, int64_t n, int64_t kv_heads, int64_t entry_bytes,
+                   int64_t num_slots, int64_t capacity, int threads) {
+    const Cache cache{const_cast<void *const *>(arrays), num_arrays, slot_stride, kv_heads,
+                      entry_bytes, num_slots, capacity};
+    return each_query(cache, block_tokens, slots, lengths, n, threads,
+                      [block](const char *row, int64_t place, size_t bytes) {
+                          memcpy(static_cast<char *>(block) + place, row, bytes);
+                      });
+}
+
+int xgpt_kv_scatter(const void *block, int64_t block_tokens, void *const *arrays,
+                    int64_t num_arrays, int64_t slot_stride, const int64_t *slots,
+                    const int64_t *lengths, int64_t n, int64_t kv_heads, int64_t entry_bytes,
+                    int64_t num_slots, int64_t capacity, int threads) {
+    const Cache cache{arrays, num_arrays, slot_stride, kv_heads, entry_bytes, num_slots, capacity};
+    std::vector<int64_t> sorted(slots, slots + std::max<int64_t>(n, 0));
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) return XGPT_WRONG_SLOT;
+    return each_query(cache, block_tokens, slots, lengths, n, threads,
+                      [block](char *row, int64_t place, size_t bytes) {
+                          memcpy(row, static_cast<const char *>(block) + place, bytes);
+                      });
+}
+
+}  // extern "C"

@@ -1,0 +1,50 @@
+"""Every implementation of the operators that this machine has: torch's, native on each instruction
+set. A test of an operator calls its public function within `using()`, on tensors of `device`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+
+from xrunner.ops import native
+
+
+class Implementation(NamedTuple):
+    name: str
+    using: Callable[[], AbstractContextManager[None]]
+    device: torch.device = torch.device("cpu")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@contextmanager
+def _torch() -> Iterator[None]:
+    before = native._native
+    native._native = native.Native(None, reason="a test asks for torch's")
+    try:
+        yield
+    finally:
+        native._native = before
+
+
+def _native(level: str) -> Implementation:
+    @contextmanager
+    def using() -> Iterator[None]:
+        lib = native.library()
+        assert lib is not None
+        before = lib.xgpt_level()
+        native.use_level(level)
+        try:
+            yield
+        finally:
+            lib.xgpt_use_level(before)
+
+    return Implementation(f"native-{level}", using)
+
+
+TORCH = Implementation("torch", _torch)
+IMPLEMENTATIONS = [TORCH, *map(_native, native.levels())]
