@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.json_values import estimate_keys
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_bytes, format_seconds
 
 STEP = 0.1  # by which a limit is relaxed

@@ -23,8 +23,9 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.json_values import estimate_keys
 from xgpt.core.problem import Problem
-from xgpt.core.schedule_file import estimate_keys, from_json, to_json
+from xgpt.core.schedule_file import from_json, to_json
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xscheduler.search import Scheduler, find_schedule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,10 +16,9 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.run_folder import RESULTS_FILE
 from xgpt.app.telling import Teller
 from xgpt.core.job import Job
-from xgpt.core.json_values import plain
+from xgpt.core.json_values import write_json
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import num_queries
-from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.page import write_report
@@ -78,7 +76,7 @@ def explain(metrics: dict[str, Any], opened: OpenedJob, timing: TimingSource, sc
 
 def write_metrics(metrics: dict[str, Any], output: Path, tell: Teller) -> None:
     """metrics.json, the report, and a summary."""
-    write_atomically(output / "metrics.json", json.dumps(plain(metrics), indent=1) + "\n")
+    write_json(output / "metrics.json", metrics)
     write_report(output)
     tell.say(summary_table(metrics))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:

@@ -3,7 +3,6 @@ runs."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -15,11 +14,10 @@ from xgpt.app.intake import made
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.job import Job
-from xgpt.core.json_values import plain
+from xgpt.core.json_values import write_json
 from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
-from xgpt.core.whole_file import write_atomically
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.held import HELD_FILE
@@ -121,7 +119,7 @@ def write_job(opened: OpenedJob) -> None:
             "workload": job.workload, "constraint": _constraint(job), "schedule": _fixed(job),
             "adjustment": job.adjustment,
             "run": job.run, "output": job.output, "source": job.source}
-    write_atomically(job.output / "job.json", json.dumps(plain(parts), indent=1) + "\n")
+    write_json(job.output / "job.json", parts)
 
 
 def _fixed(job: Job) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from xgpt.app.plan import plan_job
 from xgpt.app.replays import names_of, replay_steady, steady_timeline
 from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.job import FixedSchedule
+from xgpt.core.json_values import estimate_keys
 from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xgpt.core.schedule_file import estimate_keys
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND

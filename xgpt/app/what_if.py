@@ -11,8 +11,8 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import Plan, executable, planner_of
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.json_values import flat
 from xgpt.core.schedule import Schedule
-from xgpt.core.schedule_file import flat
 from xgpt.report.what_if_tables import drift_table, offers_table, reschedule_table
 from xscheduler.beginning import hint
 from xscheduler.drift import DriftRow, drift_rows

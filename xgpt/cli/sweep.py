@@ -11,8 +11,8 @@ from xgpt.app.sweep import sweep_job
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InputError, Mistake
+from xgpt.core.json_values import flat
 from xgpt.core.schedule import Schedule
-from xgpt.core.schedule_file import flat
 from xgpt.core.units import parse_seconds
 
 

@@ -1,7 +1,7 @@
 """Schedules as readable JSON.
 
 A file of version 3 has a section for each part: controls, deployment, figures, bounds, proof,
-margin. `flat` is the one object that `--json` prints (design.md section 5).
+margin.
 """
 
 from __future__ import annotations
@@ -9,26 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from xgpt.core.constraint import Bound
 from xgpt.core.controls import EvenBatches
 from xgpt.core.errors import UnknownNameError, wrong
+from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import policy
-from xgpt.core.schedule import (
-    Deployment,
-    Estimate,
-    Figures,
-    Margin,
-    Pool,
-    Proof,
-    Rejected,
-    Schedule,
-    StageAssignment,
-)
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.schedule import Deployment, Estimate, Figures, Margin, Pool, Proof, Schedule
 
 # History of the file format.
 #   1: first version (no longer read)
@@ -38,7 +28,7 @@ SCHEDULE_VERSION = 3
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
-    write_atomically(path, json.dumps(to_json(schedule), indent=1) + "\n")
+    write_json(path, to_json(schedule))
 
 
 def load_schedule(path: Path) -> Schedule:
@@ -63,79 +53,57 @@ def load_schedule(path: Path) -> Schedule:
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """A section for each part. Infinity is the string "inf"."""
     parts = asdict(schedule)
-    sections = {"version": SCHEDULE_VERSION, "policy": schedule.controls.policy,
-                **parts.pop("estimate"), **parts}
-    return {key: _infinities_to_text(value) for key, value in sections.items()}
+    sections: dict[str, Any] = plain({
+        "version": SCHEDULE_VERSION, "policy": schedule.controls.policy, **parts.pop("estimate"),
+        **parts})
+    return sections
 
 
 def from_json(raw: Mapping[str, Any]) -> Schedule:
-    """Inverse of `to_json`. Raises KeyError/TypeError on missing or foreign keys."""
+    """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on missing, foreign or wrong
+    keys."""
     data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
-    name, deployment = data.pop("policy"), data.pop("deployment")
-    if data["controls"]["policy"] != name:
-        raise ValueError(f"policy is {name}, but the controls are {data['controls']['policy']}'s")
-    pools = tuple(Pool(**{**pool, "stages": tuple(map(_stage, pool["stages"]))})
-                  for pool in deployment.pop("pools"))
-    figures = data.pop("figures")
-    estimate = Estimate(
-        controls=_controls(name, data.pop("controls")), notes=tuple(data.pop("notes")),
-        deployment=Deployment(pools=pools, **deployment),
-        figures=Figures(**{**figures, "memory_bytes": tuple(figures["memory_bytes"])}))
-    proof = data.pop("proof")
-    return Schedule(
-        estimate=estimate, bounds=tuple(Bound(**bound) for bound in data.pop("bounds")),
-        proof=Proof(**{**proof, "pruned": _pruned(proof["pruned"])}),
-        margin=Margin(**data.pop("margin")),
-        rejected=tuple(Rejected(**row) for row in data.pop("rejected")),
-        explanation=tuple(map(str, data.pop("explanation"))), **data)
+    name, estimate = data.pop("policy"), {key: data.pop(key) for key in _names(Estimate)}
+    if (other := estimate["controls"]["policy"]) != name:
+        raise ValueError(f"policy is {name}, but the controls are {other}'s")
+    estimate["controls"] = _built(policy(name).load("controls"), estimate["controls"])
+    own = {key: data.pop(key) for key in _names(Schedule) if key != "estimate"}
+    return Schedule(**_parts(Schedule, {**own, "estimate": estimate}), **data)
 
 
-def flat(schedule: Schedule) -> dict[str, Any]:
-    """One flat object: the keys of an Estimate, then the schedule's own. Infinity is "inf"."""
-    bound, margin = schedule.bound, schedule.margin
-    own = {
-        **estimate_keys(schedule.estimate), "latency_bound_s": bound.limit_s,
-        "constraint_kind": bound.kind, "quantile": bound.quantile, **asdict(schedule.proof),
-        "fingerprint": schedule.fingerprint, "rejected": [asdict(row) for row in schedule.rejected],
-        "margin": margin.factor, "margin_cost": margin.cost, "margin_note": margin.note,
-        "explanation": schedule.explanation}
-    return {key: _infinities_to_text(value) for key, value in own.items()}
+def _names(part: Any) -> set[str]:
+    return {field.name for field in fields(part)}
 
 
-def estimate_keys(estimate: Estimate) -> dict[str, Any]:
-    """The keys of an Estimate in `--json` (design.md section 5)."""
-    controls = asdict(estimate.controls)  # type: ignore[call-overload]
-    deployment = estimate.deployment
-    figures = asdict(estimate.figures)
-    flat_keys = {
-        **figures, "decode_micro_batches": deployment.num_groups,
-        **controls.pop("even", {}), **controls, "kv_tokens": deployment.kv_tokens,
-        "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
-        "pools": [{"name": pool.name, "role": pool.role, "kv_tokens": pool.kv_tokens,
-                   "num_groups": pool.num_groups, "stages": len(pool.stages)}
-                  for pool in deployment.pools],
-        "stages": [asdict(stage) for stage in deployment.stages], "notes": estimate.notes}
-    return {key: flat_keys[key] for key in sorted(flat_keys, key=lambda key: key != "policy")}
+def _parts(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dataclass of this kind is made of. Keys that it does not have stay as they are."""
+    kinds = get_type_hints(kind)
+    return {key: _built(kinds.get(key), value) for key, value in raw.items()}
 
 
-def _controls(name: str, raw: Mapping[str, Any]) -> Any:
-    values = {**raw, **({"even": EvenBatches(**raw["even"])} if "even" in raw else {})}
-    return policy(name).load("controls")(**values)
+_SCALARS: dict[object, tuple[type, ...]] = {
+    str: (str,), int: (int, float), float: (int, float), bool: (bool,)}
 
 
-def _stage(raw: Mapping[str, Any]) -> StageAssignment:
-    return StageAssignment(**{**raw, "ranks": tuple(raw["ranks"])})
-
-
-def _pruned(raw: Any) -> tuple[tuple[str, int], ...]:
-    return tuple((str(reason), int(count)) for reason, count in raw)
+def _built(kind: Any, value: Any) -> Any:
+    """The value of that kind (a type) that JSON holds as `value`: mappings of dataclasses, lists
+    of tuples."""
+    if isinstance(kind, type) and is_dataclass(kind) and not isinstance(value, kind):
+        return kind(**_parts(kind, value))
+    if get_origin(kind) is tuple:
+        first, *others = get_args(kind)
+        kinds = [first] * len(value) if others == [...] else (first, *others)
+        return tuple(_built(each, one) for each, one in zip(kinds, value, strict=True))
+    if kind in _SCALARS and not isinstance(value, _SCALARS[kind]):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
 
 
 def estimate_from_flat(**values: Any) -> Estimate:
     """An Estimate from the flat keys of version 2, where 0 stood for "not this policy's"."""
     row = policy(values["policy"])
     controls = row.load("controls")
-    names = {field.name for field in fields(controls)}
+    names = _names(controls)
     own = {name: value for name, value in values.items() if name in names}
     if "even" in names:
         own["even"] = EvenBatches(
@@ -151,7 +119,7 @@ def estimate_from_flat(**values: Any) -> Estimate:
         controls=controls(**own), notes=tuple(values.get("notes", ())),
         deployment=Deployment(pools=_pools(row.pools, values), tp_degree=values["tp_degree"],
                               tp_gpus=values["tp_gpus"]),
-        figures=Figures(**{field.name: values[field.name] for field in fields(Figures)}))
+        figures=Figures(**{key: values[key] for key in _names(Figures)}))
 
 
 def _pools(roles: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[Pool, ...]:
@@ -181,30 +149,18 @@ def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
                   quantile=data.pop("quantile"))
     margin = Margin(factor=data.pop("margin", 1.0), cost=data.pop("margin_cost", 0.0),
                     note=data.pop("margin_note", ""))
-    proof = {field.name: data.pop(field.name) for field in fields(Proof) if field.name in data}
+    proof = {key: data.pop(key) for key in _names(Proof) & data.keys()}
     return Schedule(estimate=estimate, bounds=(bound,), margin=margin, proof=Proof(**proof), **data)
 
 
 def _of_flat(raw: Mapping[str, Any]) -> Schedule:
     """A schedule of file version 2. Raises KeyError/TypeError on missing or foreign keys."""
     data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
-    data["stages"] = tuple(map(_stage, data["stages"]))
-    data["memory_bytes"] = tuple(data["memory_bytes"])
-    figures = {field.name for field in fields(Figures)}
-    estimate = {key: data.pop(key) for key in tuple(data) if key in _FLAT_ONLY | figures}
-    data |= {"pruned": _pruned(data["pruned"]),
-             "rejected": tuple(Rejected(**row) for row in data["rejected"]),
-             "explanation": tuple(map(str, data["explanation"]))}
+    for part, key in ((Pool, "stages"), (Figures, "memory_bytes"), (Proof, "pruned"),
+                      (Schedule, "rejected"), (Schedule, "explanation")):
+        data[key] = _built(get_type_hints(part)[key], data[key])
+    estimate = {key: data.pop(key) for key in data.keys() & (_FLAT_ONLY | _names(Figures))}
     return schedule_from_flat(estimate=estimate_from_flat(**estimate), **data)
-
-
-def _infinities_to_text(value: Any) -> Any:
-    # NOTE: JSON has no infinity, and json.dumps would write a token other readers refuse.
-    if isinstance(value, dict):
-        return {k: _infinities_to_text(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_infinities_to_text(v) for v in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
 def _text_to_infinities(value: Any) -> Any:

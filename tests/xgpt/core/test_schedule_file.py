@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
+from xgpt.core.json_values import flat
 from xgpt.core.schedule import Rejected, Schedule, StageAssignment
 from xgpt.core.schedule_file import (
     estimate_from_flat,
-    flat,
     from_json,
     load_schedule,
     save_schedule,
