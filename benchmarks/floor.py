@@ -1,0 +1,247 @@
+"""The floor under a run of xgpt: its matrix products at the rate that products of so many rows
+reach on this machine, and its KV entries at the bandwidth of memory.
+
+    python benchmarks/floor.py RUN_FOLDER [--threads 2]
+
+RUN_FOLDER is what `xgpt submit` has left. Every step of steps.jsonl is charged the products of all
+layers for its rows and of the head for its queries; every decode step the keys and values of its
+queries, read once. A product's time is the best of several ways (WAYS), the layers' weights taken
+in turn as in a step. Left out: the scores of encoding (a few per cent), norms, activations, and all
+else that a fused kernel could hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.model import ModelSpec
+from xrunner.checkpoint.source import read_spec
+
+# Between these, times are interpolated: a linear layer costs a part for its weights, a part a row.
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 1024,
+        2048)
+# torch's linear layer; oneDNN's with packed weights; the same with the weights as float32, which is
+# exact, and quicker where a processor's bfloat16 products are slow
+WAYS = ("plain", "packed", "packed as float32")
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 2, 6, 0.4  # of which the best counts
+_FEW_LAYERS, _MANY_ROWS = 6, 128  # from so many rows on, so many layers stand for all
+_READ_BYTES = 2**30  # past every cache
+Shape = tuple[int, int]  # of a weight: [out, in]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Products that a step has together: `count` times (the layers) those of these shapes."""
+
+    shapes: tuple[Shape, ...]
+    count: int
+
+    @property
+    def flops_per_row(self) -> int:
+        return 2 * self.count * sum(rows * columns for rows, columns in self.shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """Seconds that a run's work takes at least, and what they are made of."""
+
+    encode_s: float  # products of steps that encode, a mixed one's decoding rows among them
+    decode_s: float
+    head_s: float
+    kv_s: float
+    flops: float
+    kv_bytes: float
+    bandwidth_bytes_per_s: float
+
+    @property
+    def products_s(self) -> float:
+        return self.encode_s + self.decode_s + self.head_s
+
+    @property
+    def total_s(self) -> float:
+        return self.products_s + self.kv_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    machine = Machine(*model_of(arguments.folder), arguments.threads)
+    print("\n".join([*words(machine.floor(arguments.folder)), *rates(machine)]))
+
+
+def model_of(folder: Path) -> tuple[ModelSpec, torch.dtype]:
+    """The model that the run in `folder` was of, and its dtype."""
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    return read_spec(Path(run["model_dir"]), run["model_name"]), getattr(torch, run["dtype"])
+
+
+def parts_of(spec: ModelSpec) -> dict[str, Part]:
+    """By the kind of rows that go through them."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    width, kv = spec.num_heads * spec.head_dim, spec.kv_elements_per_token_layer
+    attention = ((width + kv, hidden), (hidden, width))
+    mlp = ((inner * (2 if spec.is_gated_mlp else 1), hidden), (hidden, inner))
+    across = ((width, hidden), (hidden, width)) if spec.is_encoder_decoder else ()
+    parts = {"layer": Part(shapes=(*attention, *across, *mlp), count=spec.num_layers),
+             "head": Part(shapes=((spec.vocab_size, hidden),), count=1)}
+    if spec.is_encoder_decoder:
+        parts["encoder"] = Part(shapes=(*attention, *mlp), count=spec.num_encoder_layers)
+        parts["cross_kv"] = Part(shapes=((kv, hidden),), count=spec.num_layers)
+    return parts
+
+
+class Machine:
+    """What this machine reaches on a model's products and in reading, measured when made."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.spec, self.dtype = spec, dtype
+        self.parts = parts_of(spec)
+        with torch.inference_mode():
+            self.ways = {name: part_seconds(part, dtype) for name, part in self.parts.items()}
+            self.bandwidth_bytes_per_s = read_bytes_per_s()
+
+    def better(self, other: Machine) -> Machine:
+        """The best of two measurements of the same."""
+        best = object.__new__(Machine)
+        best.spec, best.dtype, best.parts = self.spec, self.dtype, self.parts
+        best.ways = {name: np.minimum(seconds, other.ways[name])
+                     for name, seconds in self.ways.items()}
+        best.bandwidth_bytes_per_s = max(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s)
+        return best
+
+    def part_s(self, name: str, rows: Sequence[int]) -> FloatArray:
+        """Seconds of the part's products for each of `rows`; those beyond the last row count that
+        was measured at its rate."""
+        at = np.asarray(rows, float)
+        within = np.interp(np.minimum(at, ROWS[-1]), [0, *ROWS],
+                           [0.0, *self.ways[name].min(axis=0)])
+        return np.asarray(within * np.maximum(at / ROWS[-1], 1.0))
+
+    def flops_per_s(self, name: str) -> FloatArray:
+        """[ways, rows] of WAYS and ROWS."""
+        return self.parts[name].flops_per_row * np.array(ROWS) / self.ways[name]
+
+    def floor(self, folder: Path) -> Floor:
+        """Of the run in `folder`."""
+        pairs = [(row["input_tokens"], row["output_tokens"])
+                 for row in map(json.loads, (folder / "results.jsonl").open(encoding="utf-8"))]
+        steps = whole_steps(map(json.loads, (folder / "steps.jsonl").open(encoding="utf-8")))
+        products: list[tuple[str, str, int]] = []  # (kind of step, part, rows)
+        for kind, queries, rows in steps:
+            encodes_apart = kind == "encode" and self.spec.is_encoder_decoder
+            names = ("encoder", "cross_kv") if encodes_apart else ("layer",)
+            products += [(kind, name, rows) for name in names]
+            if not encodes_apart:
+                products.append((kind, "head", queries))
+        seconds = {"encode": 0.0, "decode": 0.0, "head": 0.0}
+        for kind, name, rows in products:
+            where = "head" if name == "head" else "decode" if kind == "decode" else "encode"
+            seconds[where] += float(self.part_s(name, [rows])[0])
+        read = kv_tokens(self.spec, pairs) * self.spec.num_layers * (
+            self.spec.kv_elements_per_token_layer * self.dtype.itemsize)
+        return Floor(
+            encode_s=seconds["encode"], decode_s=seconds["decode"], head_s=seconds["head"],
+            kv_s=read / self.bandwidth_bytes_per_s, kv_bytes=read,
+            flops=sum(self.parts[name].flops_per_row * rows for _, name, rows in products),
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
+
+
+def whole_steps(records: Iterable[dict[str, object]]) -> list[tuple[str, int, int]]:
+    """(kind, queries, rows) of each step, once: of every pool's first stage, as if it had all of
+    the layers. What takes up an encoder's output is part of the encode step."""
+    records = [r for r in records if r["kind"] != "cross_kv"]
+    first: dict[object, object] = {}
+    for record in records:
+        first.setdefault(record["pool"], record["stage"])
+    return [(str(r["kind"]), int(str(r["queries"])), int(str(r["tokens"]))) for r in records
+            if r["stage"] == first[r["pool"]]]
+
+
+def kv_tokens(spec: ModelSpec, pairs: Iterable[tuple[int, int]]) -> int:
+    """Cached tokens that all decode steps read in one layer, of queries with (input, output)
+    tokens: whatever the schedule, the token after k others is decoded with a context of k + 1."""
+    if spec.is_encoder_decoder:  # its own tokens from the first on, and the input
+        return sum(m * (m + 1) // 2 + m * n for n, m in pairs)
+    return sum((m - 1) * n + (m - 1) * m // 2 for n, m in pairs)
+
+
+def part_seconds(part: Part, dtype: torch.dtype) -> FloatArray:
+    """Seconds of all products of the part, [ways, rows] of WAYS and ROWS."""
+    layers = [[torch.randn(shape).to(dtype) for shape in part.shapes] for _ in range(part.count)]
+    return np.array([_products_s(layers, rows) for rows in ROWS]).T
+
+
+def _products_s(layers: Sequence[Sequence[Tensor]], rows: int) -> list[float]:
+    """In the order of WAYS."""
+    used = layers[:_FEW_LAYERS] if rows >= _MANY_ROWS else layers
+    weights, dtype = [weight for layer in used for weight in layer], layers[0][0].dtype
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(dtype) for w in layers[0]}
+    plain_s = best_s(lambda: [F.linear(inputs[w.shape[1]], w) for w in weights])
+    packed_s = _packed_s(weights, inputs)
+    widened_s = packed_s if dtype is torch.float32 else _packed_s(
+        [w.float() for w in weights], {n: x.float() for n, x in inputs.items()})
+    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s)]
+
+
+def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
+    """`inputs` by their number of columns."""
+    rows = len(next(iter(inputs.values())))
+    packed = [(inputs[w.shape[1]], torch.ops.mkldnn._reorder_linear_weight(w, rows))
+              for w in weights]
+    return best_s(lambda: [torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+                           for x, w in packed])
+
+
+def read_bytes_per_s() -> float:
+    """The best of two ways of reading a gibibyte."""
+    data: Tensor = torch.ones(_READ_BYTES // 4)
+    return _READ_BYTES / min(best_s(data.sum), best_s(lambda: torch.dot(data, data)))
+
+
+def best_s(work: Callable[[], object]) -> float:
+    times: list[float] = []
+    while len(times) < _LEAST_ROUNDS or (len(times) < _MOST_ROUNDS and sum(times) < _ENOUGH_S):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def words(floor: Floor) -> list[str]:
+    rate = floor.flops / floor.products_s
+    return [f"Floor of this run's steps: {floor.total_s:.2f} s. Products: "
+            f"{floor.flops / 1e12:.2f} TFLOP in {floor.products_s:.2f} s "
+            f"({rate / 1e9:.0f} GFLOP/s; encoding {floor.encode_s:.2f} s, "
+            f"decoding {floor.decode_s:.2f} s, head {floor.head_s:.2f} s). "
+            f"Keys and values: {floor.kv_bytes / 1e9:.1f} GB at "
+            f"{floor.bandwidth_bytes_per_s / 1e9:.1f} GB/s, {floor.kv_s:.2f} s."]
+
+
+def rates(machine: Machine) -> list[str]:
+    """A table: GFLOP/s of each part's products, by ways and some row counts."""
+    shown = [ROWS.index(rows) for rows in (1, 8, 32, 96, 192, 512, 2048)]
+    lines = [f"| GFLOP/s at rows: | {' | '.join(str(ROWS[i]) for i in shown)} |",
+             f"|---|{'---|' * len(shown)}"]
+    for name in machine.parts:
+        for way, reached in zip(WAYS, machine.flops_per_s(name) / 1e9, strict=True):
+            lines.append(f"| {name}, {way} | {' | '.join(f'{reached[i]:.0f}' for i in shown)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
