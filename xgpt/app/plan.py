@@ -8,8 +8,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.timing import timing_of
 from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
-from xgpt.report.choice_table import choice_table
-from xgpt.report.table import fact, schedule_table, stage_table
+from xgpt.report.table import choice_table, fact, schedule_table, stage_table
 from xgpt.report.words import counted
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of

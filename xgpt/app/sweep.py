@@ -11,7 +11,7 @@ from xgpt.app.plan import executable, planner_of
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
-from xgpt.report.sweep_table import sweep_table
+from xgpt.report.what_if_tables import sweep_table
 from xscheduler.planner import Planner, PlanOptions
 
 _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose

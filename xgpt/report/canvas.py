@@ -18,8 +18,8 @@ from xgpt.core.lengths import FloatArray
 
 WIDTH, LEGEND_HEIGHT, AXIS_HEIGHT, FONT = 1060.0, 30.0, 40.0, 12.0
 # Pages define these variables (style.html.j2); a file of its own gets the light mode's colours.
-_COLOURS = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
-            "encode": "#d9822b", "decode": "#3b6fb6", "bad": "#b83227"}
+COLOURS = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
+           "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227"}
 _SCALES = (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6))
 
 
@@ -39,13 +39,13 @@ class Drawing:
 
     def standalone(self) -> str:
         """An SVG file of its own, in fixed colours."""
-        body = re.sub(r"var\(--(\w+)\)", lambda m: _COLOURS[m.group(1)], self.body)
+        body = re.sub(r"var\(--(\w+)\)", lambda m: COLOURS[m.group(1)], self.body)
         return ('<?xml version="1.0" encoding="UTF-8"?>\n<svg xmlns="http://www.w3.org/2000/svg" '
                 f'width="{number(WIDTH)}" height="{number(self.height)}" {self._box} '
                 'font-family="system-ui, Helvetica, Arial, sans-serif" '
                 f'font-size="{number(FONT)}">\n'
                 f"<title>{html.escape(self.description)}</title>\n"
-                f'<rect width="100%" height="100%" fill="{_COLOURS["surface"]}"/>\n{body}</svg>\n')
+                f'<rect width="100%" height="100%" fill="{COLOURS["surface"]}"/>\n{body}</svg>\n')
 
     def write(self, path: Path) -> None:
         path.write_text(self.standalone(), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from xgpt.core.schedule import JOB_STATUS, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xgpt.report.output import Output, QueryFigures, StepRecord, number
 
-Verdict = Literal["good", "fair", "bad", "none"]
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
 
@@ -26,15 +25,22 @@ class Comparison:
     predicted: str
     measured: str
     ratio: float | None
-    verdict: Verdict
 
     @property
     def ratio_text(self) -> str:
         return "" if self.ratio is None else f"{self.ratio:.2f}"
 
     @property
+    def verdict(self) -> str:
+        """"good", "fair", "bad", or "none" without a ratio."""
+        if self.ratio is None:
+            return "none"
+        off = round(abs(self.ratio - 1), 9)  # 1.15 - 1 is a little more than 0.15 in binary
+        return "good" if off <= GOOD_WITHIN else "fair" if off <= FAIR_WITHIN else "bad"
+
+    @property
     def verdict_text(self) -> str:
-        if self.ratio is None or self.verdict == "none":
+        if self.ratio is None:
             return ""
         if self.verdict == "good":
             return f"within {percent(GOOD_WITHIN)}"
@@ -43,44 +49,41 @@ class Comparison:
         return f"off by {percent(off, digits=0 if off >= GOOD_WITHIN + 0.01 else 1)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundCheck:
+class BoundCheck(NamedTuple):
     """Whether the latency bound was kept; None where no statement is possible."""
 
     is_kept: bool | None
     sentence: str
 
 
-def verdict_of(ratio: float | None) -> Verdict:
-    if ratio is None:
-        return "none"
-    off = round(abs(ratio - 1), 9)  # 1.15 - 1 is a little more than 0.15 in binary
-    return "good" if off <= GOOD_WITHIN else "fair" if off <= FAIR_WITHIN else "bad"
-
-
 def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
     """The rows of 'predicted beside measured'; quantities that metrics lack have no row."""
-    rows = [_row(metrics, key, label, unit) for key, label, unit in (
-        ("throughput_qps", "Throughput", "queries/s"),
-        ("output_tokens_per_s", "Output tokens", "tokens/s"),
-        ("latency_p50_s", "Latency P50", "s"),
-        ("latency_p99_s", "Latency P99", "s"),
-        ("ttft_p50_s", "First token P50", "s"),
-        ("ttft_p99_s", "First token P99", "s"),
-        ("tpot_p50_s", "Time per token P50", "s"),
-        ("tpot_p99_s", "Time per token P99", "s"),
-        ("wall_s", "Time of the run", "s"),
-        ("load_s", "Time to load", "s"),
-        ("overhead_share", "Overhead", "%"),
-    )]
-    return tuple(row for row in rows if row is not None)
+    rows = []
+    for key, label, unit in (
+            ("throughput_qps", "Throughput", "queries/s"),
+            ("output_tokens_per_s", "Output tokens", "tokens/s"),
+            ("latency_p50_s", "Latency P50", "s"), ("latency_p99_s", "Latency P99", "s"),
+            ("ttft_p50_s", "First token P50", "s"), ("ttft_p99_s", "First token P99", "s"),
+            ("tpot_p50_s", "Time per token P50", "s"), ("tpot_p99_s", "Time per token P99", "s"),
+            ("wall_s", "Time of the run", "s"), ("load_s", "Time to load", "s"),
+            ("overhead_share", "Overhead", "%")):
+        measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
+        if measured is None and predicted is None:
+            continue
+        ratio = None
+        # shares are compared by eye: 1 % against 2 % is a ratio of two and no matter
+        if predicted and measured is not None and math.isfinite(predicted) and unit != "%":
+            ratio = measured / predicted
+        rows.append(Comparison(label=label, predicted=quantity(predicted, unit),
+                               measured=quantity(measured, unit), ratio=ratio))
+    return tuple(rows)
 
 
 def lost_to(row: Rejected, schedule: Schedule) -> float | None:
     """Share of the schedule's throughput that an alternative loses; None where it loses none."""
     if row.throughput_qps is None:
         return None
-    share = 1 - row.throughput_qps / schedule.estimate.figures.throughput_qps
+    share = 1 - row.throughput_qps / schedule.figures.throughput_qps
     return share if share > 0 else None
 
 
@@ -92,7 +95,7 @@ def lost_to_bound(schedule: Schedule) -> float | None:
     free = schedule.proof.unbounded_qps
     if free is None or free <= 0 or schedule.proof.status == JOB_STATUS:
         return None
-    lost = 1 - schedule.estimate.figures.throughput_qps / free
+    lost = 1 - schedule.figures.throughput_qps / free
     return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent
 
 
@@ -129,12 +132,11 @@ def check_bound(output: Output) -> BoundCheck:
         bound_s = output.schedule.bound.limit_s
         quantile, kind = output.schedule.bound.quantile, output.schedule.bound.kind
     if bound_s is None:
-        return BoundCheck(is_kept=None, sentence="the latency bound is not known")
+        return BoundCheck(None, "the latency bound is not known")
     if math.isinf(bound_s):
-        return BoundCheck(is_kept=None, sentence="no latency bound was set")
+        return BoundCheck(None, "no latency bound was set")
     if not output.queries:
-        sentence = f"latency bound of {format_seconds(bound_s)}, no query done yet"
-        return BoundCheck(is_kept=None, sentence=sentence)
+        return BoundCheck(None, f"latency bound of {format_seconds(bound_s)}, no query done yet")
     kept = "kept" if output.metrics is not None else "kept so far"
     check = _check_queries if kind == "queries" else _check_sequences
     return check(output.queries, bound_s, quantile, kept)
@@ -168,11 +170,10 @@ def _check_queries(queries: Sequence[QueryFigures], bound_s: float, quantile: fl
                    kept: str) -> BoundCheck:
     latencies = [q.latency_s for q in queries]
     share = sum(latency <= bound_s for latency in latencies) / len(latencies)
-    is_kept = share >= quantile
-    verb = kept if is_kept else "missed"
+    verb = kept if share >= quantile else "missed"
     # rounded down: 98.99 % must not read as the 99 % that were asked for
     shown = f"{math.floor(share * 1000) / 10:g} %"
-    return BoundCheck(is_kept=is_kept, sentence=(
+    return BoundCheck(share >= quantile, (
         f"latency bound of {format_seconds(bound_s)} {verb}: {shown} of the queries stayed "
         f"within it, {quantile * 100:g} % were asked for"))
 
@@ -183,32 +184,14 @@ def _check_sequences(queries: Sequence[QueryFigures], bound_s: float, quantile: 
     longest = int(lengths[min(math.ceil(quantile * len(lengths)) - 1, len(lengths) - 1)])
     latencies = [q.latency_s for q in queries if q.output_tokens <= longest]
     late = sum(latency > bound_s for latency in latencies)
-    slowest = format_seconds(max(latencies))
-    bound = format_seconds(bound_s)
+    slowest, bound = format_seconds(max(latencies)), format_seconds(bound_s)
     if late:
-        return BoundCheck(is_kept=False, sentence=(
+        return BoundCheck(False, (
             f"latency bound of {bound} missed by {late} of {len(latencies)} sequences of up to "
             f"{longest} tokens, the slowest took {slowest}"))
-    return BoundCheck(is_kept=True, sentence=(
+    return BoundCheck(True, (
         f"latency bound of {bound} {kept}: no sequence of up to {longest} tokens took longer than "
         f"{slowest}"))
-
-
-def _row(metrics: Mapping[str, Any], key: str, label: str, unit: str) -> Comparison | None:
-    measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
-    if measured is None and predicted is None:
-        return None
-    return _comparison(label, predicted, measured, unit)
-
-
-def _comparison(label: str, predicted: float | None, measured: float | None,
-                unit: str) -> Comparison:
-    ratio = None
-    # shares are compared by eye: 1 % against 2 % is a ratio of two and no matter
-    if predicted and measured is not None and math.isfinite(predicted) and unit != "%":
-        ratio = measured / predicted
-    return Comparison(label=label, predicted=quantity(predicted, unit),
-                      measured=quantity(measured, unit), ratio=ratio, verdict=verdict_of(ratio))
 
 
 def quantity(value: float | None, unit: str) -> str:

@@ -113,9 +113,6 @@ def _shown(lane: Lane, time: TimeAxis) -> _Boxes:
     inside, thin = right > left, right - left < _THIN
     wide = np.flatnonzero(inside & ~thin)
     groups = None if lane.groups is None else [lane.groups[i] for i in wide.tolist()]
-    if not (inside & thin).any():
-        return _Boxes(left=left[wide], right=right[wide], kinds=kinds[wide], groups=groups,
-                      share=share)
     merged = _merged(left[inside & thin], right[inside & thin], kinds[inside & thin])
     return _Boxes(left=np.concatenate([left[wide], merged[0]]),
                   right=np.concatenate([right[wide], merged[1]]),
@@ -164,8 +161,7 @@ def _edges(boxes: _Boxes) -> list[float]:
     return edges
 
 
-def _rectangles(boxes: _Boxes, chosen: NDArray[np.bool_],
-                top: float, height: float) -> str:
+def _rectangles(boxes: _Boxes, chosen: NDArray[np.bool_], top: float, height: float) -> str:
     h, y = number(height), number(top)
     return "".join(f"M{number(a)} {y}h{(w := number(b - a))}v{h}h-{w}z" for a, b in
                    zip(boxes.left[chosen].tolist(), boxes.right[chosen].tolist(), strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,16 +83,14 @@ class Output:
 def read_output(directory: Path, max_answers: int = 100) -> Output:
     """Raises InputError if `directory` is no folder; anything else missing is only remarked on."""
     if not directory.is_dir():
-        allowed = "a folder that `xgpt submit` or `xgpt run` wrote"
         raise InputError([Mistake(file=str(directory), line=None, key="output", value=None,
-                                  allowed=allowed)])
+                                  allowed="a folder that `xgpt submit` or `xgpt run` wrote")])
     remarks: list[str] = []
     job = _read_object(directory / "job.json", remarks) or {}
     queries, answers = _read_results(directory / "results.jsonl", max_answers, remarks)
     prompts = _read_prompts(directory, max(answers, default=-1) + 1, remarks)
     return Output(
-        directory=directory,
-        job=job,
+        directory=directory, job=job,
         schedule=_read_schedule(directory / "schedule.json", remarks),
         # the page says at its top what a missing metrics.json means
         metrics=_read_object(directory / "metrics.json", remarks, is_optional=True),
@@ -119,10 +117,8 @@ def _read_svg(path: Path) -> str | None:
 
 def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:
     """The finite or infinite number at `source[keys[0]][keys[1]]...`; None where there is none."""
-    value: Any = source
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, str) and value == "inf":
+    value = _at(source, keys)
+    if value == "inf":
         return math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -135,20 +131,28 @@ def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:
 
 def text_at(source: Mapping[str, Any] | None, *keys: str) -> str | None:
     """The text at `source[keys[0]][keys[1]]...`; None where there is none."""
-    value: Any = source
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
+    value = _at(source, keys)
     return value if isinstance(value, str) and value else None
+
+
+def _at(source: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        source = source.get(key) if isinstance(source, Mapping) else None
+    return source
+
+
+def _is_there(path: Path, remarks: list[str], is_optional: bool = False) -> bool:
+    if not path.exists() and not is_optional:
+        remarks.append(f"{path.name} is missing.")
+    return path.exists()
 
 
 def _read_object(path: Path, remarks: list[str], is_optional: bool = False,
                  ) -> dict[str, Any] | None:
+    if not _is_there(path, remarks, is_optional):
+        return None
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        if not is_optional:
-            remarks.append(f"{path.name} is missing.")
-        return None
     except (OSError, ValueError, RecursionError) as cause:
         remarks.append(f"{path.name} cannot be read: {cause}.")
         return None
@@ -159,8 +163,7 @@ def _read_object(path: Path, remarks: list[str], is_optional: bool = False,
 
 
 def _read_schedule(path: Path, remarks: list[str]) -> Schedule | None:
-    if not path.exists():
-        remarks.append(f"{path.name} is missing.")
+    if not _is_there(path, remarks):
         return None
     try:
         return load_schedule(path)
@@ -172,9 +175,7 @@ def _read_schedule(path: Path, remarks: list[str]) -> Schedule | None:
 def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
                 ) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file of lines; lines that are none are counted in one remark."""
-    if not path.exists():
-        if not is_optional:
-            remarks.append(f"{path.name} is missing.")
+    if not _is_there(path, remarks, is_optional):
         return
     bad, is_last_torn = 0, False
     with path.open("rb") as lines:
@@ -204,8 +205,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
     foreign = 0
     for row in _read_lines(path, remarks):
         flat = _flat_result(row)
-        figures = _query_figures(flat)
-        if figures is None:
+        if (figures := _query_figures(flat)) is None:
             foreign += 1
             continue
         queries.append(figures)
@@ -240,20 +240,16 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
-    figures = [number(row, key) for key in
-               ("input_tokens", "output_tokens", "latency_s", "encode_start_s")]
-    if any(value is None or math.isinf(value) for value in figures):
+    needed = ("input_tokens", "output_tokens", "latency_s", "encode_start_s")
+    known = {key: value for key in (*needed, "ttft_s", "tpot_s")
+             if (value := number(row, key)) is not None and math.isfinite(value)}
+    if not known.keys() >= set(needed):
         return None
-    inputs, outputs, latency_s, start_s = (float(value or 0.0) for value in figures)
-    return QueryFigures(input_tokens=int(inputs), output_tokens=int(outputs),
-                        finish_reason=str(row.get("finish_reason")), latency_s=latency_s,
-                        encode_start_s=start_s, ttft_s=_finite(row, "ttft_s"),
-                        tpot_s=_finite(row, "tpot_s"))
-
-
-def _finite(row: Mapping[str, Any], key: str) -> float | None:
-    value = number(row, key)
-    return None if value is None or math.isinf(value) else value
+    return QueryFigures(
+        input_tokens=int(known["input_tokens"]), output_tokens=int(known["output_tokens"]),
+        finish_reason=str(row.get("finish_reason")), latency_s=known["latency_s"],
+        encode_start_s=known["encode_start_s"], ttft_s=known.get("ttft_s"),
+        tpot_s=known.get("tpot_s"))
 
 
 def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:

@@ -12,37 +12,27 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.lengths import Lengths, truncated_normal
-from xgpt.core.schedule import Rejected, Schedule
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.core.whole_file import write_atomically
-from xgpt.report import plots, words
-from xgpt.report.changes import change_rows
-from xgpt.report.figures import (
-    BoundCheck,
-    busy_shares,
-    check_bound,
-    comparisons,
-    lost_to,
-    metrics_so_far,
-    middle_window,
-    percent,
-    plain,
-    quantity,
-)
-from xgpt.report.output import ALONE, Answer, Output, number, read_output, text_at
+from xgpt.report import figures, plots, words
+from xgpt.report.figures import percent, plain, quantity
+from xgpt.report.output import ALONE, Output, number, read_output, text_at
 from xgpt.report.policy_words import row_of, schedule_sentences
+
+if TYPE_CHECKING:
+    import jinja2
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
 MAX_ERRORS = 100
 _MAX_FACTS = 24
-_TEMPLATES = Path(__file__).parent
 
 
 def write_report(output_dir: Path) -> Path:
@@ -59,24 +49,31 @@ def write_report(output_dir: Path) -> Path:
 
 def render(output: Output) -> str:
     """The page's HTML."""
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingExtraError("jinja2", "run", "writing report.html") from None
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(clean=lambda text: words.clean(str(text)),
-                               tight=words.tight, bytes=format_bytes, seconds=format_seconds,
-                               plain=plain)
+    environment = templates(REPORT_NAME)
     script = environment.get_template("script.html.j2").render()
     return environment.get_template("report.html.j2").render(
         script_hash=_script_hash(script), **_context(output))
 
 
+def templates(page: str) -> jinja2.Environment:
+    """The templates of pages, which escape what is put into them. Raises MissingExtraError, for
+    `page`, without jinja2."""
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingExtraError("jinja2", "run", f"writing {page}") from None
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(clean=lambda text: words.clean(str(text)), percent=percent,
+                               tight=words.tight, bytes=format_bytes, seconds=format_seconds,
+                               plain=plain)
+    return environment
+
+
 def _context(output: Output) -> dict[str, Any]:
-    metrics = dict(output.metrics or metrics_so_far(output.queries, len(output.errors)))
-    check = check_bound(output)
+    metrics = dict(output.metrics or figures.metrics_so_far(output.queries, len(output.errors)))
+    check, schedule = figures.check_bound(output), output.schedule
     return {
         "name": text_at(output.job, "name") or output.directory.name,
         "headline": words.headline(output, metrics),
@@ -84,13 +81,12 @@ def _context(output: Output) -> dict[str, Any]:
         "banner": words.banner(output),
         "is_done": output.metrics is not None and text_at(output.metrics, "status") != "stopped",
         "tiles": _tiles(metrics, check),
-        "comparisons": comparisons(metrics),
+        "comparisons": figures.comparisons(metrics),
         "attribution": text_at(metrics, "attribution", "sentence"),
-        "schedule": output.schedule,
-        "schedule_facts": _schedule_facts(output.schedule),
-        "schedule_sentences": () if output.schedule is None else schedule_sentences(
-            output.schedule.estimate),
-        "lost_to": lambda row: _lost_to(row, output.schedule),
+        "schedule": schedule,
+        "schedule_facts": _schedule_facts(schedule) if schedule else (),
+        "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
+        "lost_to": figures.lost_to,
         "words": words,
         "plots": _plots(output, metrics),
         "can_plot": plots.can_plot(),
@@ -100,15 +96,14 @@ def _context(output: Output) -> dict[str, Any]:
         "run_facts": _run_facts(output, metrics),
         "profile_facts": _profile_facts(output.profile or {}),
         "answers": output.answers,
-        "answers_shown": _answers_shown(output),
-        "answer_rows": [_answer_row(answer) for answer in output.answers],
+        "num_queries": len(output.queries),
         "errors": output.errors[:MAX_ERRORS],
         "num_errors": len(output.errors),
         "remarks": output.remarks,
     }
 
 
-def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]]:
+def _tiles(metrics: Mapping[str, Any], check: figures.BoundCheck) -> list[dict[str, str]]:
     """The four figures people look for first, each with its prediction."""
     tiles = []
     for key, label, unit in (("throughput_qps", "Throughput", "queries/s"),
@@ -124,59 +119,44 @@ def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]
     return tiles
 
 
-def _schedule_facts(schedule: Schedule | None) -> list[tuple[str, str]]:
-    if schedule is None:
-        return []
-    e = schedule.estimate
-    of_latencies = ("of all latencies" if schedule.bound.kind == "queries"
-                    else "of the output lengths")
-    facts = [
-        ("Policy", row_of(e).title),
-        ("Encode batch", str(e.figures.encode_batch)),
-        ("Decode batch", f"{e.figures.decode_batch:.1f} on average"),
-        ("Decode iterations", str(e.figures.decode_iterations))
-        if e.figures.decode_iterations else None,
-        ("Micro-batches", str(e.deployment.num_groups)) if e.deployment.num_groups > 1 else None,
-        ("Tensor parallel", f"degree {e.deployment.tp_degree} on {e.deployment.tp_gpus} devices")
-        if e.deployment.tp_degree > 1 and e.deployment.tp_gpus else None,
-        ("Predicted throughput", f"{plain(e.figures.throughput_qps)} queries/s, "
-                                 f"{plain(e.figures.output_tokens_per_s)} tokens/s"),
-        ("Predicted latency", format_seconds(e.figures.latency_s)),
-        ("Latency bound", "none" if math.isinf(schedule.bound.limit_s) else
-         f"{format_seconds(schedule.bound.limit_s)} for {schedule.bound.quantile * 100:g} % "
-         f"{of_latencies}"),
-        ("One period", format_seconds(e.figures.period_s)) if e.figures.decode_iterations else None,
-        ("Encoding", format_seconds(e.figures.encode_s)),
-        ("Decode iteration", format_seconds(e.figures.decode_iteration_s)),
-        ("KV reserved", f"{e.deployment.kv_tokens:,} tokens at most"),
-        ("Margin", f"{percent(schedule.margin.factor - 1, digits=1)} of the latency, costs "
-                   f"{percent(schedule.margin.cost, digits=1)} of the throughput")
-        if schedule.margin.factor > 1 else None,
-        ("Search", schedule.proof.status),
-        ("Proved at most", f"{plain(schedule.proof.bound_qps)} queries/s")
-        if math.isfinite(schedule.proof.bound_qps) else None,
-        ("Gap", percent(schedule.proof.gap, digits=2))
-        if math.isfinite(schedule.proof.gap) else None,
-        ("Configurations", f"{schedule.proof.nodes:,} evaluated"),
-    ]
-    return [fact for fact in facts if fact is not None]
-
-
-def _lost_to(row: Rejected, schedule: Schedule | None) -> str:
-    share = None if schedule is None else lost_to(row, schedule)
-    return "-" if share is None else percent(share, digits=1)
+def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
+    expected, deployment, bound = schedule.figures, schedule.deployment, schedule.bound
+    margin, proof = schedule.margin, schedule.proof
+    of = "of all latencies" if bound.kind == "queries" else "of the output lengths"
+    facts: tuple[tuple[str, str, bool], ...] = (
+        ("Policy", row_of(schedule.estimate).title, True),
+        ("Encode batch", str(expected.encode_batch), True),
+        ("Decode batch", f"{expected.decode_batch:.1f} on average", True),
+        ("Decode iterations", str(expected.decode_iterations), expected.decode_iterations > 0),
+        ("Micro-batches", str(deployment.num_groups), deployment.num_groups > 1),
+        ("Tensor parallel", f"degree {deployment.tp_degree} on {deployment.tp_gpus} devices",
+         deployment.tp_degree > 1 and deployment.tp_gpus > 0),
+        ("Predicted throughput", f"{plain(expected.throughput_qps)} queries/s, "
+                                 f"{plain(expected.output_tokens_per_s)} tokens/s", True),
+        ("Predicted latency", format_seconds(expected.latency_s), True),
+        ("Latency bound", "none" if math.isinf(bound.limit_s) else
+         f"{format_seconds(bound.limit_s)} for {bound.quantile * 100:g} % {of}", True),
+        ("One period", format_seconds(expected.period_s), expected.decode_iterations > 0),
+        ("Encoding", format_seconds(expected.encode_s), True),
+        ("Decode iteration", format_seconds(expected.decode_iteration_s), True),
+        ("KV reserved", f"{deployment.kv_tokens:,} tokens at most", True),
+        ("Margin", f"{percent(margin.factor - 1, 1)} of the latency, costs "
+                   f"{percent(margin.cost, 1)} of the throughput", margin.factor > 1),
+        ("Search", proof.status, True),
+        ("Proved at most", f"{plain(proof.bound_qps)} queries/s", math.isfinite(proof.bound_qps)),
+        ("Gap", percent(proof.gap, 2), math.isfinite(proof.gap)),
+        ("Configurations", f"{proof.nodes:,} evaluated", True))
+    return [(label, text) for label, text, is_shown in facts if is_shown]
 
 
 def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
     """Captioned plots; empty without matplotlib or without results."""
     if not plots.can_plot():
         return []
-    bound_s = (output.schedule.bound.limit_s if output.schedule
-               else number(output.job, "constraint", "latency_s"))
+    schedule, expected = output.schedule, expected_output_lengths(output.job)
+    bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
-    predicted_qps = (output.schedule.estimate.figures.throughput_qps
-                     if output.schedule and is_own else None)
-    expected = expected_output_lengths(output.job)
+    predicted_qps = schedule.figures.throughput_qps if schedule and is_own else None
     note = "" if expected is None else f" Expected: {expected.note}."
     latency = plots.latency_histogram(output.queries, bound_s,
                                       number(metrics, "latency_p50_s", "measured"),
@@ -195,13 +175,13 @@ def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _timeline(output: Output) -> dict[str, Any] | None:
     """The middle of the run, a few periods long, stage by stage."""
-    period_s = output.schedule.estimate.figures.period_s if output.schedule else None
-    window = middle_window(output.steps, 3 * period_s if period_s else None)
+    period_s = output.schedule.figures.period_s if output.schedule else None
+    window = figures.middle_window(output.steps, 3 * period_s if period_s else None)
     if window is None:
         return None
     start_s, end_s = window
     origin_s = min(step.start_s for step in output.steps)
-    busy = busy_shares(output.steps, start_s, end_s)
+    busy = figures.busy_shares(output.steps, start_s, end_s)
     pools = {step.stage: f" ({step.pool})" for step in output.steps if step.pool != ALONE}
     return {"svg": plots.timeline(output.steps, start_s, end_s, origin_s),
             "length": format_seconds(end_s - start_s),
@@ -224,8 +204,7 @@ def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:
 def _run_facts(output: Output, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [("Job", text_at(output.job, "name")), ("Model", text_at(output.job, "model")),
              ("Weights", text_at(metrics, "model_source")),
-             ("Loading", words.loading_words(metrics)),
-             ("Engine", text_at(metrics, "engine")),
+             ("Loading", words.loading_words(metrics)), ("Engine", text_at(metrics, "engine")),
              ("Ranks", _as_text(metrics.get("ranks"))), ("Dtype", text_at(metrics, "dtype")),
              ("Requests", text_at(output.job, "workload", "requests")),
              ("Date", text_at(metrics, "date")), ("Status", text_at(metrics, "status"))]
@@ -283,17 +262,33 @@ def _as_text(value: object) -> str | None:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _answer_row(answer: Answer) -> dict[str, Any]:
-    figures = answer.figures
-    return {"id": answer.id, "prompt": answer.prompt, "text": answer.text,
-            "reason": figures.finish_reason,
-            "tokens": f"{figures.input_tokens:,} in, {figures.output_tokens:,} out",
-            "latency": format_seconds(figures.latency_s)}
+def change_rows(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Makes a row of each decision in metrics.json's `rescheduling`, whatever it lacks."""
+    decisions = metrics.get("rescheduling")
+    if not isinstance(decisions, list):
+        return []
+    return [_change_row(row) for row in decisions if isinstance(row, Mapping)]
 
 
-def _answers_shown(output: Output) -> str:
-    shown, total = len(output.answers), len(output.queries)
-    return f"all {total:,}" if shown == total else f"the first {shown:,} of {total:,}"
+def _change_row(row: Mapping[str, Any]) -> dict[str, str]:
+    after, phase = number(row, "after_queries"), number(row, "phase")
+    mean = [number(row, "mean_output_tokens", key) for key in ("planned", "observed")]
+    changed = _changed(row.get("from"), row.get("to"))
+    done = {"keep": "kept as it is", "adjust": changed,
+            "redeploy": f"re-deployment recommended: {changed}"}
+    return {"after": "-" if after is None else words.counted(after, "query"),
+            "mean": " to ".join("-" if value is None else plain(value) for value in mean),
+            "what": done.get(text_at(row, "choice") or "", "no schedule does"),
+            "why": text_at(row, "reason") or "",
+            # a change that came after the last phase was taken up by none
+            "phase": "-" if phase is None else f"{phase:.0f}"}
+
+
+def _changed(old: object, new: object) -> str:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return "-"
+    return ", ".join(f"{str(key).replace('_', ' ')} {old.get(key, '-')} to {value}"
+                     for key, value in new.items() if old.get(key) != value)
 
 
 def _script_hash(script_element: str) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import Lengths
 from xgpt.core.units import format_seconds
@@ -42,8 +41,10 @@ def latency_histogram(queries: Sequence[QueryFigures], bound_s: float | None,
     is_far = bound_s is not None and not bound_s <= 3 * longest_s
     right_s = 1.06 * (longest_s if bound_s is None or is_far else max(longest_s, bound_s))
     with drawing(_WIDTH_IN, _HEIGHT_IN) as (figure, axes):
-        counts, _, _ = axes.hist(latencies, bins=_bins(latencies), color=DECODE,
-                                 edgecolor=SURFACE, linewidth=0.6)
+        # about sqrt(n) bins: few enough that each bar stands for several queries
+        bins = max(6, min(_MAX_BINS, round(2 * math.sqrt(len(latencies)))))
+        counts, _, _ = axes.hist(latencies, bins=bins, color=DECODE, edgecolor=SURFACE,
+                                 linewidth=0.6)
         top = float(np.max(counts))
         axes.set_ylim(0, top * 1.42)
         axes.set_xlim(0, right_s)
@@ -68,7 +69,7 @@ def done_curve(queries: Sequence[QueryFigures], expected_qps: float | None) -> s
     origin_s = min(q.encode_start_s for q in queries)
     ends_s = np.sort([q.end_s - origin_s for q in queries])
     done = np.arange(1, len(ends_s) + 1)
-    shown = _thinned(len(ends_s), 600)
+    shown = np.unique(np.linspace(0, len(done) - 1, min(len(done), 600)).astype(np.int64))
     with drawing(_WIDTH_IN, _HEIGHT_IN) as (figure, axes):
         if expected_qps:
             # through the middle of the run: the fill at its start is no matter of pace
@@ -121,16 +122,14 @@ def timeline(steps: Sequence[StepRecord], start_s: float, end_s: float,
              if s.end_s > start_s and s.start_s < end_s and s.kind in KINDS]
     if not shown:
         return None
-    lanes = [_measured_lane(stage, [s for s in shown if s.stage == stage])
-             for stage in sorted({s.stage for s in steps})]
+    lanes = []
+    for stage in sorted({s.stage for s in steps}):
+        mine = [s for s in shown if s.stage == stage]
+        pool = mine[0].pool if mine else ALONE
+        lanes.append(Lane(label=stage_label(stage, pool), pool=pool, kinds=[s.kind for s in mine],
+                          start_s=np.array([s.start_s for s in mine], dtype=np.float64),
+                          end_s=np.array([s.end_s for s in mine], dtype=np.float64)))
     return draw_lanes(lanes, start_s, end_s, origin_s=origin_s, since="the first step").inline()
-
-
-def _measured_lane(stage: int, steps: Sequence[StepRecord]) -> Lane:
-    pool = steps[0].pool if steps else ALONE
-    return Lane(label=stage_label(stage, pool), pool=pool, kinds=[s.kind for s in steps],
-                start_s=np.array([s.start_s for s in steps], dtype=np.float64),
-                end_s=np.array([s.end_s for s in steps], dtype=np.float64))
 
 
 def _mark(axes: Axes, x: float, label: str, color: str, height: float,
@@ -147,13 +146,3 @@ def _count_axis(axes: Axes) -> None:
     """Whole numbers of queries on the left."""
     axes.locator_params(axis="y", integer=True, nbins=6)
     axes.set_ylabel("queries")
-
-
-def _bins(values: NDArray[np.float64]) -> int:
-    """About sqrt(n) bins: few enough that each bar stands for several queries."""
-    return max(6, min(_MAX_BINS, round(2 * math.sqrt(len(values)))))
-
-
-def _thinned(count: int, most: int) -> NDArray[np.int64]:
-    """Indices of at most `most` evenly spread points, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))

@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.core.whole_file import write_atomically
-from xgpt.report import words
+from xgpt.report import profile_table, words
+from xgpt.report.canvas import COLOURS
+from xgpt.report.page import templates
 from xgpt.report.plots import can_plot
-from xgpt.report.profile_table import (
-    Point,
-    full_lines,
-    lines_of,
-    no_floor_reason,
-    points_of,
-    profile_facts,
-    shown_keys,
-    spread_out,
-    title_of,
-)
+from xgpt.report.profile_table import Point, points_of, profile_facts, shown_keys, shown_lines
 from xgpt.report.svg import BAD, DECODE, ENCODE, GOOD, INK, MUTED, SURFACE, drawing, to_inline_svg
 from xprofiler.profile import STEP_OVERHEAD, Profile, TableKey
 from xprofiler.profile_file import AXES
@@ -43,14 +34,10 @@ _WIDTH_IN, _ROW_IN = 9.6, 3.0
 _MAX_SHADES = 6
 # Degrees and links: colours that differ in lightness too, and a marker each for print.
 _COLORS, _MARKERS = (DECODE, ENCODE, GOOD, BAD, INK), ("o", "s", "^", "D", "v")
-# Of the report's light mode and print (style.html.j2), for a file without a page around it.
-_HEX = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
-        "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227"}
 _NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Series:
+class _Series(NamedTuple):
     """One line of a panel. `size`: of its markers, so that lines on top of each other both show."""
 
     label: str
@@ -61,12 +48,11 @@ class _Series:
     size: float = 4.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Panel:
+class _Panel(NamedTuple):
     """One row: its lines, what they differ by, and a heading where there are several rows."""
 
     series: list[_Series]
-    legend: str
+    legend: str = ""
     heading: str = ""
 
 
@@ -75,29 +61,24 @@ def write_profile_plots(profile: Profile, folder: Path) -> list[Path]:
     `folder`; the paths, the page last. Raises MissingExtraError without matplotlib or jinja2."""
     if not can_plot():
         raise MissingExtraError("matplotlib", "report", "drawing a profile")
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingExtraError("jinja2", "run", f"writing {PAGE_NAME}") from None
+    page = templates(PAGE_NAME).get_template("profile.html.j2")
     folder.mkdir(parents=True, exist_ok=True)
-    paths, figures = [], []
-    names = dict.fromkeys(key.name for key in shown_keys(profile) if key.name != STEP_OVERHEAD)
-    for name in names:
+    texts, figures = {}, []  # texts: by the file's name
+    for name in dict.fromkeys(key.name for key in shown_keys(profile)
+                              if key.name != STEP_OVERHEAD):
         panels, left_out = _panels(profile, name)
-        if not panels:
-            continue
-        svg = _draw(name, panels)
-        paths.append(_write(folder / f"{name}.svg", _standalone(svg)))
-        figures.append({"title": name.replace("_", " "), "svg": svg,
-                        "caption": _caption(name, panels, left_out)})
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.get_template("profile.html.j2").render(
+        if panels:
+            svg = _draw(name, panels)
+            texts[f"{name}.svg"] = _standalone(svg)
+            figures.append({"title": name.replace("_", " "), "svg": svg,
+                            "caption": _caption(name, panels, left_out)})
+    texts[PAGE_NAME] = page.render(
         name=words.clean(profile.metadata.model or "profile"), facts=profile_facts(profile),
-        verdict=judge(profile), figures=figures, no_floor=no_floor_reason(profile),
+        verdict=judge(profile), figures=figures, no_floor=profile_table.no_floor_reason(profile),
         overhead=[format_seconds(p.median_s) for p in profile.table(STEP_OVERHEAD)])
-    return [*paths, _write(folder / PAGE_NAME, page)]
+    for file, text in texts.items():
+        write_atomically(folder / file, text)
+    return [folder / file for file in texts]
 
 
 def _panels(profile: Profile, name: str) -> tuple[list[_Panel], int]:
@@ -105,22 +86,21 @@ def _panels(profile: Profile, name: str) -> tuple[list[_Panel], int]:
     tables = {key: [p for p in points_of(profile, key) if p.sample.x > 0 and p.sample.median_s > 0]
               for key in shown_keys(profile) if key.name == name}
     tables = {key: points for key, points in tables.items() if points}
+    colors = [_COLORS[i % len(_COLORS)] for i in range(len(tables))]
     if not any(p.sample.y for points in tables.values() for p in points):
-        series = [_Series(label=_label(key), points=points, color=_COLORS[i % len(_COLORS)],
-                          marker=_MARKERS[i % len(_MARKERS)])
-                  for i, (key, points) in enumerate(tables.items())]
-        return [_Panel(series=series, legend="")] if series else [], 0
+        series = [_Series(_label(key), points, color, _MARKERS[i % len(_MARKERS)])
+                  for i, ((key, points), color) in enumerate(zip(tables.items(), colors,
+                                                                 strict=True))]
+        return [_Panel(series)] if series else [], 0
     panels, left_out = [], 0
-    for i, (key, points) in enumerate(tables.items()):
-        lines = lines_of(points)
-        drawn = spread_out(full_lines(lines), _MAX_SHADES)
-        left_out = max(left_out, len(lines) - len(drawn))
-        shades = np.linspace(0.45, 1.0, len(drawn)) if len(drawn) > 1 else [1.0]
-        series = [_Series(label=f"{y:,g}", points=lines[y], color=_COLORS[i % len(_COLORS)],
-                          marker=_MARKERS[j % len(_MARKERS)], alpha=float(alpha),
-                          size=4.5 + 0.8 * (len(drawn) - 1 - j))
-                  for j, (y, alpha) in enumerate(zip(drawn, shades, strict=True))]
-        panels.append(_Panel(series=series, legend=AXES[name][1], heading=_label(key)))
+    for (key, points), color in zip(tables.items(), colors, strict=True):
+        lines = shown_lines(points, _MAX_SHADES)
+        left_out = max(left_out, len({p.sample.y for p in points}) - len(lines))
+        shades = np.linspace(0.45, 1.0, len(lines)) if len(lines) > 1 else [1.0]
+        series = [_Series(f"{y:,g}", lines[y], color, _MARKERS[j % len(_MARKERS)], float(alpha),
+                          size=4.5 + 0.8 * (len(lines) - 1 - j))
+                  for j, (y, alpha) in enumerate(zip(lines, shades, strict=True))]
+        panels.append(_Panel(series, legend=AXES[name][1], heading=_label(key)))
     return panels, left_out
 
 
@@ -146,8 +126,9 @@ def _draw(name: str, panels: Sequence[_Panel]) -> str:
             for axes in row:
                 _x_axis(axes, AXES[name][0], is_last=panel is panels[-1])
         highest = max(s.points[-1].sample.x for panel in panels for s in panel.series)
-        return to_inline_svg(figure, name.replace("_", "-"), f"Time of {title_of(TableKey(name))} "
-                             f"up to {highest:,.0f} {AXES[name][0]}")
+        title = profile_table.title_of(TableKey(name))
+        return to_inline_svg(figure, name.replace("_", "-"),
+                             f"Time of {title} up to {highest:,.0f} {AXES[name][0]}")
 
 
 def _times(axes: Axes, panel: _Panel, *, with_floor: bool) -> None:
@@ -175,28 +156,24 @@ def _legend(axes: Axes, panel: _Panel) -> None:
 
 
 def _shares(axes: Axes, panel: _Panel) -> None:
-    for series in panel.series:
-        _line(axes, series, lambda p: 100 * (p.share or 0.0))
+    _from_zero(axes, panel, lambda p: 100 * (p.share or 0.0), least_top=100)
     axes.axhline(100, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(0.005, 100, "roofline", transform=axes.get_yaxis_transform(), fontsize=8,
               color=MUTED, va="bottom")
-    _from_zero(axes, max([100, *(100 * (p.share or 0) for s in panel.series for p in s.points)]))
     axes.set_ylabel("share of the roofline, %")
 
 
 def _rates(axes: Axes, panel: _Panel) -> None:
-    for series in panel.series:
-        _line(axes, series, _gigabytes_per_s)
-    _from_zero(axes, max(_gigabytes_per_s(p) for s in panel.series for p in s.points))
+    _from_zero(axes, panel, lambda p: p.gigabytes_per_s)
     axes.set_ylabel("bytes over time, GB/s")
 
 
-def _gigabytes_per_s(point: Point) -> float:
-    return point.sample.x / point.sample.median_s / 1e9
-
-
-def _from_zero(axes: Axes, top: float) -> None:
-    """Limits with room for a marker at either end."""
+def _from_zero(axes: Axes, panel: _Panel, value: Callable[[Point], float],
+               least_top: float = 0.0) -> None:
+    """The panel's lines, within limits with room for a marker at either end."""
+    for series in panel.series:
+        _line(axes, series, value)
+    top = max([least_top, *(value(p) for s in panel.series for p in s.points)])
     axes.set_ylim(-0.03 * top, 1.1 * top)
 
 
@@ -228,23 +205,19 @@ def _x_axis(axes: Axes, label: str, *, is_last: bool) -> None:
     axes.grid(visible=True, axis="both")
     if is_last:
         axes.set_xlabel("bytes of a message" if is_bytes else label)
-    if not is_bytes:
-        _log_ticks(axes.xaxis, axes.get_xlim(), lambda x: f"{x:,g}")
-        return
+    text = format_bytes if is_bytes else "{:,g}".format
+    _log_ticks(axes.xaxis, axes.get_xlim(), text, is_bytes=is_bytes)
+
+
+def _log_ticks(axis: Any, limits: tuple[float, float], text: Callable[[float], str], *,
+               is_bytes: bool = False) -> None:
+    """Labels at every decade; below two and a half decades at 1, 2 and 5 of each; of bytes, at
+    every power of 2 or of 16."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(base=16 if high > 500 * low else 2))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_bytes(x)))
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _log_ticks(axis: Any, limits: tuple[float, float], text: Callable[[float], str]) -> None:
-    """Labels at every decade; below two and a half decades at 1, 2 and 5 of each."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    is_short = limits[1] < 300 * limits[0]
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_short else (1,)))
+    low, high = limits
+    axis.set_major_locator(LogLocator(base=16 if high > 500 * low else 2) if is_bytes else
+                           LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     axis.set_minor_locator(NullLocator())
 
@@ -264,19 +237,14 @@ def _caption(name: str, panels: Sequence[_Panel], left_out: int) -> str:
 
 def _standalone(svg: str) -> str:
     """An inline drawing as a file of its own, in the colours of light mode and print."""
-    for name, color in _HEX.items():
+    for name, color in COLOURS.items():
         svg = svg.replace(f"var(--{name})", color)
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     assert box is not None, f"no viewBox: {svg[:200]}"
     width, height = box.groups()
     style = ("<style>*{stroke-linejoin:round;stroke-linecap:butt}"
              "text{font-family:sans-serif!important}</style>"
-             f'<rect width="{width}" height="{height}" fill="{_HEX["surface"]}"/>')
+             f'<rect width="{width}" height="{height}" fill="{COLOURS["surface"]}"/>')
     svg = svg.replace("<svg", f'<svg {_NAMESPACES} width="{width}pt" height="{height}pt"', 1)
     start = svg.index(">", svg.index("<svg")) + 1
     return svg[:start] + style + svg[start:] + "\n"
-
-
-def _write(path: Path, text: str) -> Path:
-    write_atomically(path, text)
-    return path

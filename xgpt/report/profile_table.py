@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
-from xgpt.report.table import _ascii, table
+from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
@@ -17,10 +16,9 @@ from xprofiler.work import bound_by, floor_s, work
 
 WIDTH = 79
 MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
-_LEFT_OF_FACTS = 13
 _OPERATORS = frozenset(operator.value for operator in Operator)
-_MESSAGES = frozenset(name for name, (x, _) in AXES.items() if x == "bytes")
 _NOISY = "*"
+_T = TypeVar("_T")
 
 
 class Point(NamedTuple):
@@ -42,19 +40,25 @@ class Point(NamedTuple):
             return None
         return self.floor_s / self.sample.median_s
 
+    @property
+    def gigabytes_per_s(self) -> float:
+        """A message's own bytes over its time, in 10^9 bytes a second."""
+        return self.sample.x / self.sample.median_s / 1e9
+
 
 def profile_tables(profile: Profile) -> str:
     """What the profile is of and how good it is, then a table an operator, degree and link."""
-    head = [_fact(label, value) for label, value in profile_facts(profile)]
+    facts = profile_facts(profile)
     if (reason := no_floor_reason(profile)) is not None:
-        head.append(_fact("roofline", f"no shares of it: {reason}"))
+        facts.append(("roofline", f"no shares of it: {reason}"))
+    head = "\n".join(fact(label, value, WIDTH) for label, value in facts)
     tables = [_table_of(profile, key) for key in shown_keys(profile)]
     legend = ("time: median of the samples; spread: between its quartiles, over the median "
               f"({_NOISY} over {SPREAD_LIMIT:.0%})")
-    if no_floor_reason(profile) is None:
+    if reason is None:
         legend += ("; floor: the least time at the device's peaks, bound by compute or memory; "
                    "share: floor over time, over 100% where a cache beats the memory")
-    return "\n\n".join(["\n".join(head), *tables, textwrap.fill(legend, WIDTH)])
+    return "\n\n".join([head, *tables, paragraph(legend, WIDTH)])
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -112,25 +116,22 @@ def points_of(profile: Profile, key: TableKey) -> list[Point]:
         samples, floor_s(needed, peaks), bound_by(needed, peaks), strict=True)]
 
 
-def lines_of(points: Iterable[Point]) -> dict[float, list[Point]]:
-    """The points by y; those of a table without y are one line."""
+def shown_lines(points: Iterable[Point], most: int) -> dict[float, list[Point]]:
+    """The points by y, of `most` values of y at most: of those that more than one x was measured
+    at, where there are any. Those of a table without y are one line."""
     lines: dict[float, list[Point]] = {}
     for point in points:
         lines.setdefault(point.sample.y, []).append(point)
-    return lines
+    full = [y for y, line in lines.items() if len(line) > 1] or list(lines)
+    return {y: lines[y] for y in _spread_out(full, most)}
 
 
-def spread_out(lines: Sequence[float], most: int) -> list[float]:
-    """At most `most` of `lines`, first and last among them and the others evenly between."""
-    if len(lines) <= most:
-        return list(lines)
-    places = {round(i * (len(lines) - 1) / (most - 1)) for i in range(most)}
-    return [lines[place] for place in sorted(places)]
-
-
-def full_lines(lines: Mapping[float, list[Point]]) -> list[float]:
-    """The y that more than one x was measured at; all of them where there is none."""
-    return [y for y, points in lines.items() if len(points) > 1] or list(lines)
+def _spread_out(items: Sequence[_T], most: int) -> list[_T]:
+    """At most `most` of `items`, first and last among them and the others evenly between."""
+    if len(items) <= most:
+        return list(items)
+    return [items[place] for place in
+            sorted({round(i * (len(items) - 1) / (most - 1)) for i in range(most)})]
 
 
 def title_of(key: TableKey) -> str:
@@ -144,60 +145,49 @@ def _table_of(profile: Profile, key: TableKey) -> str:
     points = points_of(profile, key)
     if key.name == STEP_OVERHEAD:
         time, spread = _timed(points[0])
-        return _paragraph(f"{title_of(key)}: {time} a micro-batch and stage, spread {spread}")
-    shown = _thinned(points)
-    x, y = AXES[key.name]
+        return paragraph(f"{title_of(key)}: {time} a micro-batch and stage, spread {spread}", WIDTH)
+    shown, (x, y) = _thinned(points), AXES[key.name]
     is_2d = any(p.sample.y for p in points)
-    axes = f"x = {x}" + (f", y = {y}" if is_2d else "")
-    title = f"{title_of(key)}: {axes}"
+    title = f"{title_of(key)}: x = {x}" + (f", y = {y}" if is_2d else "")
     if len(shown) < len(points):
         left_out = [p for p in points if p not in shown]
         noisy = sum(p.is_noisy for p in left_out)
         title += f" ({len(shown)} of {counted(len(points), 'point')}"
         title += f", {noisy} of the others noisy)" if noisy else ")"
-    rows = _message_rows(shown) if key.name in _MESSAGES else _operator_rows(shown, is_2d)
-    return f"{_paragraph(title)}\n{rows}"
+    rows = _message_rows(shown) if x == "bytes" else _operator_rows(shown, is_2d)
+    return f"{paragraph(title, WIDTH)}\n{rows}"
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
     """MAX_ROWS points at most; of many y the first, the middle and the last."""
-    lines = lines_of(points)
-    kept = list(lines) if len(points) <= MAX_ROWS else spread_out(full_lines(lines), MAX_LINES)
-    each = max(MAX_ROWS // len(kept), 2)
-    shown = []
-    for y in kept:
-        by_x = {p.sample.x: p for p in lines[y]}
-        xs = list(by_x) if len(points) <= MAX_ROWS else spread_out(list(by_x), each)
-        shown += [by_x[x] for x in xs]
-    return shown
+    if len(points) <= MAX_ROWS:
+        return list(points)
+    lines = shown_lines(points, MAX_LINES)
+    each = max(MAX_ROWS // len(lines), 2)
+    return [point for line in lines.values() for point in _spread_out(line, each)]
 
 
 def _operator_rows(points: Sequence[Point], is_2d: bool) -> str:
     """Columns y, x, time, spread and, where there is a floor: floor, share, what bounds."""
     has_floor = any(p.floor_s is not None for p in points)
-    header = [*(["y"] if is_2d else []), "x", "time", "spread ",
-              *(["floor", "share", "bound by"] if has_floor else [])]
+    header = ["y", "x", "time", "spread ", *(["floor", "share", "bound by"] if has_floor else [])]
     rows, last_y = [], None
     for p in points:
         y = "" if p.sample.y == last_y else _count(p.sample.y)  # named once a group
         last_y = p.sample.y
-        row = [*([y] if is_2d else []), _count(p.sample.x), *_timed(p)]
+        row = [y, _count(p.sample.x), *_timed(p)]
         if has_floor:
             row += [format_seconds(p.floor_s or 0.0), "-" if p.share is None else f"{p.share:.0%}",
                     p.bound_by]
         rows.append(row)
-    return table(header, rows, right=[i for i, name in enumerate(header) if name != "bound by"])
+    first = 0 if is_2d else 1
+    return table(header[first:], [row[first:] for row in rows], right=range(6 - first))
 
 
 def _message_rows(points: Sequence[Point]) -> str:
-    header = ("bytes", "time", "spread ", "GB/s")
-    rows = [(format_bytes(p.sample.x), *_timed(p), gigabytes_per_s(p.sample)) for p in points]
-    return table(header, rows, right=range(4))
-
-
-def gigabytes_per_s(sample: Sample) -> str:
-    """The message's own bytes over its time, in 10^9 bytes a second."""
-    return f"{sample.x / sample.median_s / 1e9:.3g}" if sample.median_s else "-"
+    rows = [(format_bytes(p.sample.x), *_timed(p), f"{p.gigabytes_per_s:.3g}"
+             if p.sample.median_s else "-") for p in points]
+    return table(("bytes", "time", "spread ", "GB/s"), rows, right=range(4))
 
 
 def _timed(point: Point) -> tuple[str, str]:
@@ -226,12 +216,3 @@ def _rate(per_s: float) -> str:
         if per_s >= scale:
             return f"{per_s / scale:.3g} {prefix}"
     return f"{per_s:.3g} "
-
-
-def _fact(label: str, value: str) -> str:
-    return textwrap.fill(_ascii(value), WIDTH, initial_indent=label.ljust(_LEFT_OF_FACTS),
-                         subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
-
-
-def _paragraph(text: str) -> str:
-    return textwrap.fill(_ascii(text), WIDTH, break_on_hyphens=False)

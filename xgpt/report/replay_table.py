@@ -49,13 +49,11 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
             text += (f"; latency {format_seconds(replay.steady_latency_s)} "
                      f"({_against(estimate.figures.latency_s, replay.steady_latency_s)})")
         lines.append(("steady", text))
-    lines.append(("busy", _busy(replay.utilisation)))
-    share = replay.kv_peak_tokens / max(estimate.deployment.kv_tokens, 1)
-    memory = (f"at most {replay.kv_peak_tokens} of {estimate.deployment.kv_tokens} tokens "
-              f"({percent(share)})")
-    if replay.preemptions:
-        memory += f"; {replay.preemptions} preemptions"
-    lines.append(("KV held", memory))
+    kv_tokens = estimate.deployment.kv_tokens
+    preemptions = f"; {replay.preemptions} preemptions" if replay.preemptions else ""
+    lines += [("busy", _busy(replay.utilisation)),
+              ("KV held", f"at most {replay.kv_peak_tokens} of {kv_tokens} tokens "
+                          f"({percent(replay.kv_peak_tokens / max(kv_tokens, 1))}){preemptions}")]
     return "\n".join(fact(label, value) for label, value in lines)
 
 
@@ -66,18 +64,14 @@ def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Cons
     first = rows[0][1]
     assert first is not None
     body = []
-
-    def over(e: Estimate) -> str:
-        return " OVER" if e.figures.latency_s > constraint.latency_s else ""
-
     for name, e in rows:
-        if e is None:
-            body.append((policy(name).title, "-", "-", "-", "none fits and keeps the bound"))
-            continue
-        body.append((policy(name).title, plain(e.figures.throughput_qps),
+        cells = ("-", "-", "-", "none fits and keeps the bound")
+        if e is not None:
+            over = " OVER" if e.figures.latency_s > constraint.latency_s else ""
+            cells = (plain(e.figures.throughput_qps),
                      f"{e.figures.throughput_qps / first.figures.throughput_qps:.2f}",
-                     format_seconds(e.figures.latency_s) + over(e),
-                     controls_cell(e)))
+                     format_seconds(e.figures.latency_s) + over, controls_cell(e))
+        body.append((policy(name).title, *cells))
     return table(("policy", "queries/s", "share", "latency", "configuration"), body,
                  right=(1, 2, 3))
 

@@ -7,71 +7,52 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xgpt.core.constraint import Constraint
-from xgpt.core.schedule import JOB_STATUS, Estimate, Schedule
+from xgpt.core.constraint import Bound, Constraint
+from xgpt.core.schedule import JOB_STATUS, Estimate, Rejected, Schedule
+from xgpt.core.status import Status
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report.figures import comparisons, lost_to_bound, percent, plain
+from xgpt.report import words
+from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
-from xgpt.report.words import (
-    counted,
-    layers_of,
-    loading_words,
-    margin_words,
-    proved_against,
-    pruned_words,
-    ranks_of,
-)
 
 WIDTH = 80
 _GAP = "  "
 _LEAST_WRAPPED = 20  # columns
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
+# how the label of a rejected alternative begins
+_POLICY, _DEGREE, _FREE, _BARE = ("policy ", "tp_degree ", "without a latency bound",
+                                  "without a margin")
+_NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
 def schedule_table(schedule: Schedule) -> str:
     """What was chosen, its predicted throughput and latency against the bound, what the bound and
     the margin cost, memory, and what the search proved."""
-    e = schedule.estimate
-    facts = [
-        ("chosen", _chosen(e)),
-        ("parallel", _parallel(e)),
-        ("throughput", _throughput(e)),
-        ("latency", _latency(schedule)),
-        ("this job", schedule.explanation[0]) if schedule.proof.status == JOB_STATUS
-        and schedule.explanation else ("the bound", _bound_cost(schedule)),
-        *([("margin", margin_words(schedule))] if schedule.margin.note else []),
-        ("step times", _step_times(e)),
-        ("memory", _memory(e)),
-        ("search", f"{_status(schedule)}, {counted(schedule.proof.nodes, 'configuration')} in "
-                   f"{format_seconds(schedule.proof.seconds)}"),
-        *([("given up", pruned_words(schedule))] if schedule.proof.pruned else []),
-        *_marks(e),
-    ]
-    return "\n".join(fact(label, value) for label, value in facts)
+    e, proof = schedule.estimate, schedule.proof
+    is_for_job = proof.status == JOB_STATUS and schedule.explanation
+    cost = [("this job", schedule.explanation[0]) if is_for_job else
+            ("the bound", _bound_cost(schedule))]
+    if schedule.margin.note:
+        cost.append(("margin", words.margin_words(schedule)))
+    search = [("search", f"{_status(schedule)}, {words.counted(proof.nodes, 'configuration')} in "
+                         f"{format_seconds(proof.seconds)}")]
+    if proof.pruned:
+        search.append(("given up", words.pruned_words(schedule)))
+    return _facts("chosen", e, schedule.bound, cost, search)
 
 
 def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
     """The same figures of an Estimate that no search stands behind."""
-    facts = [
-        ("simulated", _chosen(estimate)),
-        ("parallel", _parallel(estimate)),
-        ("throughput", _throughput(estimate)),
-        ("latency", _latency_against(estimate.figures.latency_s, constraint.latency_s,
-                                     constraint.kind, constraint.quantile)),
-        ("step times", _step_times(estimate)),
-        ("memory", _memory(estimate)),
-        *_marks(estimate),
-    ]
-    return "\n".join(fact(label, value) for label, value in facts)
+    return _facts("simulated", estimate, constraint.latency)
 
 
 def summary_table(metrics: Mapping[str, Any]) -> str:
     """The end of a run: queries done, and predicted beside measured with their ratio."""
     queries, num_errors = number(metrics, "queries") or 0.0, number(metrics, "errors") or 0.0
-    first = f"{counted(queries, 'query')} done"
+    first = f"{words.counted(queries, 'query')} done"
     if num_errors:
-        first += f", {counted(num_errors, 'error')} (errors.jsonl)"
+        first += f", {words.counted(num_errors, 'error')} (errors.jsonl)"
     if text_at(metrics, "status") == "stopped":
         first += ", stopped early: the same command goes on"
     rows = comparisons(metrics)
@@ -80,51 +61,82 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
-    remarks = [loading_words(metrics), text_at(metrics, "attribution", "sentence")]
+    remarks = [words.loading_words(metrics), text_at(metrics, "attribution", "sentence")]
     return "\n".join([_ascii(first), table(header, body, right=(1, 2, 3)),
                       *(textwrap.fill(_ascii(text), WIDTH) for text in remarks if text)])
 
 
+def choice_table(schedule: Schedule) -> str:
+    """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
+    facts = [("why" if index == 0 else "", sentence)
+             for index, sentence in enumerate(schedule.explanation)]
+    facts += [(_label(row), _alternative(row, schedule)) for row in schedule.rejected]
+    return "\n".join(fact(label, text) for label, text in facts)
+
+
+def _label(row: Rejected) -> str:
+    what = row.label.partition(":")[0]
+    if what.startswith(_POLICY):
+        return f"best {what.removeprefix(_POLICY)}"
+    if what.startswith(_DEGREE):
+        return f"tp degree {what.removeprefix(_DEGREE)}"
+    return {_FREE: "no bound", _BARE: "no margin"}.get(what, "instead")
+
+
+def _alternative(row: Rejected, schedule: Schedule) -> str:
+    what, _, point = row.label.partition(": ")
+    is_known = what.startswith((_POLICY, _DEGREE, _FREE, _BARE))
+    point = (point if is_known else row.label).removesuffix(_NO_PLAN)
+    if row.throughput_qps is None:
+        return f"{row.reason} ({point})" if point else row.reason
+    share = lost_to(row, schedule)
+    more = row.throughput_qps / schedule.figures.throughput_qps - 1
+    parts = [f"{plain(row.throughput_qps)} queries/s",
+             f"{percent(share, 1)} less" if share is not None else
+             f"{percent(more, 1)} more" if more > 5e-4 else "as many"]
+    if row.latency_s is not None:
+        parts.append(f"latency {format_seconds(row.latency_s)}")
+    return f"{', '.join(parts)}: {point}" if point else ", ".join(parts)
+
+
 def stage_table(schedule: Schedule) -> str:
     """One line a stage: its ranks, layers, phase and memory."""
-    e = schedule.estimate
-    body = []
-    for stage in e.deployment.stages:
-        memory_bytes = e.figures.memory_bytes
+    body, memory_bytes = [], schedule.figures.memory_bytes
+    for stage in schedule.deployment.stages:
         held = [memory_bytes[rank] for rank in stage.ranks if rank < len(memory_bytes)]
-        memory = format_bytes(max(held)) if held else "-"
-        phase = {"both": "encode, decode"}.get(stage.role, stage.role)
-        body.append((str(stage.index), ranks_of(stage), layers_of(stage), phase, memory))
+        body.append((str(stage.index), words.ranks_of(stage), words.layers_of(stage),
+                     {"both": "encode, decode"}.get(stage.role, stage.role),
+                     format_bytes(max(held)) if held else "-"))
     return table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
 
 
-def _marks(e: Estimate) -> list[tuple[str, str]]:
-    """What an estimate says of itself besides its figures, but for where its times are from."""
-    return [("note", note) for note in e.notes if not note.startswith("times: ")]
-
-
-def _throughput(e: Estimate) -> str:
-    return (f"{plain(e.figures.throughput_qps)} queries/s, "
-            f"{plain(e.figures.output_tokens_per_s)} output tokens/s in steady state")
-
-
-def _step_times(e: Estimate) -> str:
+def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]] = (),
+           search: Sequence[tuple[str, str]] = ()) -> str:
+    """The figures of an estimate, and between them what its `cost` is and how it was found."""
     figures = e.figures
-    return (f"encode {format_seconds(figures.encode_s)}, decode iteration "
-            f"{format_seconds(figures.decode_iteration_s)}, period "
-            f"{format_seconds(figures.period_s)}")
-
-
-def _chosen(e: Estimate) -> str:
-    return f"{controls_line(e)}; {e.figures.decode_batch:.1f} queries decode at once"
+    facts = [
+        (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"),
+        ("parallel", _parallel(e)),
+        ("throughput", f"{plain(figures.throughput_qps)} queries/s, "
+                       f"{plain(figures.output_tokens_per_s)} output tokens/s in steady state"),
+        ("latency", _latency(figures.latency_s, bound)),
+        *cost,
+        ("step times", f"encode {format_seconds(figures.encode_s)}, decode iteration "
+                       f"{format_seconds(figures.decode_iteration_s)}, period "
+                       f"{format_seconds(figures.period_s)}"),
+        ("memory", _memory(e)),
+        *search,
+        # where its times are from stands above the table
+        *(("note", note) for note in e.notes if not note.startswith("times: "))]
+    return "\n".join(fact(label, value) for label, value in facts)
 
 
 def _parallel(e: Estimate) -> str:
     deployment = e.deployment
-    stages = counted(len(deployment.stages), "stage")
+    stages = words.counted(len(deployment.stages), "stage")
     if len(deployment.pools) > 1:
         first, *others = deployment.pools
-        stages = ", ".join([f"{counted(len(first.stages), 'stage')} to {first.name}",
+        stages = ", ".join([f"{words.counted(len(first.stages), 'stage')} to {first.name}",
                             *(f"{len(pool.stages)} to {pool.name}" for pool in others)])
     if deployment.tp_degree > 1 and deployment.tp_gpus:
         return (f"{stages}; tensor parallelism of {deployment.tp_degree} on {deployment.tp_gpus} "
@@ -132,19 +144,13 @@ def _parallel(e: Estimate) -> str:
     return f"{stages}; no tensor parallelism"
 
 
-def _latency(schedule: Schedule) -> str:
-    return _latency_against(schedule.estimate.figures.latency_s, schedule.bound.limit_s,
-                            schedule.bound.kind, schedule.bound.quantile)
-
-
-def _latency_against(latency_s: float, bound_s: float, kind: str, quantile: float) -> str:
-    latency = format_seconds(latency_s)
-    of = "of all queries" if kind == "queries" else "of the output lengths"
-    meaning = f"{quantile * 100:g} % {of}"
-    if math.isinf(bound_s):
-        return f"{latency} for {meaning}; no bound"
-    verb = "within" if latency_s <= bound_s else "OVER"
-    return f"{latency} for {meaning}, {verb} the bound of {format_seconds(bound_s)}"
+def _latency(latency_s: float, bound: Bound) -> str:
+    of = "of all queries" if bound.kind == "queries" else "of the output lengths"
+    text = f"{format_seconds(latency_s)} for {bound.quantile * 100:g} % {of}"
+    if math.isinf(bound.limit_s):
+        return f"{text}; no bound"
+    verb = "within" if latency_s <= bound.limit_s else "OVER"
+    return f"{text}, {verb} the bound of {format_seconds(bound.limit_s)}"
 
 
 def _bound_cost(schedule: Schedule) -> str:
@@ -155,21 +161,21 @@ def _bound_cost(schedule: Schedule) -> str:
         return "its cost was not computed"
     if not lost:
         return "costs nothing"
-    return (f"costs {percent(lost, digits=1)} of the throughput "
-            f"({plain(free)} queries/s without it)")
+    return f"costs {percent(lost, 1)} of the throughput ({plain(free)} queries/s without it)"
 
 
 def _status(schedule: Schedule) -> str:
-    most_qps = schedule.proof.bound_qps
-    if schedule.proof.status == JOB_STATUS:
-        return schedule.proof.status if math.isinf(most_qps) else (
-            f"{schedule.proof.status} (the steady state gives at most {plain(most_qps)} queries/s)")
-    if not math.isfinite(schedule.proof.gap):
-        return f"{schedule.proof.status}, no gap proved"
-    gap = f"gap {percent(schedule.proof.gap, digits=2)}"
-    status = schedule.proof.status.removesuffix(" gap")  # "within gap", "optimal", ...
-    return (f"{schedule.proof.status}, {gap}" if status == schedule.proof.status else
-            f"{status} {gap}{proved_against(schedule)}")
+    proof = schedule.proof
+    if proof.status == JOB_STATUS:
+        return proof.status if math.isinf(proof.bound_qps) else (
+            f"{proof.status} (the steady state gives at most {plain(proof.bound_qps)} queries/s)")
+    if not math.isfinite(proof.gap):
+        return f"{proof.status}, no gap proved"
+    if proof.status != Status.WITHIN_GAP:
+        return f"{proof.status}, gap {percent(proof.gap, 2)}"
+    # with a margin it is not plain what the gap is to
+    against = " (to schedules without a margin)" if schedule.margin.cost > 0 else ""
+    return f"within gap {percent(proof.gap, 2)}{against}"
 
 
 def _memory(e: Estimate) -> str:
@@ -182,8 +188,13 @@ def _memory(e: Estimate) -> str:
     return f"{spread} of {format_bytes(e.figures.memory_capacity_bytes)} per rank{fits}"
 
 
-def fact(label: str, value: str) -> str:
-    return textwrap.fill(_ascii(value), WIDTH, initial_indent=label.ljust(_LEFT_OF_FACTS),
+def paragraph(text: str, width: int = WIDTH) -> str:
+    """The text in lines of at most `width` columns."""
+    return textwrap.fill(_ascii(text), width, break_on_hyphens=False)
+
+
+def fact(label: str, value: str, width: int = WIDTH) -> str:
+    return textwrap.fill(_ascii(value), width, initial_indent=label.ljust(_LEFT_OF_FACTS),
                          subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
 
 

@@ -1,15 +1,18 @@
 """What `xgpt schedule` shows when asked for more than the schedule: what more of each limit would
-bring, ways to go on from a deployed schedule, and drifting lengths."""
+bring, ways to go on from a deployed schedule, and drifting lengths; and other bounds, for
+`xgpt sweep`."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from xgpt.core.constraint import Constraint
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
+from xgpt.report.policy_words import value_of
 from xgpt.report.table import WIDTH, fact, table
 from xscheduler.drift import DriftRow
 from xscheduler.live.pinned import Way
@@ -53,12 +56,38 @@ def _cost(ways: Reschedule) -> str:
             f"from DRAM or {format_seconds(loading.from_ssd_s)} from SSD: {pays}")
 
 
+def sweep_table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
+    """A line a bound (in seconds): its schedule, or why there is none."""
+    has_margin = any(isinstance(answer, Schedule) and answer.margin.factor > 1
+                     for _, answer in rows)
+    header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups", "TP",
+              "margin")
+    body = [_row(bound_s, answer) for bound_s, answer in rows]
+    columns = len(header) if has_margin else len(header) - 1
+    lines = [table(header[:columns], [row[:columns] for row in body], right=(2, 4, 5, 6, 8))]
+    refused = [why for _, why in rows if isinstance(why, str)]
+    return "\n".join([*lines, fact("infeasible", refused[-1])] if refused else lines)
+
+
+def _row(bound_s: float, answer: Schedule | str) -> tuple[str, ...]:
+    if isinstance(answer, str):
+        return (format_seconds(bound_s), "infeasible", *("-",) * 7)
+    figures, deployment = answer.figures, answer.deployment
+    iterations = value_of(answer.estimate, "decode_iterations")
+    return (format_seconds(bound_s), answer.estimate.policy, f"{figures.throughput_qps:.4g}",
+            format_seconds(figures.latency_s), str(figures.encode_batch),
+            "-" if iterations is None else str(iterations), str(deployment.num_groups),
+            f"{deployment.tp_degree} x {deployment.tp_gpus}" if deployment.tp_degree > 1 else "-",
+            f"{answer.margin.factor - 1:.1%}")
+
+
 def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
     """The schedule under changed output lengths, beside the best schedule for each."""
-    body = [(row.statistic, _change(row), _number(row.kept.throughput_qps),
-             "-" if row.best is None else _number(row.best.throughput_qps),
-             _seconds(row.kept.queries_s), _kept(row.keeps_queries),
-             _seconds(row.kept.sequence_s), _kept(row.keeps_sequence)) for row in rows]
+    body = [(row.statistic, _change(row), _known(row.kept.throughput_qps, plain),
+             "-" if row.best is None else _known(row.best.throughput_qps, plain),
+             _known(row.kept.queries_s, format_seconds), _kept(row.keeps_queries),
+             _known(row.kept.sequence_s, format_seconds), _kept(row.keeps_sequence))
+            for row in rows]
     text = table(("changed", "by", "queries/s", "best", "all", "", "one query", ""), body,
                  right=(1, 2, 3, 4, 6))
     share = f"{constraint.quantile * 100:g} %"
@@ -70,18 +99,13 @@ def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
 
 
 def _change(row: DriftRow) -> str:
-    change = row.change if row.statistic == "skewness" else row.change - 1
-    if change == 0:
-        return "-"
-    return f"{change:+.1f}" if row.statistic == "skewness" else f"{change:+.0%}"
+    is_skewness = row.statistic == "skewness"
+    change = row.change if is_skewness else row.change - 1
+    return "-" if change == 0 else f"{change:+.1f}" if is_skewness else f"{change:+.0%}"
 
 
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else plain(value)
-
-
-def _seconds(value: float) -> str:
-    return "-" if math.isnan(value) else format_seconds(value)
+def _known(value: float, text: Callable[[float], str]) -> str:
+    return "-" if math.isnan(value) else text(value)
 
 
 def _kept(is_kept: bool | None) -> str:

@@ -88,26 +88,20 @@ def bound_cost(schedule: Schedule) -> str:
 
 def proof(schedule: Schedule) -> str:
     """What the search proved, in one sentence."""
-    looked = (f"{counted(schedule.proof.nodes, 'configuration')} in "
-              f"{format_seconds(schedule.proof.seconds)}")
-    if schedule.proof.status == JOB_STATUS:
+    search = schedule.proof
+    looked = f"{counted(search.nodes, 'configuration')} in {format_seconds(search.seconds)}"
+    if search.status == JOB_STATUS:
         quality = " ".join(schedule.explanation).rstrip(".")
-    elif not math.isfinite(schedule.proof.gap):
+    elif not math.isfinite(search.gap):
         quality = "how much faster another schedule could be is not proved"
-    elif schedule.proof.gap <= 1e-9:
+    elif search.gap <= 1e-9:
         quality = "no admissible schedule is faster, by the same estimates"
     else:
         margin = "with its margin or without, " if schedule.margin.cost > 0 else ""
-        quality = (f"{margin}no admissible schedule is more than "
-                   f"{percent(schedule.proof.gap, digits=2)} faster (at most "
-                   f"{plain(schedule.proof.bound_qps)} queries/s), by the same estimates")
-    gave_up = f" Given up: {pruned_words(schedule)}." if schedule.proof.pruned else ""
-    return f"Search status {schedule.proof.status}, after {looked}: {quality}.{gave_up}"
-
-
-def proved_against(schedule: Schedule) -> str:
-    """What a gap is to, where that is not plain."""
-    return " (to schedules without a margin)" if schedule.margin.cost > 0 else ""
+        quality = (f"{margin}no admissible schedule is more than {percent(search.gap, 2)} faster "
+                   f"(at most {plain(search.bound_qps)} queries/s), by the same estimates")
+    gave_up = f" Given up: {pruned_words(schedule)}." if search.pruned else ""
+    return f"Search status {search.status}, after {looked}: {quality}.{gave_up}"
 
 
 def margin_words(schedule: Schedule) -> str:
@@ -173,7 +167,7 @@ def banner(output: Output) -> str | None:
 def _place(output: Output, metrics: dict[str, object]) -> str:
     ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
     if ranks is None and output.schedule is not None:
-        ranks = float(len(output.schedule.estimate.figures.memory_bytes))
+        ranks = float(len(output.schedule.figures.memory_bytes))
     cluster = output.job.get("cluster")
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
@@ -187,13 +181,12 @@ def _span(first: int, count: int) -> str:
 def loading_words(metrics: Mapping[str, Any]) -> str | None:
     """What was loaded, how quickly, and how much of it came from the disk and not from memory."""
     loaded, seconds = number(metrics, "loaded_bytes"), number(metrics, "load_s", "measured")
+    from_disk, rate = number(metrics, "loaded_from_disk_bytes"), number(metrics, "disk_bytes_per_s")
     if not loaded or not seconds:
         return None
     is_made = text_at(metrics, "weights") == "random"
     text = (f"{'made' if is_made else 'loaded'} {_decimal_bytes(loaded)} in "
             f"{format_seconds(seconds)}: {_decimal_bytes(loaded / seconds)}/s")
-    from_disk = number(metrics, "loaded_from_disk_bytes")
-    rate = number(metrics, "disk_bytes_per_s")
     if from_disk is None or is_made:
         return text
     text += f" ({_decimal_bytes(from_disk)} came from the disk"

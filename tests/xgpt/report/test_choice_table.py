@@ -8,8 +8,7 @@ import pytest
 from fake_run import fake_schedule
 
 from xgpt.core.schedule import Margin, Rejected
-from xgpt.report.choice_table import choice_table
-from xgpt.report.table import WIDTH, schedule_table
+from xgpt.report.table import WIDTH, choice_table, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from fake_run import write_fake_run
 
-from xgpt.report.changes import change_rows
-from xgpt.report.page import write_report
+from xgpt.report.page import change_rows, write_report
 
 pytest.importorskip("jinja2", reason="the report needs jinja2 (extra: run)")
 ADJUSTED = {
