@@ -16,8 +16,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    machine = Machine(*model_of(arguments.folder), arguments.threads)
+    machine = measure(*model_of(arguments.folder), arguments.threads)
     print("\n".join([*words(machine.floor(arguments.folder)), *rates(machine)]))
 
 
@@ -104,25 +105,26 @@ def parts_of(spec: ModelSpec) -> dict[str, Part]:
     return parts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What this machine reaches on a model's products and in reading, measured when made."""
+    """What this machine reaches on a model's products and in reading. `ways`: seconds of each
+    part's products, [ways, rows] of WAYS and ROWS."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self.spec, self.dtype = spec, dtype
-        self.parts = parts_of(spec)
-        with torch.inference_mode():
-            self.ways = {name: part_seconds(part, dtype) for name, part in self.parts.items()}
-            self.bandwidth_bytes_per_s = read_bytes_per_s()
+    spec: ModelSpec
+    dtype: torch.dtype
+    ways: dict[str, FloatArray]
+    bandwidth_bytes_per_s: float
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return parts_of(self.spec)
 
     def better(self, other: Machine) -> Machine:
         """The best of two measurements of the same."""
-        best = object.__new__(Machine)
-        best.spec, best.dtype, best.parts = self.spec, self.dtype, self.parts
-        best.ways = {name: np.minimum(seconds, other.ways[name])
-                     for name, seconds in self.ways.items()}
-        best.bandwidth_bytes_per_s = max(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s)
-        return best
+        return replace(
+            self, ways={name: np.minimum(seconds, other.ways[name])
+                        for name, seconds in self.ways.items()},
+            bandwidth_bytes_per_s=max(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s))
 
     def part_s(self, name: str, rows: Sequence[int]) -> FloatArray:
         """Seconds of the part's products for each of `rows`; those beyond the last row count that
@@ -139,8 +141,9 @@ class Machine:
     def floor(self, folder: Path) -> Floor:
         """Of the run in `folder`."""
         pairs = [(row["input_tokens"], row["output_tokens"])
-                 for row in map(json.loads, (folder / "results.jsonl").open(encoding="utf-8"))]
-        steps = whole_steps(map(json.loads, (folder / "steps.jsonl").open(encoding="utf-8")))
+                 for row in read_lines(folder / "results.jsonl")]
+        steps = whole_steps(read_lines(folder / "steps.jsonl"))
+        parts = self.parts
         products: list[tuple[str, str, int]] = []  # (kind of step, part, rows)
         for kind, queries, rows in steps:
             encodes_apart = kind == "encode" and self.spec.is_encoder_decoder
@@ -157,19 +160,32 @@ class Machine:
         return Floor(
             encode_s=seconds["encode"], decode_s=seconds["decode"], head_s=seconds["head"],
             kv_s=read / self.bandwidth_bytes_per_s, kv_bytes=read,
-            flops=sum(self.parts[name].flops_per_row * rows for _, name, rows in products),
+            flops=sum(parts[name].flops_per_row * rows for _, name, rows in products),
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
 
 
-def whole_steps(records: Iterable[dict[str, object]]) -> list[tuple[str, int, int]]:
+def measure(spec: ModelSpec, dtype: torch.dtype, threads: int) -> Machine:
+    """This machine with so many threads, now."""
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        return Machine(spec=spec, dtype=dtype, bandwidth_bytes_per_s=read_bytes_per_s(),
+                       ways={name: part_seconds(part, dtype)
+                             for name, part in parts_of(spec).items()})
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def whole_steps(records: Iterable[dict[str, Any]]) -> list[tuple[str, int, int]]:
     """(kind, queries, rows) of each step, once: of every pool's first stage, as if it had all of
     the layers. What takes up an encoder's output is part of the encode step."""
-    records = [r for r in records if r["kind"] != "cross_kv"]
-    first: dict[object, object] = {}
-    for record in records:
-        first.setdefault(record["pool"], record["stage"])
-    return [(str(r["kind"]), int(str(r["queries"])), int(str(r["tokens"]))) for r in records
-            if r["stage"] == first[r["pool"]]]
+    steps = [record for record in records if record["kind"] != "cross_kv"]
+    first: dict[str, int] = {}
+    for step in steps:
+        first.setdefault(step["pool"], step["stage"])
+    return [(step["kind"], step["queries"], step["tokens"]) for step in steps
+            if step["stage"] == first[step["pool"]]]
 
 
 def kv_tokens(spec: ModelSpec, pairs: Iterable[tuple[int, int]]) -> int:

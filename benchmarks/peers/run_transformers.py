@@ -33,8 +33,7 @@ def main() -> None:
     model = family.from_pretrained(given.model, dtype=getattr(torch, given.dtype),
                                    attn_implementation="sdpa").eval()
     run = static if given.mode == "static" else continuous
-    with torch.inference_mode():
-        counts = run(model, given, report)
+    counts = run(model, given, report)
     report.end(transformers.__version__, given.queries, counts)
 
 
@@ -51,7 +50,8 @@ def generate(model: Any, queries: list[Query]) -> None:
     """Inputs are padded on the left, an encoder's on the right."""
     import torch
 
-    is_t5, pad = model.config.is_encoder_decoder, 0 if model.config.is_encoder_decoder else 1
+    is_t5 = model.config.is_encoder_decoder
+    pad = 0 if is_t5 else 1
     width = max(len(query.input_ids) for query in queries)
     tokens = torch.full((len(queries), width), pad)
     mask = torch.zeros((len(queries), width), dtype=torch.long)

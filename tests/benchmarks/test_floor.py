@@ -1,0 +1,77 @@
+"""The floor's counts: products of a model's parts, entries that decoding reads, steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from floor import ROWS, WAYS, Machine, kv_tokens, parts_of, whole_steps
+
+from xgpt.core import catalog
+
+
+def machine_of(name: str, dtype: torch.dtype, flops_per_s: float) -> Machine:
+    """One that multiplies at the same rate whatever the rows, and reads a gigabyte a second."""
+    spec, slower = catalog.model(name), np.arange(1, len(WAYS) + 1)[:, None]
+    ways = {name: slower * part.flops_per_row * np.array(ROWS) / flops_per_s
+            for name, part in parts_of(spec).items()}
+    return Machine(spec=spec, dtype=dtype, ways=ways, bandwidth_bytes_per_s=1e9)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "opt-13b"])
+def test_a_decoder_s_products_are_two_operations_a_weight(name: str) -> None:
+    spec, parts = catalog.model(name), parts_of(catalog.model(name))
+    vectors = spec.num_layers * (spec.decoder_layer_params - sum(
+        rows * columns for rows, columns in parts["layer"].shapes))
+    assert parts["layer"].flops_per_row == 2 * (
+        spec.num_layers * spec.decoder_layer_params - vectors)
+    assert 0 < vectors < 0.01 * spec.num_layers * spec.decoder_layer_params
+    assert parts["head"].flops_per_row == 2 * spec.vocab_size * spec.hidden_size
+
+
+def test_an_encoder_decoder_has_two_attentions_and_projects_its_input_once() -> None:
+    spec = catalog.model("t5-11b")
+    parts, hidden = parts_of(spec), spec.hidden_size
+    width = spec.num_heads * spec.head_dim
+    apart = parts["layer"].flops_per_row / spec.num_layers - (
+        parts["encoder"].flops_per_row / spec.num_encoder_layers)
+    assert apart == 2 * 2 * hidden * width
+    assert parts["cross_kv"].flops_per_row == 2 * spec.num_layers * hidden * 2 * width
+
+
+def test_every_decode_step_reads_what_its_queries_have_so_far() -> None:
+    pairs = [(5, 4), (7, 1)]
+    contexts = [5 + 1, 5 + 2, 5 + 3]  # the first token comes from encoding
+    assert kv_tokens(catalog.model("smollm2-135m"), pairs) == sum(contexts)
+    assert kv_tokens(catalog.model("t5-11b"), pairs) == (1 + 2 + 3 + 4) + 4 * 5 + 1 + 7
+
+
+def test_a_step_counts_once_however_many_stages_took_it() -> None:
+    records = [{"kind": kind, "pool": pool, "stage": stage, "queries": 2, "tokens": rows}
+               for kind, pool, stage, rows in [
+                   ("encode", "encode", 0, 9), ("decode", "decode", 1, 2),
+                   ("decode", "decode", 2, 2), ("cross_kv", "decode", 1, 9)]]
+    assert whole_steps(records) == [("encode", 2, 9), ("decode", 2, 2)]
+
+
+def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_the_bandwidth(
+        tmp_path: Path) -> None:
+    steps = [("encode", 2, 9000), ("mixed", 3, 40), ("decode", 3, 3)]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(
+        {"kind": kind, "pool": "all", "stage": 0, "queries": queries, "tokens": rows}) + "\n"
+        for kind, queries, rows in steps))
+    (tmp_path / "results.jsonl").write_text(
+        json.dumps({"input_tokens": 10, "output_tokens": 3}) + "\n")
+    machine = machine_of("smollm2-135m", torch.bfloat16, 1e9)
+    floor = machine.floor(tmp_path)
+    layer, head = machine.parts["layer"].flops_per_row, machine.parts["head"].flops_per_row
+    assert floor.flops == 9043 * layer + 8 * head
+    assert floor.products_s == pytest.approx(floor.flops / 1e9)
+    assert floor.decode_s == pytest.approx(3 * layer / 1e9)
+    assert floor.kv_bytes == (11 + 12) * 30 * 2 * 3 * 64 * 2
+    assert floor.total_s == pytest.approx(floor.products_s + floor.kv_bytes / 1e9)
+    assert machine.better(machine_of("smollm2-135m", torch.bfloat16, 2e9)).floor(
+        tmp_path).products_s == pytest.approx(floor.products_s / 2)
