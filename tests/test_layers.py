@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,22 +38,28 @@ TORCH = {"torch", "safetensors", "mpi4py", "transformers", "gguf", "cupy", "deep
 MAY_IMPORT_TORCH = ("runner", "measure")
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@cache
+def modules() -> dict[str, Path]:
+    """Of all packages, by name."""
+    found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            yield name.removesuffix(".__init__"), path
+            found[name.removesuffix(".__init__")] = path
+    return found
 
 
-def imports(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Modules that it imports, and names from them, dotted."""
+    path, found = modules()[module], set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, f"{path}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def layer_of(module: str) -> str | None:
@@ -64,41 +70,42 @@ def layer_of(module: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()),
-                         ids=lambda v: v if isinstance(v, str) else "")
-def test_a_module_imports_only_its_own_layer_and_those_below(module: str, path: Path) -> None:
-    layer = layer_of(module)
-    assert layer is not None
-    wrong = {name for name in imports(path)
+def members(layer: str) -> list[str]:
+    found = [module for module in modules() if layer_of(module) == layer]
+    assert found, layer
+    return found
+
+
+def test_every_module_lies_in_a_layer() -> None:
+    assert not [module for module in modules() if layer_of(module) is None]
+    assert set(LAYER_OF.values()) == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_a_module_imports_only_its_own_layer_and_those_below(layer: str) -> None:
+    wrong = {(module, name) for module in members(layer) for name in imports(module)
              if name.split(".")[0] in PACKAGES and layer_of(name) not in ALLOWED[layer]}
-    assert not wrong, f"{module} ({layer}) imports {sorted(wrong)}"
+    assert not wrong
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()),
-                         ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize("layer", sorted(ALLOWED.keys() - set(MAY_IMPORT_TORCH)))
 def test_torch_and_its_kin_are_imported_only_by_the_runner_and_the_measuring_part(
-        module: str, path: Path) -> None:
-    if layer_of(module) in MAY_IMPORT_TORCH:
-        return
-    heavy = {name for name in imports(path) if name.split(".")[0] in TORCH}
-    assert not heavy, f"{module} imports {sorted(heavy)}"
+        layer: str) -> None:
+    heavy = {(module, name) for module in members(layer) for name in imports(module)
+             if name.split(".")[0] in TORCH}
+    assert not heavy
 
 
-CLI = [(module, path) for module, path in modules() if layer_of(module) == "cli"]
+def test_only_the_command_line_knows_click() -> None:
+    assert {layer_of(module) for module in modules() if "click" in imports(module)} == {"cli"}
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()),
-                         ids=lambda v: v if isinstance(v, str) else "")
-def test_only_the_command_line_knows_click(module: str, path: Path) -> None:
-    assert layer_of(module) == "cli" or "click" not in set(imports(path))
-
-
-@pytest.mark.parametrize(("module", "path"), CLI, ids=lambda v: v if isinstance(v, str) else "")
-def test_the_command_line_is_commands_alone(module: str, path: Path) -> None:
+def test_the_command_line_is_commands_alone() -> None:
     """What it does is in xgpt.app: only the entry point and what all commands share stand beside
     the commands."""
-    if module.rpartition(".")[2] in ("cli", "main", "options", "terminal"):
-        return
-    functions = [n for n in ast.walk(ast.parse(path.read_text("utf-8")))
-                 if isinstance(n, ast.FunctionDef)]
-    assert any("click" in ast.unparse(d) for f in functions for d in f.decorator_list), module
+    shared = ("cli", "main", "options", "terminal")
+    for module in members("cli"):
+        functions = [n for n in ast.walk(ast.parse(modules()[module].read_text("utf-8")))
+                     if isinstance(n, ast.FunctionDef)]
+        assert module.rpartition(".")[2] in shared or any(
+            "click" in ast.unparse(d) for f in functions for d in f.decorator_list), module

@@ -23,6 +23,12 @@ def toy(request: pytest.FixtureRequest,
 
 
 @pytest.fixture(scope="session")
+def toy_answers(toy: tuple[Path, Any]) -> dict[int, list[int]]:
+    """What transformers answers to 17 queries, by their index."""
+    return {q.index: toys.generate(toy[1], q) for q in toys.random_queries(17)}
+
+
+@pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("llama-alone")
     return directory, toys.make_model("llama", directory)

@@ -21,12 +21,15 @@ def lengths_of(task):
 
 def simulate(inputs, iterations, n_d):
     """Cohorts of one query each, joining phase after phase: (active [N_D], context [N_D]) means."""
+    order = np.argsort(-iterations)
+    longest_first, summed = iterations[order], np.concatenate([[0], np.cumsum(inputs[order])])
     active, context = np.zeros(n_d), np.zeros(n_d)
     for j in range(-(-int(iterations.max()) // n_d)):
         for u in range(1, n_d + 1):
-            here = iterations >= j * n_d + u
-            active[u - 1] += here.sum()
-            context[u - 1] += (inputs[here] + j * n_d + u).sum()
+            # as many are as long or longer
+            here = int(np.searchsorted(-longest_first, -(j * n_d + u), "right"))
+            active[u - 1] += here
+            context[u - 1] += summed[here] + here * (j * n_d + u)
     return active / len(inputs), context / len(inputs)
 
 

@@ -23,8 +23,8 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
 
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}
-LAWS = settings(max_examples=25, deadline=None, derandomize=True,
-                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True,
+                    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
 @st.composite
@@ -58,17 +58,17 @@ def replays(draw, policy):
     return problem, found, inputs, outputs, result
 
 
-def every_policy(law):
-    """Runs the law on random replays of each policy."""
-    @pytest.mark.parametrize("policy", policy_names())
-    def test(policy):
-        LAWS(given(replays(policy))(law))()
-    test.__name__, test.__doc__ = law.__name__, law.__doc__
-    return test
+LAWS = []
 
 
-@every_policy
-def test_every_query_goes_in_and_comes_out_once(case):
+def law(check):
+    """One that every replay is held to."""
+    LAWS.append(check)
+    return check
+
+
+@law
+def every_query_goes_in_and_comes_out_once(case):
     _, _, inputs, outputs, result = case
     assert len(result.latency_s) == len(inputs)
     times = result.times
@@ -81,8 +81,8 @@ def test_every_query_goes_in_and_comes_out_once(case):
     assert result.makespan_s == pytest.approx(result.times.last_token_s.max())
 
 
-@every_policy
-def test_as_many_tokens_are_made_as_were_asked_for(case):
+@law
+def as_many_tokens_are_made_as_were_asked_for(case):
     problem, found, _, outputs, result = case
     made = sum(int(pool.decoded.sum()) for pool in result.pools)
     if not problem.model.is_encoder_decoder:
@@ -93,8 +93,8 @@ def test_as_many_tokens_are_made_as_were_asked_for(case):
         assert made == outputs.sum()
 
 
-@every_policy
-def test_as_many_tokens_are_encoded_as_came_in(case):
+@law
+def as_many_tokens_are_encoded_as_came_in(case):
     _, found, inputs, _, result = case
     encoded = int(result.pools[0].tokens.sum())
     if result.preemptions:
@@ -105,8 +105,8 @@ def test_as_many_tokens_are_encoded_as_came_in(case):
         assert encoded == inputs.sum()
 
 
-@every_policy
-def test_a_stage_does_one_thing_at_a_time_and_steps_pass_the_stages_in_order(case):
+@law
+def a_stage_does_one_thing_at_a_time_and_steps_pass_the_stages_in_order(case):
     *_, result = case
     for pool in result.pools:
         tolerance = 1e-9 * max(result.makespan_s, 1.0)
@@ -116,8 +116,8 @@ def test_a_stage_does_one_thing_at_a_time_and_steps_pass_the_stages_in_order(cas
     assert (result.utilisation() <= 1 + 1e-9).all()
 
 
-@every_policy
-def test_memory_stays_within_the_budget_and_holds_what_is_read(case):
+@law
+def memory_stays_within_the_budget_and_holds_what_is_read(case):
     *_, result = case
     for pool in result.pools:
         assert (pool.memory_tokens >= 0).all()
@@ -134,8 +134,8 @@ def test_memory_stays_within_the_budget_and_holds_what_is_read(case):
         assert (read[decodes] <= held[decodes] + 1e-6).all()
 
 
-@every_policy
-def test_littles_law(case):
+@law
+def littles_law(case):
     """Mean number in the system = throughput x mean latency, the number counted from the steps:
     every query is there from its first to its last one."""
     *_, result = case
@@ -149,8 +149,8 @@ def test_littles_law(case):
     assert present.min() >= 0 and present[-1] == 0
 
 
-@every_policy
-def test_no_cluster_is_faster_than_its_arithmetic(case):
+@law
+def no_cluster_is_faster_than_its_arithmetic(case):
     """Floating-point operations of the layers alone, over the peak of all devices."""
     problem, _, inputs, outputs, result = case
     model, device = problem.model, problem.cluster.device
@@ -163,6 +163,14 @@ def test_no_cluster_is_faster_than_its_arithmetic(case):
     # cross-attention's keys and values are projected for inputs, not for every output token
     share = 0.7 if model.is_encoder_decoder else 1.0
     assert result.makespan_s >= share * flops / peak
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_law_holds_for_every_replay(policy):
+    def check(case):
+        for one in LAWS:
+            one(case)
+    EXAMPLES(given(replays(policy))(check))()
 
 
 def test_a_job_without_a_beginning_in_the_steady_window_has_no_steady_state() -> None:
