@@ -139,25 +139,23 @@ def _open() -> Native:
     if packaged.is_file() and not extra_flags():
         try:
             return Native(_loaded(packaged), origin="as installed")
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             why.append(f"the installed library cannot be loaded ({error})")
     try:
         built = cached_library(cache_dir() / "native")
         return Native(_loaded(built), origin=f"compiled here ({built.name})")
-    except (BuildError, OSError) as error:
+    except (BuildError, OSError, AttributeError) as error:
         why.append(str(error))
     return Native(None, reason="; ".join(why))
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    """The library with every operator declared, and torch's threads. Raises OSError."""
+    """The library with every operator declared, and torch's threads. Raises OSError, or
+    AttributeError where it is not that of these sources."""
     lib = ctypes.CDLL(str(path))
     for name, signature in OPERATORS.items():
         result, _, arguments = signature.partition(" ")
-        try:
-            operator = getattr(lib, name)
-        except AttributeError:
-            continue
+        operator = getattr(lib, name)
         operator.restype = _TYPES[result]
         operator.argtypes = [_TYPES[kind] for kind in arguments]
     lib.xgpt_use_openmp(_gomp_parallel())

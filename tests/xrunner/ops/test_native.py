@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,17 @@ def test_native_can_be_switched_off_and_nothing_else_is_understood() -> None:
     assert native.open_native("off") == native.Native(None, reason="XGPT_NATIVE is off")
     with pytest.raises(XgptError, match="auto, off, require"):
         native.open_native("on")
+
+
+@needs_compiler
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_wide_registers_are_used_where_their_instruction_set_was_asked_for_alone() -> None:
+    """A template of the standard library that was compiled for AVX-512 would serve, and end, every
+    processor that has none."""
+    lib = native.library()
+    assert lib is not None
+    shown = subprocess.run(["objdump", "-d", "--no-show-raw-insn", lib._name], check=True,
+                           capture_output=True, text=True, timeout=100).stdout
+    wide = {name for name, code in re.findall(r"^\w+ <(\S+)>:\n((?:.+\n)+)", shown, re.M)
+            if re.search(r"%[yz]mm\d", code)}
+    assert not {name for name in wide if "avx2" not in name and "avx512" not in name}

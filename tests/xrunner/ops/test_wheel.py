@@ -1,0 +1,97 @@
+"""A wheel holds the native operators and their sources, and installs without a compiler, too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xrunner.ops import native
+from xrunner.ops.build import LIBRARY, BuildError, find_compiler
+
+ROOT = Path(__file__).resolve().parents[3]
+PARTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "csrc", "xgpt", "xprofiler",
+         "xsimulator", "xscheduler", "xrunner")
+SAY = """
+from xrunner.ops import build, native
+print(native.describe())
+print(build.source_folder())
+"""
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler())
+    except BuildError:
+        return False
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What a wheel is made of: building leaves its files where it is done."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+        copy(ROOT / part, tree / part)
+    return tree
+
+
+def built_wheel(tree: Path, **variables: str) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps",
+               "--no-build-isolation", "--wheel-dir", str(tree / "dist"), str(tree)]
+    subprocess.run(command, check=True, env={**os.environ, **variables}, timeout=280)
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return wheel
+
+
+def installed(wheel: Path, target: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target",
+               str(target), str(wheel)]
+    subprocess.run(command, check=True, timeout=100)
+    return target
+
+
+def said_by(target: Path, cache: Path) -> list[str]:
+    """What an interpreter with this installation, and no compiler, says of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAY], check=True, timeout=100, capture_output=True, text=True,
+        cwd=cache, env={**os.environ, "PYTHONPATH": str(target), "CXX": "/nowhere/c++",
+                        "XDG_CACHE_HOME": str(cache), "XGPT_NATIVE": "auto",
+                        "XGPT_NATIVE_FLAGS": ""})
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="no compiler")
+def test_a_wheel_s_library_serves_without_a_compiler(tree: Path, tmp_path: Path) -> None:
+    wheel = built_wheel(tree)
+    assert "-py3-none-linux_" in wheel.name
+    target = installed(wheel, tmp_path / "target")
+    words, folder = said_by(target, tmp_path)
+    assert words == f"native operators: {native.levels()[-1]}, as installed"
+    assert folder == str(target / "xrunner" / "csrc")
+    sources = {p.name for pattern in ("*.cpp", "*.h", "*.cu") for p in ROOT.glob(f"csrc/{pattern}")}
+    assert {p.name for p in Path(folder).iterdir()} == {*sources, LIBRARY}
+
+
+def test_a_wheel_is_built_and_used_without_a_compiler(tree: Path, tmp_path: Path) -> None:
+    wheel = built_wheel(tree, CXX="/nowhere/c++")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    words, folder = said_by(installed(wheel, tmp_path / "target"), tmp_path)
+    assert words.startswith("native operators: none, torch's serve: $CXX is /nowhere/c++")
+    assert (Path(folder) / "native.h").is_file() and not (Path(folder) / LIBRARY).exists()
+
+
+def test_a_source_distribution_holds_csrc(tree: Path) -> None:
+    program = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tree, timeout=100,
+                   capture_output=True)
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(archive, tree / "dist", filter="data")
+    names = {p.name for p in (tree / "dist").glob("*/csrc/*")}
+    assert {p.name for p in ROOT.glob("csrc/*.[ch]*")} <= names

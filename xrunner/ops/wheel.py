@@ -1,0 +1,83 @@
+"""What `pip wheel` does beyond copying Python files (declared in setup.cfg): csrc/ goes along, as
+xrunner/csrc/, with the library compiled from it. Without a compiler the wheel has none, and the
+runner compiles one where it can (xrunner.ops.native).
+
+setuptools loads this file alone, before anything of this project can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
+from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = ("*.cpp", "*.h", "*.cu", "*.cuh")
+
+
+def _build() -> ModuleType:
+    """xrunner.ops.build, from its file."""
+    path = Path(__file__).with_name("build.py")
+    spec = importlib.util.spec_from_file_location("xgpt_build", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _sources() -> list[Path]:
+    return sorted(path for pattern in _SOURCES for path in (_ROOT / "csrc").glob(pattern))
+
+
+class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
+    """Python files, and the native operators beside them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # there the checkout's own csrc/ serves
+            self._copy_sources()
+            self._compile()
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *map(str, self._native_files())]
+
+    def get_source_files(self) -> list[str]:
+        """What a source distribution has to hold."""
+        return [*super().get_source_files(),
+                *(str(path.relative_to(_ROOT)) for path in _sources())]
+
+    def _folder(self) -> Path:
+        return Path(self.build_lib) / "xrunner" / "csrc"
+
+    def _native_files(self) -> list[Path]:
+        return sorted(self._folder().glob("*"))
+
+    def _copy_sources(self) -> None:
+        shutil.rmtree(self._folder(), ignore_errors=True)  # of an earlier build in this tree
+        self._folder().mkdir(parents=True)
+        for source in _sources():
+            shutil.copy2(source, self._folder())
+
+    def _compile(self) -> None:
+        build = _build()
+        try:
+            build.compile_library(self._folder(), self._folder() / build.LIBRARY,
+                                  build.find_compiler())
+        except build.BuildError as error:
+            self.warn(f"this wheel has no native operators: {error}")
+
+
+class BdistWheel(bdist_wheel):  # type: ignore[misc]
+    """A wheel of this platform where it holds a library, of any where it does not; of any Python,
+    since the library is loaded by ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        if any(Path(self.bdist_dir).rglob("libxgpt_native.so")):
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        return python, abi, platform
