@@ -1,0 +1,223 @@
+/* CUDA C++ executed on the CPU, for tests: what a kernel of ours uses of it.
+ *
+ * A launch's blocks run one after the other. The threads of a block are fibers of one OS thread,
+ * each with a stack of its own: one runs until it comes to a barrier (__syncthreads, __syncwarp or a
+ * shuffle), then the next one does. They run in rising order, or in falling order where the launch
+ * asks for it: a barrier that is missing shows in one of the two. A launch whose threads do not all
+ * come to a barrier ends with an error. AddressSanitizer is told of every change of stack; shared
+ * memory is of exactly the size asked for, and filled with NaN before each block.
+ */
+#ifndef XGPT_CPU_CUDA_H
+#define XGPT_CPU_CUDA_H
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <vector>
+
+#include "cpu_fiber.h"
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define XGPT_SHARED(name) float *const name = cpu_cuda::block.shared.data()
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+namespace cpu_cuda {
+
+struct Dim {
+    unsigned x, y, z;
+};
+
+/* How a kernel is launched; `shared_bytes` a multiple of four. */
+struct Launch {
+    int64_t grid_x, grid_y, grid_z, threads, shared_bytes, is_backwards;
+};
+enum { DONE = 0, WRONG_LAUNCH = 1, BARRIER_LEFT_OUT = 2 };
+
+constexpr int LANES = 32;
+
+struct Barrier {
+    int expected = 0, arrived = 0;
+    unsigned generation = 0;
+};
+
+struct Warp {
+    Barrier barrier;
+    unsigned values[2][LANES];  // of two shuffles in turn: one may still be read
+};
+
+struct Thread {
+    Fiber fiber;
+    int turn;  // which of the warp's values is next
+    bool is_done;
+};
+
+struct Block {
+    Thread *threads;
+    int num_threads;
+    std::vector<Warp> warps;
+    std::vector<float> shared;
+    Barrier barrier;
+    Fiber scheduler;
+    bool has_progressed;
+    void (*call)(const void *kernel, const void *arguments);
+    const void *kernel, *arguments;
+};
+
+inline Block block;
+inline std::mutex one_launch;
+inline Dim thread_index, block_index, block_size, grid_size;
+
+inline Thread &here() { return block.threads[thread_index.x]; }
+
+/* To the scheduler, until it is this thread's turn again. */
+inline void yield() {
+    const unsigned own = thread_index.x;
+    change(here().fiber, block.scheduler);
+    thread_index.x = own;
+}
+
+inline void wait(Barrier &barrier) {
+    const unsigned generation = barrier.generation;
+    block.has_progressed = true;
+    if (++barrier.arrived == barrier.expected) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+        return;
+    }
+    while (barrier.generation == generation) yield();
+}
+
+inline Warp &own_warp() { return block.warps[thread_index.x / LANES]; }
+
+inline unsigned shuffle(unsigned bits, int source) {
+    Warp &warp = own_warp();
+    const int turn = here().turn ^= 1;
+    warp.values[turn][thread_index.x % LANES] = bits;
+    wait(warp.barrier);
+    return warp.values[turn][source];
+}
+
+inline void thread_main() {
+    entered(block.scheduler);
+    block.call(block.kernel, block.arguments);
+    here().is_done = block.has_progressed = true;
+    leave(here().fiber, block.scheduler);
+}
+
+inline int run_block(const Launch &launch) {
+    const int threads = block.num_threads;
+    std::fill(block.shared.begin(), block.shared.end(), std::numeric_limits<float>::quiet_NaN());
+    block.barrier = {threads, 0, 0};
+    for (Warp &warp : block.warps) warp.barrier = {LANES, 0, 0};
+    for (int i = 0; i < threads; ++i) {
+        Thread &thread = block.threads[i];
+        prepare(thread.fiber, thread_main);
+        thread.turn = 0;
+        thread.is_done = false;
+    }
+    for (int left = threads; left > 0;) {
+        block.has_progressed = false;
+        for (int i = 0; i < threads; ++i) {
+            thread_index.x = static_cast<unsigned>(launch.is_backwards ? threads - 1 - i : i);
+            Thread &thread = here();
+            if (thread.is_done) continue;
+            change(block.scheduler, thread.fiber);
+            left -= thread.is_done;
+        }
+        if (!block.has_progressed) return BARRIER_LEFT_OUT;
+    }
+    return DONE;
+}
+
+template <typename Arguments>
+int run(void (*kernel)(const Arguments), const Launch &launch, const void *arguments) {
+    if (launch.threads < 1 || launch.threads > 1024 || launch.threads % LANES ||
+        launch.grid_x < 1 || launch.grid_x > 0x7fffffff || launch.grid_y < 1 ||
+        launch.grid_y > 65535 || launch.grid_z < 1 || launch.grid_z > 65535 ||
+        launch.shared_bytes < 0 || launch.shared_bytes % 4)
+        return WRONG_LAUNCH;
+    const std::lock_guard<std::mutex> alone(one_launch);
+    block.call = [](const void *function, const void *given) {
+        reinterpret_cast<void (*)(const Arguments)>(const_cast<void *>(function))(
+            *static_cast<const Arguments *>(given));
+    };
+    block.kernel = reinterpret_cast<const void *>(kernel);
+    block.arguments = arguments;
+    static std::vector<Thread> made(1024);  // their stacks are kept
+    block.threads = made.data();
+    block.num_threads = static_cast<int>(launch.threads);
+    block.warps.resize(static_cast<size_t>(launch.threads / LANES));
+    block.shared = std::vector<float>(static_cast<size_t>(launch.shared_bytes / 4));
+    grid_size = {static_cast<unsigned>(launch.grid_x), static_cast<unsigned>(launch.grid_y),
+                 static_cast<unsigned>(launch.grid_z)};
+    block_size = {static_cast<unsigned>(launch.threads), 1, 1};
+    thread_index = {0, 0, 0};
+    for (unsigned z = 0; z < grid_size.z; ++z)
+        for (unsigned y = 0; y < grid_size.y; ++y)
+            for (unsigned x = 0; x < grid_size.x; ++x) {
+                block_index = {x, y, z};
+                if (const int wrong = run_block(launch)) return wrong;
+            }
+    return DONE;
+}
+
+inline float half_to_float(unsigned short bits) {
+    const int exponent = (bits >> 10) & 31, mantissa = bits & 0x3ff;
+    const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                       : exponent     ? std::ldexp(1024.f + static_cast<float>(mantissa),
+                                                   exponent - 25)
+                                      : std::ldexp(static_cast<float>(mantissa), -24);
+    return bits & 0x8000 ? -size : size;
+}
+
+inline unsigned short float_to_half(float x) {  // to the nearest, ties to even
+    const unsigned sign = std::signbit(x) ? 0x8000u : 0u;
+    const float size = std::fabs(x);
+    if (x != x) return 0x7e00;
+    if (size >= 65520.f) return static_cast<unsigned short>(sign | 0x7c00u);
+    const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);  // below: no leading one
+    const float steps = std::nearbyint(std::ldexp(size, 10 - exponent));
+    return static_cast<unsigned short>(sign + (static_cast<unsigned>(exponent + 14) << 10) +
+                                       static_cast<unsigned>(steps));
+}
+
+}  // namespace cpu_cuda
+
+#define threadIdx cpu_cuda::thread_index
+#define blockIdx cpu_cuda::block_index
+#define blockDim cpu_cuda::block_size
+#define gridDim cpu_cuda::grid_size
+#define XGPT_CPU_ENTRY(kernel, Arguments)                                                    \
+    extern "C" __attribute__((visibility("default"))) int run_##kernel(                      \
+        const cpu_cuda::Launch *launch, const void *arguments) {                             \
+        return cpu_cuda::run<Arguments>(kernel, *launch, arguments);                         \
+    }
+
+using std::max;
+using std::min;
+
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline void __syncthreads() { cpu_cuda::wait(cpu_cuda::block.barrier); }
+inline void __syncwarp() { cpu_cuda::wait(cpu_cuda::own_warp().barrier); }
+inline float __shfl_xor_sync(unsigned, float x, int offset) {
+    const int lane = static_cast<int>(threadIdx.x) % cpu_cuda::LANES;
+    return __uint_as_float(cpu_cuda::shuffle(__float_as_uint(x), lane ^ offset));
+}
+#endif

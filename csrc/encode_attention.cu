@@ -1,0 +1,149 @@
+/* Spans of inputs, packed, against what their queries have in the cache, causal; native.h has the
+ * shapes. A block of 128 threads takes 16 tokens of one span and one head: each warp four tokens.
+ * Keys come 32 at a time into shared memory: first a lane has a key and all of the head's elements
+ * (scores), then every 32nd element and all keys (the sum of values).
+ */
+#include "cuda_elements.h"
+
+namespace xgpt {
+
+struct EncodeAttention {
+    void *out;                  // [T, heads, dim]
+    const void *query;          // [T, heads, dim], rows query_stride elements apart
+    const void *keys, *values;  // [num_slots, kv_heads, capacity, dim]
+    const i64 *slots, *first, *tokens_of;  // [spans]; where a span begins, and its tokens
+    const i64 *starts;                  // [spans] packed tokens before it
+    i64 query_stride, spans, heads, kv_heads, dim, num_slots, capacity, is_wide;
+    float scale;
+};
+
+constexpr int THREADS = 128;
+constexpr int TOKENS = 16;           // of a block
+constexpr int OWN = TOKENS / (THREADS / WARP);  // of a warp
+constexpr int TILE = WARP;           // keys at a time
+constexpr int ELEMENTS = 8;          // of a head, 32 apart, that a lane sums: up to 256
+
+/* Shared memory, floats: queries [TOKENS, dim], then factors [TOKENS, TILE], then keys or values
+ * [TILE, dim + 1], a row longer than the head so that 32 rows lie in 32 banks. */
+struct Tiles {
+    float *query, *factor, *row;
+};
+
+/* Rows from..from + TILE - 1 of keys or values, zeros from `to` on. */
+template <typename T>
+__device__ inline void load_tile(const T *rows, i64 from, i64 to, i64 dim, bool is_wide,
+                                 float *tile) {
+    const i64 eights = (dim + 7) / 8;
+    for (i64 at = threadIdx.x; at < TILE * eights; at += THREADS) {
+        const i64 key = at / eights, e = at % eights * 8;
+        const Eight<T> eight = load_eight(rows + (from + key) * dim, e,
+                                          from + key < to ? dim : 0, is_wide);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (e + i < dim) tile[key * (dim + 1) + e + i] = to_float(eight.at[i]);
+    }
+}
+
+/* What a warp knows of its tokens: the last key that each may see, and its softmax under way. */
+struct Tokens {
+    i64 last[OWN];
+    float most[OWN], weight[OWN], sum[OWN][ELEMENTS];
+};
+
+/* Scores of the tile's keys, which become factors 2^(score - most) in shared memory; the sums so
+ * far are rescaled. */
+__device__ inline void score_tile(const Tiles &tiles, i64 from, int dim, Tokens &own) {
+    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN;
+    float score[OWN] = {};
+    for (int e = 0; e < dim; ++e) {
+        const float key = tiles.row[lane * (dim + 1) + e];
+#pragma unroll
+        for (int t = 0; t < OWN; ++t) score[t] += key * tiles.query[(first + t) * dim + e];
+    }
+#pragma unroll
+    for (int t = 0; t < OWN; ++t) {
+        const float mine = from + lane <= own.last[t] ? score[t] : minus_infinity();
+        const float now = fmaxf(own.most[t], warp_max(mine));
+        const float rescale = own.most[t] == minus_infinity() ? 0.f : exp2f(own.most[t] - now);
+        const float factor = mine == minus_infinity() ? 0.f : exp2f(mine - now);
+        own.most[t] = now;
+        own.weight[t] = own.weight[t] * rescale + factor;  // of this lane's keys
+        tiles.factor[(first + t) * TILE + lane] = factor;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] *= rescale;
+    }
+    __syncwarp();
+}
+
+__device__ inline void add_values(const Tiles &tiles, int dim, Tokens &own) {
+    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) {
+        const int e = lane + i * WARP;
+        if (e >= dim) break;
+#pragma unroll 8
+        for (int key = 0; key < TILE; ++key) {
+            const float value = tiles.row[key * (dim + 1) + e];
+#pragma unroll
+            for (int t = 0; t < OWN; ++t)
+                own.sum[t][i] += tiles.factor[(first + t) * TILE + key] * value;
+        }
+    }
+}
+
+/* Grid: (tiles of the longest span, heads, spans). */
+template <typename T>
+__device__ inline void encode_attention(const EncodeAttention &p) {
+    const i64 span = blockIdx.z, head = blockIdx.y, from = blockIdx.x * TOKENS;
+    const i64 tokens = p.tokens_of[span], slot = p.slots[span], before = p.first[span];
+    const bool is_there = slot >= 0 && slot < p.num_slots && before >= 0 &&
+                          before + tokens <= p.capacity;
+    if (from >= tokens || !is_there) return;  // all of the block
+    XGPT_SHARED(shared);
+    const Tiles tiles = {shared, shared + TOKENS * p.dim, shared + TOKENS * (p.dim + TILE)};
+    const i64 start = p.starts[span] + from;
+    for (i64 at = threadIdx.x; at < TOKENS * p.dim; at += THREADS) {
+        const i64 t = at / p.dim, e = at % p.dim;
+        const T *row = static_cast<const T *>(p.query) + (start + t) * p.query_stride +
+                       head * p.dim;
+        tiles.query[at] = from + t < tokens ? to_float(row[e]) * (p.scale * 1.44269504f) : 0.f;
+    }
+    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN;
+    const int dim = static_cast<int>(p.dim);
+    Tokens own;
+#pragma unroll
+    for (int t = 0; t < OWN; ++t) {
+        own.last[t] = before + from + first + t;
+        own.most[t] = minus_infinity();
+        own.weight[t] = 0.f;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] = 0.f;
+    }
+    const i64 row = (slot * p.kv_heads + head / (p.heads / p.kv_heads)) * p.capacity * p.dim;
+    const T *keys = static_cast<const T *>(p.keys) + row;
+    const T *values = static_cast<const T *>(p.values) + row;
+    const i64 end = before + min(from + TOKENS, tokens);  // keys that the last token sees
+    for (i64 key = 0; key < end; key += TILE) {
+        __syncthreads();
+        load_tile(keys, key, end, p.dim, p.is_wide, tiles.row);
+        __syncthreads();
+        score_tile(tiles, key, dim, own);
+        __syncthreads();
+        load_tile(values, key, end, p.dim, p.is_wide, tiles.row);
+        __syncthreads();
+        add_values(tiles, dim, own);
+    }
+#pragma unroll
+    for (int t = 0; t < OWN; ++t) {
+        const float weight = warp_sum(own.weight[t]);
+        if (from + first + t >= tokens) continue;
+        T *out = static_cast<T *>(p.out) + ((start + first + t) * p.heads + head) * p.dim;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i)
+            if (lane + i * WARP < p.dim) from_float(own.sum[t][i] / weight, out + lane + i * WARP);
+    }
+}
+
+}  // namespace xgpt
+
+KERNEL(encode_attention, xgpt::EncodeAttention)

@@ -1,0 +1,159 @@
+/* What a layer does row by row: norms with the residual before them, rotary positions with the
+ * write into the cache, SwiGLU. Shapes as in native.h. */
+#include "cuda_elements.h"
+
+namespace xgpt {
+
+struct AddNorm {
+    void *normed, *hidden;  // [tokens, size]
+    const void *added;      // [tokens, size]; null: nothing is added, hidden is only read
+    const void *weight;     // [size]
+    const void *bias;       // [size]; of layer norm alone
+    i64 tokens, size, is_wide;
+    float eps;
+};
+
+/* hidden += added, rounded as it is stored, in one row; returns this thread's sum of it. */
+template <typename T, bool SQUARED>
+__device__ inline float add_row(const AddNorm &p, T *hidden, const T *added) {
+    float sum = 0.f;
+    for (i64 from = threadIdx.x * 8; from < p.size; from += blockDim.x * 8) {
+        const Eight<T> here = load_eight(hidden, from, p.size, p.is_wide);
+        Eight<T> more;
+        if (added) more = load_eight(added, from, p.size, p.is_wide);
+        float x[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = to_float(here.at[e]);
+            if (added) x[e] = rounded<T>(x[e] + to_float(more.at[e]));
+            sum += SQUARED ? x[e] * x[e] : x[e];
+        }
+        if (added) store_eight(x, hidden, from, p.size, p.is_wide);
+    }
+    return sum;
+}
+
+/* A block for each token. Each thread comes back to what it wrote itself. */
+template <typename T, bool IS_LAYER_NORM>
+__device__ inline void add_norm(const AddNorm &p) {
+    const i64 start = static_cast<i64>(blockIdx.x) * p.size;
+    T *hidden = static_cast<T *>(p.hidden) + start;
+    const T *added = p.added ? static_cast<const T *>(p.added) + start : nullptr;
+    const float size = static_cast<float>(p.size);
+    const float first = block_sum(add_row<T, !IS_LAYER_NORM>(p, hidden, added)) / size;
+    const float mean = IS_LAYER_NORM ? first : 0.f;
+    float variance = first;  // around 0, where there is no mean
+    if (IS_LAYER_NORM) {
+        float sum = 0.f;
+        for (i64 from = threadIdx.x * 8; from < p.size; from += blockDim.x * 8) {
+            const Eight<T> here = load_eight(hidden, from, p.size, p.is_wide);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                const float x = from + e < p.size ? to_float(here.at[e]) - mean : 0.f;
+                sum += x * x;
+            }
+        }
+        variance = block_sum(sum) / size;
+    }
+    const float factor = 1.f / sqrtf(variance + p.eps);
+    for (i64 from = threadIdx.x * 8; from < p.size; from += blockDim.x * 8) {
+        const Eight<T> here = load_eight(hidden, from, p.size, p.is_wide);
+        const Eight<T> weight = load_eight(static_cast<const T *>(p.weight), from, p.size,
+                                           p.is_wide);
+        Eight<T> bias;
+        if (IS_LAYER_NORM)
+            bias = load_eight(static_cast<const T *>(p.bias), from, p.size, p.is_wide);
+        float x[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = (to_float(here.at[e]) - mean) * factor * to_float(weight.at[e]);
+            if (IS_LAYER_NORM) x[e] += to_float(bias.at[e]);
+        }
+        store_eight(x, static_cast<T *>(p.normed) + start, from, p.size, p.is_wide);
+    }
+}
+
+template <typename T>
+__device__ inline void add_rms_norm(const AddNorm &p) { add_norm<T, false>(p); }
+template <typename T>
+__device__ inline void add_layer_norm(const AddNorm &p) { add_norm<T, true>(p); }
+
+struct Place {
+    void *joint;             // [tokens, (heads + 2 kv_heads) dim]
+    const float *cos, *sin;  // [tokens, dim / 2]; null: no rotation
+    void *keys, *values;     // [num_slots, kv_heads, capacity, dim]
+    const i64 *slots, *positions;
+    i64 tokens, heads, kv_heads, dim, num_slots, capacity;
+};
+
+/* Element e of a head, rotated: its partner is half a head away. */
+template <typename T>
+__device__ inline float rotated(const T *head, i64 e, i64 dim, const float *cos, const float *sin) {
+    if (!cos) return to_float(head[e]);
+    const i64 half = dim / 2, pair = e < half ? e : e - half;
+    const float first = to_float(head[pair]), second = to_float(head[pair + half]);
+    return e < half ? first * cos[pair] - second * sin[pair]
+                    : second * cos[pair] + first * sin[pair];
+}
+
+/* A block for each token. One whose slot or position lies outside the cache is not written to it. */
+template <typename T>
+__device__ inline void place(const Place &p) {
+    const i64 token = blockIdx.x, slot = p.slots[token], position = p.positions[token];
+    const float *cos = p.cos ? p.cos + token * (p.dim / 2) : nullptr;
+    const float *sin = p.sin ? p.sin + token * (p.dim / 2) : nullptr;
+    T *query = static_cast<T *>(p.joint) + token * (p.heads + 2 * p.kv_heads) * p.dim;
+    const T *key = query + p.heads * p.dim, *value = key + p.kv_heads * p.dim;
+    const i64 half = p.dim / 2;
+    if (cos) {
+        for (i64 at = threadIdx.x; at < p.heads * half; at += blockDim.x) {
+            T *head = query + at / half * p.dim;
+            const i64 pair = at % half;
+            const float first = rotated(head, pair, p.dim, cos, sin);
+            const float second = rotated(head, pair + half, p.dim, cos, sin);
+            from_float(first, head + pair);
+            from_float(second, head + pair + half);
+        }
+    }
+    if (slot < 0 || slot >= p.num_slots || position < 0 || position >= p.capacity) return;
+    for (i64 at = threadIdx.x; at < p.kv_heads * p.dim; at += blockDim.x) {
+        const i64 head = at / p.dim, e = at % p.dim;
+        const i64 target = ((slot * p.kv_heads + head) * p.capacity + position) * p.dim + e;
+        from_float(rotated(key + head * p.dim, e, p.dim, cos, sin),
+                   static_cast<T *>(p.keys) + target);
+        static_cast<T *>(p.values)[target] = value[at];
+    }
+}
+
+struct SiluMul {
+    void *out;          // [tokens, inner]
+    const void *joint;  // [tokens, 2 inner]
+    i64 tokens, inner, is_wide;
+};
+
+/* A row of blocks for each token: blockIdx.x the token, blockIdx.y its part. */
+template <typename T>
+__device__ inline void silu_mul(const SiluMul &p) {
+    const i64 token = blockIdx.x;
+    const T *gate = static_cast<const T *>(p.joint) + token * 2 * p.inner;
+    const i64 step = static_cast<i64>(gridDim.y) * blockDim.x * 8;
+    for (i64 from = (static_cast<i64>(blockIdx.y) * blockDim.x + threadIdx.x) * 8; from < p.inner;
+         from += step) {
+        const Eight<T> gates = load_eight(gate, from, p.inner, p.is_wide);
+        const Eight<T> ups = load_eight(gate + p.inner, from, p.inner, p.is_wide);
+        float x[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const float g = to_float(gates.at[e]);
+            x[e] = g / (1.f + expf(-g)) * to_float(ups.at[e]);
+        }
+        store_eight(x, static_cast<T *>(p.out) + token * p.inner, from, p.inner, p.is_wide);
+    }
+}
+
+}  // namespace xgpt
+
+KERNEL(add_rms_norm, xgpt::AddNorm)
+KERNEL(add_layer_norm, xgpt::AddNorm)
+KERNEL(place, xgpt::Place)
+KERNEL(silu_mul, xgpt::SiluMul)

@@ -1,0 +1,93 @@
+"""The .cu sources of csrc/ compiled by a C++ compiler and executed on the CPU (csrc/cpu_cuda.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from xrunner.ops.build import BuildError, find_compiler, source_folder
+from xrunner.ops.launch import Launch
+
+SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
+# Hidden: what executes a library's kernels is that library's own, however others were compiled.
+FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing",
+         "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+WORDS = {1: "sizes of the launch that no GPU takes", 2: "not all threads come to a barrier"}
+
+
+class _Launch(ctypes.Structure):
+    """Launch of csrc/cpu_cuda.h."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in (
+        "grid_x", "grid_y", "grid_z", "threads", "shared_bytes", "is_backwards")]
+
+
+def build(folder: Path, extra: Sequence[str] = (), sources: Path | None = None,
+          names: Sequence[str] = SOURCES) -> dict[str, Path]:
+    """Each source as a library of its own in `folder`; skips the test without a compiler."""
+    try:
+        compiler = find_compiler()
+    except BuildError as why:
+        pytest.skip(f"the CUDA sources cannot be executed here: {why}")
+    started = []
+    for name in names:
+        target = folder / f"{name}.so"
+        source = (sources or source_folder()) / f"{name}.cu"
+        started.append((target, subprocess.Popen(
+            [*compiler.command, *FLAGS, *extra, "-I", str(source_folder()), "-o", str(target),
+             str(source)], stderr=subprocess.PIPE, text=True)))
+    for target, process in started:
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, f"{target.name}: {said}"
+    return {target.stem: target for target, _ in started}
+
+
+def built(config: pytest.Config) -> dict[str, Path]:
+    """The libraries of the sources as they are now, compiled once and kept in pytest's cache."""
+    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    for path in sorted([*source_folder().glob("*.cu"), *source_folder().glob("c*.h")]):
+        digest.update(path.read_bytes())
+    assert config.cache is not None
+    folder = Path(config.cache.mkdir("cpu_cuda")) / digest.hexdigest()[:16]
+    if not folder.is_dir():
+        made = folder.with_name(f"{folder.name}.{os.getpid()}")
+        made.mkdir()
+        build(made)
+        if folder.is_dir():  # another process was quicker
+            return {name: made / f"{name}.so" for name in SOURCES}
+        made.rename(folder)
+    return {name: folder / f"{name}.so" for name in SOURCES}
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """For a Python that loads a library built with AddressSanitizer: its runtime goes first."""
+    compiler = find_compiler()
+    found = subprocess.run([*compiler.command, "-print-file-name=libasan.so"],
+                           capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"{compiler.command[0]} has no AddressSanitizer")
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    return {**os.environ, "LD_PRELOAD": found, "PYTHONPATH": os.pathsep.join(folders),
+            "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+
+
+class CpuLauncher:
+    """Carries launches out on the CPU, threads in rising or in falling order."""
+
+    def __init__(self, libraries: dict[str, Path]) -> None:
+        self._libraries = {name: ctypes.CDLL(str(path)) for name, path in libraries.items()}
+        self.is_backwards = False
+        self.launched: list[Launch] = []
+
+    def __call__(self, launch: Launch) -> None:
+        self.launched.append(launch)
+        shape = _Launch(*launch.grid, launch.threads, launch.shared_bytes, self.is_backwards)
+        run = getattr(self._libraries[launch.source], f"run_{launch.kernel}")
+        code = run(ctypes.byref(shape), ctypes.byref(launch.arguments))
+        assert code == 0, f"{launch.kernel}: {WORDS[code]}"

@@ -1,0 +1,112 @@
+"""What executes CUDA sources on the CPU: barriers, shuffles, shared memory, float16; it shows the
+faults it is there for."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import cpu_cuda
+import pytest
+import torch
+
+from xrunner.ops.launch import Launch, struct
+
+SUPPORT = Path(cpu_cuda.__file__).parent
+NUMBERS = struct("Numbers", "out count")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SCRIPT = """
+import sys
+import numpy
+from cpu_cuda import CpuLauncher
+from pathlib import Path
+from xrunner.ops.launch import Launch, struct
+library, kernel, count = sys.argv[1:]
+out = numpy.zeros(128, dtype=numpy.float32)
+arguments = struct("Numbers", "out count")(out.ctypes.data, int(count))
+CpuLauncher({"faulty": Path(library)})(Launch("faulty", kernel, (1, 1, 1), 64, 256, arguments))
+print("launched")
+"""
+
+
+@pytest.fixture(scope="module", params=[(), ("-DXGPT_UCONTEXT",)], ids=["own", "ucontext"])
+def launcher(request: pytest.FixtureRequest,
+             tmp_path_factory: pytest.TempPathFactory) -> cpu_cuda.CpuLauncher:
+    if not request.param and platform.machine() != "x86_64":
+        pytest.skip("the own change of stacks is for x86-64")
+    return cpu_cuda.CpuLauncher(cpu_cuda.build(
+        tmp_path_factory.mktemp("faulty"), request.param, SUPPORT, ["faulty_kernels"]))
+
+
+def run(launcher: cpu_cuda.CpuLauncher, kernel: str, out: torch.Tensor, threads: int = 96) -> None:
+    launcher(Launch("faulty_kernels", kernel, (1, 1, 1), threads, 4 * threads,
+                    NUMBERS(out.data_ptr(), 0)))
+
+
+@pytest.mark.parametrize("is_backwards", [False, True])
+def test_a_barrier_holds_until_all_threads_came(launcher: cpu_cuda.CpuLauncher,
+                                                is_backwards: bool) -> None:
+    launcher.is_backwards = is_backwards
+    out = torch.zeros(96)
+    run(launcher, "next_thread", out)
+    assert out.tolist() == [*range(1, 96), 0]
+
+
+def test_a_missing_barrier_shows_in_one_of_the_orders(launcher: cpu_cuda.CpuLauncher) -> None:
+    found = []
+    for launcher.is_backwards in (False, True):
+        found.append(torch.zeros(96))
+        run(launcher, "next_without_barrier", found[-1])
+    assert any(out.tolist() != [*range(1, 96), 0] for out in found)
+
+
+def test_a_barrier_that_some_threads_leave_out_is_an_error(
+        launcher: cpu_cuda.CpuLauncher) -> None:
+    out = torch.zeros(96)
+    with pytest.raises(AssertionError, match="not all threads come to a barrier"):
+        run(launcher, "barrier_left_out", out)
+    run(launcher, "next_thread", out)  # and the next launch is none the worse
+    assert out[0] == 1
+
+
+def test_a_launch_that_no_gpu_takes_is_an_error(launcher: cpu_cuda.CpuLauncher) -> None:
+    with pytest.raises(AssertionError, match="no GPU takes"):
+        run(launcher, "next_thread", torch.zeros(96), threads=33)
+
+
+def test_sums_and_float16_are_torchs(launcher: cpu_cuda.CpuLauncher) -> None:
+    launcher.is_backwards = False
+    special = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e9, 6e-8, 2.9e-8, 3.1e-8, 6.1e-5,
+               6.0976e-5, 1.00048828125, 1.00146484375, float("inf")]
+    given = torch.cat([torch.tensor(special), torch.randn(1024 - len(special)) * 3])
+    out = torch.cat([given, torch.zeros(1024)])
+    run(launcher, "sums", out, threads=1024)
+    assert torch.equal(out[1024:], given.half().float())
+    assert bool((out[:1024] == float("inf")).all())
+    finite = torch.cat([torch.ones(1024), torch.zeros(1024)])
+    run(launcher, "sums", finite, threads=1024)
+    assert bool((finite[:1024] == 1024).all())
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same under AddressSanitizer and UBSan."""
+    return cpu_cuda.build(tmp_path_factory.mktemp("sanitized"), SANITIZE, SUPPORT,
+                          ["faulty_kernels"])["faulty_kernels"]
+
+
+@pytest.mark.parametrize(("kernel", "count", "said"), [
+    ("next_thread", 0, None), ("write_at", 127, None), ("write_shared_at", 63, None),
+    ("write_at", 128, "heap-buffer-overflow"), ("write_at", -1, "heap-buffer-overflow"),
+    ("write_shared_at", 64, "heap-buffer-overflow")])
+def test_a_write_out_of_bounds_shows_under_addresssanitizer(
+        sanitized: Path, kernel: str, count: int, said: str | None) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(sanitized), kernel, str(count)], capture_output=True,
+        text=True, timeout=120, check=False, env=cpu_cuda.sanitizer_environment())
+    assert ("launched" in done.stdout) == (said is None), done.stderr
+    assert said is None or said in done.stderr
+
+

@@ -1,0 +1,309 @@
+"""The .cu sources, executed on the CPU (csrc/cpu_cuda.h) through the launches that a GPU would get:
+they compute what torch does, whatever the order of a block's threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import cpu_cuda
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xrunner.ops import cuda_check, cuda_kv, launch, reference
+from xrunner.ops.build import source_folder
+from xrunner.ops.cuda import CudaOps, DistanceBias
+from xrunner.rules.compaction import Move
+from xrunner.rules.slots import Span
+
+CPU = torch.device("cpu")
+DTYPES = st.sampled_from(cuda_check.DTYPES)
+SENTINEL = 77.0  # what a buffer holds where nothing may be written
+some = settings(deadline=None, max_examples=25,
+                suppress_health_check=[HealthCheck.function_scoped_fixture,
+                                       HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def launcher(pytestconfig: pytest.Config) -> cpu_cuda.CpuLauncher:
+    return cpu_cuda.CpuLauncher(cpu_cuda.built(pytestconfig))
+
+
+@pytest.fixture(params=["rising", "falling"])
+def ops(launcher: cpu_cuda.CpuLauncher, request: pytest.FixtureRequest) -> Iterator[CudaOps]:
+    launcher.is_backwards = request.param == "falling"
+    yield CudaOps(launcher, multiprocessors=1)
+    launcher.is_backwards = False
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def agrees(expected: list[Tensor], found: list[Tensor]) -> None:
+    off = cuda_check.distance(expected, found)
+    assert off <= cuda_check.tolerance(expected[0].dtype), f"{off = }"
+
+
+class Attended:
+    """A cache with NaN wherever nothing may be read, and heads to attend with."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.dtype = draw(DTYPES)
+        self.kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+        self.heads = self.kv_heads * group
+        self.dim = draw(st.sampled_from([1, 5, 16, 32, 33, 64, 80, 96, 128, 250, 256]))
+        self.capacity = draw(st.sampled_from([1, 9, 40, 150, 300]))
+        self.slots = draw(st.integers(1, 4))
+        self.seed = draw(st.integers(0, 2**20))
+
+    def cache(self, lengths: dict[int, int]) -> tuple[Tensor, Tensor]:
+        shape = (self.slots, self.kv_heads, self.capacity, self.dim)
+        arrays = (drawn(self.seed, *shape, dtype=self.dtype),
+                  drawn(self.seed + 1, *shape, dtype=self.dtype))
+        for array in arrays:
+            for slot in range(self.slots):
+                array[slot, :, lengths.get(slot, 0):] = float("nan")
+        return arrays
+
+
+@st.composite
+def attended(draw: st.DrawFn) -> Attended:
+    return Attended(draw)
+
+
+@some
+@given(case=attended(), data=st.data())
+def test_decode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> None:
+    slots = data.draw(st.permutations(range(case.slots)))[:data.draw(st.integers(0, case.slots))]
+    lengths = [data.draw(st.integers(0, case.capacity)) for _ in slots]
+    cache = case.cache(dict(zip(slots, lengths, strict=True)))
+    joint = drawn(case.seed + 2, len(slots), 3 * case.heads, case.dim, dtype=case.dtype)
+    query = joint[:, case.heads:2 * case.heads]  # rows of it lie apart
+    bias = None
+    if data.draw(st.booleans()):
+        reach = data.draw(st.integers(0, case.capacity + 3))
+        bias = DistanceBias(drawn(case.seed + 3, case.heads, reach + 2), reach)
+    given_ = (query, cache, torch.tensor(slots, dtype=torch.int64),
+              torch.tensor(lengths, dtype=torch.int64), case.dim ** -0.5, bias)
+    parts = data.draw(st.sampled_from([None, 1, 2, 7]))
+    agrees([reference.decode(*given_)], [ops.decode_attention(*given_, parts)])
+
+
+def test_a_small_batch_has_its_context_split(launcher: cpu_cuda.CpuLauncher) -> None:
+    cache = drawn(1, 1, 2, 600, 64), drawn(2, 1, 2, 600, 64)
+    query, slots, lengths = drawn(3, 1, 2, 64), torch.tensor([0]), torch.tensor([577])
+    before = len(launcher.launched)
+    found = CudaOps(launcher, multiprocessors=100).decode_attention(query, cache, slots, lengths,
+                                                                    0.125)
+    names = [made.kernel for made in launcher.launched[before:]]
+    assert names == ["decode_attention_1_float32", "combine_parts_float32"]
+    assert launcher.launched[before].grid == (2, 600 // 128, 1)
+    agrees([reference.decode(query, cache, slots, lengths, 0.125)], [found])
+
+
+def test_a_query_outside_the_cache_gets_zeros(ops: CudaOps) -> None:
+    cache = drawn(1, 2, 1, 4, 8), drawn(2, 2, 1, 4, 8)
+    found = ops.decode_attention(drawn(3, 4, 1, 8), cache, torch.tensor([-1, 2, 0, 1]),
+                                 torch.tensor([3, 3, 0, 9]), 0.5)
+    assert not found[:3].any()
+    agrees([reference.decode(drawn(3, 4, 1, 8)[3:], cache, torch.tensor([1]), torch.tensor([4]),
+                             0.5)], [found[3:]])
+
+
+@some
+@given(case=attended(), data=st.data())
+def test_encode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> None:
+    spans = []
+    for slot in data.draw(st.permutations(range(case.slots))):
+        first = data.draw(st.integers(0, case.capacity - 1))
+        tokens = data.draw(st.integers(1, min(case.capacity - first, 40)))
+        spans.append(Span(slot, first, tokens, True))
+    cache = case.cache({s.slot: s.first + s.tokens for s in spans})
+    query = drawn(case.seed + 2, sum(s.tokens for s in spans), case.heads, case.dim,
+                  dtype=case.dtype)
+    given_ = (query, cache, spans, case.dim ** -0.5)
+    agrees([reference.encode(*given_)], [ops.encode_attention(*given_)])
+
+
+@some
+@given(dtype=DTYPES, tokens=st.integers(0, 3), seed=st.integers(0, 2**20), is_added=st.booleans(),
+       size=st.sampled_from([1, 7, 8, 64, 77, 576, 1000, 4104]))
+def test_norms(ops: CudaOps, dtype: torch.dtype, tokens: int, seed: int, is_added: bool,
+               size: int) -> None:
+    hidden = drawn(seed, tokens, size, dtype=dtype)
+    added = drawn(seed + 1, tokens, size, dtype=dtype) if is_added else None
+    weight, bias = (drawn(seed + i, size, dtype=dtype) for i in (2, 3))
+    summed = hidden.clone()
+    agrees(reference.rms_norm(hidden, added, weight, 1e-5),
+           [ops.add_rms_norm(summed, added, weight, 1e-5), summed])
+    summed = hidden.clone()
+    expected = reference.layer_norm(hidden, added, (weight, bias), 1e-5)
+    agrees(expected, [ops.add_layer_norm(summed, added, (weight, bias), 1e-5), summed])
+    assert torch.equal(summed, expected[1])  # rounded as torch rounds
+
+
+@some
+@given(dtype=DTYPES, tokens=st.integers(0, 5), seed=st.integers(0, 2**20),
+       heads=st.tuples(st.integers(1, 9), st.integers(1, 3)), dim=st.integers(1, 70),
+       is_turned=st.booleans())
+def test_place(ops: CudaOps, dtype: torch.dtype, tokens: int, seed: int, heads: tuple[int, int],
+               dim: int, is_turned: bool) -> None:
+    dim += dim % 2 if is_turned else 0
+    joint = drawn(seed, tokens, (heads[0] + 2 * heads[1]) * dim, dtype=dtype)
+    cache = tuple(drawn(seed + i, tokens + 1, heads[1], 4, dim, dtype=dtype) for i in (1, 2))
+    angles = drawn(seed + 3, tokens, dim // 2)
+    rotation = (angles.cos(), angles.sin()) if is_turned else None
+    slots, positions = torch.arange(tokens, 0, -1), torch.arange(tokens) % 4
+    expected = reference.place(joint, rotation, cache, slots, positions)
+    ops.place(joint, rotation, cache, slots, positions)
+    agrees(expected, [joint[:, :heads[0] * dim], *cache])
+
+
+def test_a_token_outside_the_cache_is_written_nowhere(ops: CudaOps) -> None:
+    keys, values = torch.full((2, 1, 3, 8), SENTINEL), torch.full((2, 1, 3, 8), SENTINEL)
+    ops.place(drawn(1, 4, 24), None, (keys, values), torch.tensor([-1, 2, 0, 1]),
+              torch.tensor([0, 0, 3, -1]))
+    assert bool((keys == SENTINEL).all()) and bool((values == SENTINEL).all())
+
+
+@some
+@given(dtype=DTYPES, tokens=st.integers(0, 3), inner=st.sampled_from([0, 1, 8, 77, 1536, 2056]),
+       seed=st.integers(0, 2**20))
+def test_silu_mul(ops: CudaOps, dtype: torch.dtype, tokens: int, inner: int, seed: int) -> None:
+    joint = drawn(seed, tokens, 2 * inner, dtype=dtype)
+    agrees([reference.silu_mul(joint)], [ops.silu_mul(joint)])
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> Tensor:
+    """Whole stores, and parts of them by layers and heads; no two entries alike."""
+    shape = (draw(st.integers(1, 3)), 2, draw(st.integers(1, 6)), draw(st.integers(1, 3)),
+             draw(st.sampled_from([1, 7, 200])), draw(st.sampled_from([1, 5, 8, 64])))
+    store = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    store = store.to(draw(st.sampled_from([torch.float32, torch.int16, torch.float64])))
+    return store[draw(st.integers(0, shape[0] - 1)):, :, :, draw(st.integers(0, shape[3] - 1)):]
+
+
+@some
+@given(store=stores(), data=st.data())
+def test_moves_happen_one_after_the_other(ops: CudaOps, launcher: cpu_cuda.CpuLauncher,
+                                          store: Tensor, data: st.DataObject) -> None:
+    slot, length = st.integers(0, store.shape[2] - 1), st.integers(0, store.shape[4])
+    moves = data.draw(st.lists(st.builds(Move, slot, slot), max_size=6))
+    lengths = [data.draw(length) for _ in moves]
+    expected = reference.compacted(store, moves, lengths)
+    cuda_kv.compact(launcher, store, moves, lengths)
+    assert torch.equal(store, expected)
+
+
+@some
+@given(store=stores(), data=st.data())
+def test_entries_go_into_a_block_and_back(ops: CudaOps, launcher: cpu_cuda.CpuLauncher,
+                                          store: Tensor, data: st.DataObject) -> None:
+    slots = data.draw(st.permutations(range(store.shape[2])))
+    lengths = [data.draw(st.integers(0, store.shape[4])) for _ in slots]
+    expected = reference.there_and_back(store, slots, lengths)
+    after = torch.zeros_like(store)
+    block = cuda_kv.gather(launcher, store, slots, lengths)
+    cuda_kv.scatter(launcher, after, slots, lengths, block)
+    assert all(map(torch.equal, expected, [after, block]))
+
+
+def test_every_layer_and_move_goes_in_one_launch(launcher: cpu_cuda.CpuLauncher) -> None:
+    store, before = drawn(1, 30, 2, 8, 3, 5, 64), len(launcher.launched)
+    cuda_kv.compact(launcher, store, [Move(7, 0), Move(6, 2), Move(5, 3)], [5, 3, 1])
+    assert len(launcher.launched) == before + 1
+
+
+def test_the_check_of_a_gpu_passes_here(launcher: cpu_cuda.CpuLauncher) -> None:
+    """What `xgpt doctor --gpu` runs on a card finds no difference on the CPU."""
+    seen = set()
+    for case in cuda_check.cases(CudaOps(launcher, 4), launcher, CPU, size=1):
+        agrees(case.expected(), case.found())
+        seen.add(case.operator)
+    assert len(seen) == 8
+
+
+def test_arguments_have_the_members_of_the_kernels_structs() -> None:
+    kinds = {launch.ADD_NORM, launch.PLACE, launch.SILU_MUL, launch.DECODE, launch.ENCODE,
+             launch.KV_COMPACT, launch.KV_PACK}
+    text = "".join(path.read_text("utf-8") for path in source_folder().glob("*.cu"))
+    text = re.sub(r"//.*|/\*.*?\*/", "", text, flags=re.M)
+    found = {}
+    for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.M | re.S):
+        found[name] = []
+        for declared in body.split(";"):
+            first, *others = declared.split(",")
+            if first.split()[:1] == ["Rows"]:
+                found[name] += found["Rows"]
+            elif first.split():
+                kind, stars = re.sub(r"\bconst\b|\w+$", "", first).strip(), first + "".join(others)
+                found[name] += [(re.sub(r"\W", "", word.split()[-1]),
+                                 "pointer" if "*" in stars else kind)
+                                for word in (first, *others)]
+    kind_of = {"c_void_p": "pointer", "c_long": "i64", "c_longlong": "i64", "c_float": "float"}
+    for kind in kinds:
+        assert [(n, kind_of[t.__name__]) for n, t in kind._fields_] == found[kind.__name__]
+
+
+@pytest.mark.parametrize(("words", "call"), [
+    ("torch.float64", lambda ops: ops.silu_mul(torch.zeros(1, 2, dtype=torch.float64))),
+    ("two halves", lambda ops: ops.silu_mul(torch.zeros(1, 3))),
+    ("not contiguous", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 16)[:, :8],
+                                                    torch.ones(8), 1e-5)),
+    (r"not \[8\]", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), None, torch.ones(9), 1e-5)),
+    ("another shape", lambda ops: ops.add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8),
+                                                   torch.ones(8), 1e-5)),
+    ("1 to 256", lambda ops: decoded(ops, dim=257)),
+    ("3 heads for 2", lambda ops: decoded(ops, heads=3)),
+    ("int64 belongs", lambda ops: decoded(ops, slots=torch.zeros(1))),
+    ("beside", lambda ops: decoded(ops, cache_dtype=torch.bfloat16)),
+    ("a bias", lambda ops: decoded(ops, bias=DistanceBias(torch.zeros(2, 3), 3))),
+    ("slot 2 of 2", lambda ops: encoded(ops, Span(2, 0, 1, True))),
+    ("beyond the capacity", lambda ops: encoded(ops, Span(0, 4, 1, True))),
+    ("for 1", lambda ops: encoded(ops, Span(0, 0, 2, True))),
+    ("KV heads of 8", lambda ops: ops.place(
+        torch.zeros(1, 25), None, (torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)),
+        torch.tensor([0]), torch.tensor([0]))),
+])
+def test_wrong_arguments_are_refused_in_words(launcher: cpu_cuda.CpuLauncher, words: str,
+                                              call: object) -> None:
+    before = len(launcher.launched)
+    with pytest.raises(ValueError, match=words):
+        call(CudaOps(launcher, 1))  # type: ignore[operator]
+    assert len(launcher.launched) == before
+
+
+def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, slots: Tensor | None = None,
+            cache_dtype: torch.dtype = torch.float32, bias: DistanceBias | None = None) -> Tensor:
+    cache = torch.zeros(2, 2, 4, dim, dtype=cache_dtype)
+    return ops.decode_attention(torch.zeros(1, heads, dim), (cache, cache),
+                                torch.tensor([0]) if slots is None else slots, torch.tensor([1]),
+                                1.0, bias)
+
+
+def encoded(ops: CudaOps, span: Span) -> Tensor:
+    cache = torch.zeros(2, 2, 4, 8)
+    return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), [span], 1.0)
+
+
+@pytest.mark.parametrize(("words", "call"), [
+    ("slot 2 of 2", lambda run, store: cuda_kv.compact(run, store, [Move(2, 0)], [1])),
+    ("5 entries of 4", lambda run, store: cuda_kv.compact(run, store, [Move(1, 0)], [5])),
+    ("2 lengths for 1", lambda run, store: cuda_kv.compact(run, store, [Move(1, 0)], [1, 1])),
+    ("-1 entries", lambda run, store: cuda_kv.gather(run, store, [0], [-1])),
+    ("named twice", lambda run, store: cuda_kv.scatter(run, store, [0, 0], [1, 1],
+                                                       torch.zeros(1, 2, 1, 2, 8))),
+    ("for 2 tokens", lambda run, store: cuda_kv.scatter(run, store, [0], [2],
+                                                        torch.zeros(1, 2, 1, 3, 8))),
+    ("torch.uint8", lambda run, store: cuda_kv.gather(run, store.to(torch.uint8), [0], [1])),
+    ("5 dimensions", lambda run, store: cuda_kv.gather(run, store[0], [0], [1])),
+])
+def test_wrong_copies_are_refused_in_words(launcher: cpu_cuda.CpuLauncher, words: str,
+                                           call: object) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(launcher, torch.zeros(1, 2, 2, 1, 4, 8))  # type: ignore[operator]

@@ -1,0 +1,236 @@
+"""The CUDA operators: arguments checked, and the kernels of csrc/ launched on torch's stream.
+
+Shapes and letters as in csrc/native.h: T tokens, n queries that decode, h heads, k KV heads, d head
+size, H hidden size; a layer's cache is two arrays [slots, k, capacity, d]. float32, bfloat16 and
+float16; sums are float32. Wrong shapes and types raise ValueError before anything is launched.
+Slots, lengths and positions lie on the GPU, so their values are not looked at here; a kernel leaves
+out what lies outside the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xrunner.ops.launch import (
+    ADD_NORM,
+    DECODE,
+    DTYPES,
+    ENCODE,
+    PLACE,
+    SILU_MUL,
+    Launch,
+    Launcher,
+    check_alike,
+    check_numbers,
+    check_plain,
+    filled,
+    is_wide,
+    numbers,
+    refuse,
+)
+from xrunner.rules.slots import Span
+
+MAX_DIM = 256  # of a head, in attention
+_MAX_GRID = 65535  # blocks along y and z
+_THREADS = 128
+_MOST_PARTS = 64
+_ENCODE_TOKENS, _ENCODE_KEYS = 16, 32  # of a block and at a time, in encode_attention.cu
+
+
+class DistanceBias(NamedTuple):
+    """Added to a scaled score by the distance of its key from its token, which is 0 at `center`:
+    `values` [h, width] float32. What is farther away than it reaches has its farthest's."""
+
+    values: Tensor
+    center: int
+
+
+class CudaOps:
+    """The operators over something that launches kernels. `multiprocessors` of the GPU: fewer
+    blocks than that, and the contexts are split."""
+
+    def __init__(self, launch: Launcher, multiprocessors: int) -> None:
+        self._launch = launch
+        self._multiprocessors = multiprocessors
+
+    def decode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor,
+                         lengths: Tensor, scale: float, bias: DistanceBias | None = None,
+                         parts: int | None = None) -> Tensor:
+        """One new token of each of n queries against its own context.
+
+        query [n, h, d], its rows anywhere; cache: keys and values; slots, lengths [n] int64; a
+        length of 0 gives zeros. `parts` that a context is split into; None: as many as fill the
+        GPU. Returns [n, h, d].
+        """
+        n, heads, dim = query.shape
+        slots_there, kv_heads, capacity = _check_cache(query, cache)
+        check_numbers(query, n, slots, lengths)
+        if bias is not None:
+            check_plain(query, bias.values)
+            refuse(bias.values.dtype != torch.float32 or bias.values.dim() != 2
+                   or bias.values.shape[0] != heads
+                   or not 0 <= bias.center < bias.values.shape[1],
+                   f"a bias {list(bias.values.shape)} {bias.values.dtype} with distance 0 at "
+                   f"{bias.center} for {heads} heads")
+        out = torch.empty((n, heads, dim), dtype=query.dtype, device=query.device)
+        if n == 0:
+            return out
+        group = heads // kv_heads
+        together = 1 if group == 1 else 2 if group == 2 else 4
+        blocks = n * kv_heads * -(-group // together)
+        if parts is None:
+            wanted = -(-2 * self._multiprocessors // blocks)
+            parts = max(1, min(wanted, capacity // 128, _MOST_PARTS))
+        work = torch.empty((n, heads, parts, dim + 2), dtype=torch.float32,
+                           device=query.device) if parts > 1 else None
+        arguments = filled(DECODE, {
+            "out": out, "query": query, "keys": cache[0], "values": cache[1], "slots": slots,
+            "lengths": lengths, "bias": None if bias is None else bias.values, "parts": work,
+            "query_stride": query.stride(0), "n": n, "heads": heads, "kv_heads": kv_heads,
+            "dim": dim, "num_slots": slots_there, "capacity": capacity,
+            "bias_width": 0 if bias is None else bias.values.shape[1],
+            "bias_center": 0 if bias is None else bias.center, "num_parts": parts,
+            "is_wide": is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0,
+            "scale": scale})
+        name = DTYPES[query.dtype]
+        shared = _THREADS // 32 * together * (dim + 2) * 4
+        self._launch(Launch("decode_attention", f"decode_attention_{together}_{name}",
+                            (blocks, parts, 1), _THREADS, shared, arguments))
+        if parts > 1:
+            self._launch(Launch("decode_attention", f"combine_parts_{name}", (n * heads, 1, 1),
+                                32 * -(-dim // 32), 0, arguments))
+        return out
+
+    def encode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], spans: Sequence[Span],
+                         scale: float) -> Tensor:
+        """Spans of inputs, packed: each token against what its query has up to it (causal), the
+        entries of the spans themselves included, which are in the cache already.
+
+        query [T, h, d], its rows anywhere. Returns [T, h, d].
+        """
+        tokens, heads, dim = query.shape
+        slots_there, kv_heads, capacity = _check_cache(query, cache)
+        refuse(sum(s.tokens for s in spans) != tokens, f"spans of {sum(s.tokens for s in spans)} "
+               f"tokens for {tokens}")
+        for span in spans:
+            refuse(not 0 <= span.slot < slots_there, f"slot {span.slot} of {slots_there}")
+            refuse(span.tokens < 1 or span.first < 0 or span.first + span.tokens > capacity,
+                   f"{span} beyond the capacity {capacity}")
+        out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+        start = 0
+        for at in range(0, len(spans), _MAX_GRID):
+            start = self._encode(query, cache, spans[at:at + _MAX_GRID], scale, (out, start))
+        return out
+
+    def _encode(self, query: Tensor, cache: tuple[Tensor, Tensor], spans: Sequence[Span],
+                scale: float, into: tuple[Tensor, int]) -> int:
+        """As many spans as one launch can take, to `into`: rows of it from a token on. Returns the
+        token after them."""
+        out, start = into
+        _, heads, dim = query.shape
+        slots_there, kv_heads, capacity, _ = cache[0].shape
+        starts = []
+        for span in spans:
+            starts.append(start)
+            start += span.tokens
+        table = numbers(query.device, [s.slot for s in spans], [s.first for s in spans],
+                        [s.tokens for s in spans], starts)
+        arguments = filled(ENCODE, {
+            "out": out, "query": query, "keys": cache[0], "values": cache[1], "slots": table[0],
+            "first": table[1], "tokens_of": table[2], "starts": table[3],
+            "query_stride": query.stride(0), "spans": len(spans), "heads": heads,
+            "kv_heads": kv_heads, "dim": dim, "num_slots": slots_there, "capacity": capacity,
+            "is_wide": is_wide(*cache, row=dim), "scale": scale})
+        shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
+        tiles = -(-max(s.tokens for s in spans) // _ENCODE_TOKENS)
+        self._launch(Launch("encode_attention", f"encode_attention_{DTYPES[query.dtype]}",
+                            (tiles, heads, len(spans)), _THREADS, shared, arguments))
+        return start
+
+    def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor,
+                     eps: float) -> Tensor:
+        """hidden [T, H] += added [T, H] (None: nothing), in place; returns its RMS norm times
+        weight [H]."""
+        return self._add_norm("add_rms_norm", hidden, added, (weight, None), eps)
+
+    def add_layer_norm(self, hidden: Tensor, added: Tensor | None,
+                       weight_bias: tuple[Tensor, Tensor], eps: float) -> Tensor:
+        """The same with layer norm; weight, bias [H]."""
+        return self._add_norm("add_layer_norm", hidden, added, weight_bias, eps)
+
+    def _add_norm(self, name: str, hidden: Tensor, added: Tensor | None,
+                  weight_bias: tuple[Tensor, Tensor | None], eps: float) -> Tensor:
+        weight, bias = weight_bias
+        check_alike(hidden, hidden, added, weight, bias)
+        tokens, size = hidden.shape
+        refuse(added is not None and added.shape != hidden.shape, "added is of another shape")
+        refuse(any(w is not None and w.shape != (size,) for w in weight_bias),
+               f"a weight that is not [{size}]")
+        normed = torch.empty_like(hidden)
+        if tokens:
+            arguments = filled(ADD_NORM, {
+                "normed": normed, "hidden": hidden, "added": added, "weight": weight, "bias": bias,
+                "tokens": tokens, "size": size, "eps": eps,
+                "is_wide": is_wide(normed, hidden, added, weight, bias, row=size)})
+            threads = min(512, 32 * -(-size // 256))
+            self._launch(Launch("rows", f"{name}_{DTYPES[hidden.dtype]}", (tokens, 1, 1), threads,
+                                0, arguments))
+        return normed
+
+    def place(self, joint: Tensor, rotation: tuple[Tensor, Tensor] | None,
+              cache: tuple[Tensor, Tensor], slots: Tensor, positions: Tensor) -> None:
+        """joint [T, (h + 2k) d]: query, key and value of each token. Rotates query, in place, and
+        key by `rotation`: cos and sin [T, d / 2] float32 (None: no rotation; the halves of a head
+        form the pairs), and writes key and value to slots[t], positions[t] of the cache."""
+        check_alike(joint, joint, *cache)
+        keys, values = cache
+        slots_there, kv_heads, capacity, dim = keys.shape
+        tokens, heads = joint.shape[0], joint.shape[1] // dim - 2 * kv_heads
+        refuse(values.shape != keys.shape or heads < 1 or joint.shape[1] % dim != 0,
+               f"rows of {joint.shape[1]} for {kv_heads} KV heads of {dim}")
+        check_numbers(joint, tokens, slots, positions)
+        cos, sin = rotation or (None, None)
+        for angles in rotation or ():
+            check_plain(joint, angles)
+            refuse(angles.dtype != torch.float32 or angles.shape != (tokens, dim // 2)
+                   or dim % 2 != 0,
+                   f"a rotation {list(angles.shape)} {angles.dtype} for {tokens} tokens of {dim}")
+        if tokens:
+            arguments = filled(PLACE, {
+                "joint": joint, "cos": cos, "sin": sin, "keys": keys, "values": values,
+                "slots": slots, "positions": positions, "tokens": tokens, "heads": heads,
+                "kv_heads": kv_heads, "dim": dim, "num_slots": slots_there, "capacity": capacity})
+            self._launch(Launch("rows", f"place_{DTYPES[joint.dtype]}", (tokens, 1, 1), 256, 0,
+                                arguments))
+
+    def silu_mul(self, joint: Tensor) -> Tensor:
+        """silu(gate) * up of joint [T, 2 I]: gate, then up, of each token. Returns [T, I]."""
+        check_alike(joint, joint)
+        refuse(joint.shape[1] % 2 != 0, f"rows of {joint.shape[1]} do not have two halves")
+        tokens, inner = joint.shape[0], joint.shape[1] // 2
+        out = torch.empty((tokens, inner), dtype=joint.dtype, device=joint.device)
+        if tokens and inner:
+            arguments = filled(SILU_MUL, {
+                "out": out, "joint": joint, "tokens": tokens, "inner": inner,
+                "is_wide": is_wide(joint, out, row=inner)})
+            self._launch(Launch("rows", f"silu_mul_{DTYPES[joint.dtype]}",
+                                (tokens, min(-(-inner // 2048), _MAX_GRID), 1), 256, 0, arguments))
+        return out
+
+
+def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
+    """Slots, KV heads and capacity of a cache that such queries can read."""
+    check_alike(query, *cache)
+    keys, values = cache
+    n, heads, dim = query.shape
+    refuse(keys.dim() != 4 or keys.shape != values.shape or keys.shape[3] != dim,
+           f"keys {list(keys.shape)} and values {list(values.shape)} for heads of {dim}")
+    refuse(not 1 <= dim <= MAX_DIM, f"heads of {dim}: 1 to {MAX_DIM} are served")
+    slots, kv_heads, capacity, _ = keys.shape
+    refuse(kv_heads < 1 or heads % kv_heads != 0, f"{heads} heads for {kv_heads} KV heads")
+    refuse(n > 0 and query.stride(1) != dim, "the heads of a query are apart")
+    return slots, kv_heads, capacity

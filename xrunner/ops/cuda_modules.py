@@ -1,0 +1,202 @@
+"""The CUDA kernels of csrc/ on a GPU: compiled by cupy (NVRTC, which needs no nvcc), compared with
+torch on that very card, and launched on torch's current stream.
+
+`ops_for` is what an operator's public function asks. Where cupy is missing, or a kernel gives
+something else than torch does, torch serves, and `describe` says so in one line. `XGPT_NATIVE` (see
+xrunner.ops.native) may ask for none, or for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xgpt.core.errors import XgptError
+from xrunner.ops.build import source_folder
+from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda_check import Case, cases, distance, tolerance
+from xrunner.ops.launch import DTYPES, Launch, Launcher
+from xrunner.ops.native import VARIABLE
+
+SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
+_HEADER = '#include "cuda_elements.h"'
+_USUAL_SHARED_BYTES = 48 << 10  # more than that a kernel must ask for
+
+
+class Gpu(NamedTuple):
+    """What the kernels came to on one GPU. `differing`: operators that disagree with torch there;
+    `reason`: why there are none."""
+
+    ops: CudaOps | None
+    launch: Launcher | None
+    differing: frozenset[str] = frozenset()
+    reason: str = ""
+
+
+_gpus: dict[torch.device, Gpu] = {}
+_lock = threading.Lock()
+
+
+def ops_for(operator: str, tensor: Tensor) -> CudaOps | None:
+    """The operators, where `operator` can work on this tensor; None where torch has to."""
+    if tensor.is_cpu and not _gpus:  # the usual case on a CPU, at the price of a look
+        return None
+    gpu = gpu_of(tensor.device)
+    if operator in gpu.differing or tensor.dtype not in DTYPES:
+        return None
+    return gpu.ops
+
+
+def launch_for(operator: str, tensor: Tensor) -> Launcher | None:
+    """What carries out the launches of xrunner.ops.cuda_kv, for any type of elements; None where
+    torch has to copy."""
+    if tensor.is_cpu and not _gpus:
+        return None
+    gpu = gpu_of(tensor.device)
+    return None if operator in gpu.differing or tensor.element_size() % 2 else gpu.launch
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The kernels on a device, loaded and compared when it is first asked for. Raises XgptError
+    where `XGPT_NATIVE` requires them and they cannot be had."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    found = _gpus.get(device)
+    if found is not None:
+        return found
+    if device.type != "cuda":
+        return Gpu(None, None, reason="not a GPU")
+    with _lock:
+        if device not in _gpus:
+            _gpus[device] = _load(device, os.environ.get(VARIABLE, "").strip() or "auto")
+        return _gpus[device]
+
+
+def describe(device: torch.device) -> str:
+    """One line: whether our kernels serve on that GPU, or which do not and why."""
+    gpu = gpu_of(device)
+    if gpu.ops is None:
+        return f"CUDA operators: none, torch's serve: {gpu.reason}"
+    if gpu.differing:
+        return (f"CUDA operators: ours, but torch's for {', '.join(sorted(gpu.differing))}, where "
+                "ours differ from them on this card: `xgpt doctor --gpu` says by how much")
+    return "CUDA operators: ours, each compared with torch's on this card"
+
+
+def _load(device: torch.device, wish: str) -> Gpu:
+    if wish == "off":
+        return Gpu(None, None, reason=f"{VARIABLE} is off")
+    why = why_no_cupy()
+    if why is None:
+        try:
+            launch = CupyLauncher(device)
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            gpu = compared(CudaOps(launch, processors), launch, device)
+        except XgptError as error:
+            why = str(error)
+    if why is None and not (wish == "require" and gpu.differing):
+        return gpu
+    if wish == "require":
+        raise XgptError(f"{VARIABLE} is require, and the CUDA kernels cannot serve: "
+                        f"{why or 'they differ from torch in ' + ', '.join(sorted(gpu.differing))}")
+    return Gpu(None, None, reason=why or "")
+
+
+def compared(ops: CudaOps, launch: Launcher, device: torch.device) -> Gpu:
+    """Every operator on the first small arguments of every type, against torch."""
+    differing = {case.operator for case in _first_of_each(cases(ops, launch, device, size=1))
+                 if off_by(case) > tolerance(case.dtype)}
+    names = {name for both in differing for name in both.split(", ")}
+    return Gpu(ops, launch, frozenset(names))
+
+
+def off_by(case: Case) -> float:
+    """How far a kernel is from torch; infinite where it refuses."""
+    try:
+        found = case.found()
+    except XgptError:
+        return float("inf")
+    return distance(case.expected(), found)
+
+
+def _first_of_each(all_cases: Iterator[Case]) -> Iterator[Case]:
+    seen = set()
+    for case in all_cases:
+        if (case.operator, case.dtype) not in seen:
+            seen.add((case.operator, case.dtype))
+            yield case
+
+
+def why_no_cupy() -> str | None:
+    """Why cupy cannot be had, without importing it; None where it is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return ("cupy is not installed (pip install -e '.[cuda12]', or '.[cuda13]' where the "
+                "driver is of CUDA 13)")
+    return None
+
+
+def source_of(name: str) -> str:
+    """A source with its header in it: cupy keys what it compiled by the text that it is given."""
+    folder = source_folder()
+    text = (folder / f"{name}.cu").read_text("utf-8")
+    assert text.count(_HEADER) == 1, f"{name}.cu must include the header once"
+    return text.replace(_HEADER, (folder / "cuda_elements.h").read_text("utf-8"))
+
+
+class CupyLauncher:
+    """Compiles each source when a kernel of it is first launched. Raises XgptError where cupy, the
+    compiler or the driver refuse."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._cupy = _import_cupy()
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[str, Any] = {}
+
+    def __call__(self, launch: Launch) -> None:
+        with torch.cuda.device(self._device):
+            self._refusable(lambda: self._run(launch), launch.kernel)
+
+    def _run(self, launch: Launch) -> None:
+        kernel = self._kernels.get(launch.kernel) or self._loaded(launch.source, launch.kernel)
+        if launch.shared_bytes > max(_USUAL_SHARED_BYTES, kernel.max_dynamic_shared_size_bytes):
+            kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
+        # the struct's address is the only argument: cupy's own call takes numbers and arrays alone
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))
+        self._cupy.cuda.driver.launchKernel(
+            kernel.kernel.ptr, *launch.grid, launch.threads, 1, 1, launch.shared_bytes,
+            torch.cuda.current_stream(self._device).cuda_stream, ctypes.addressof(arguments), 0)
+
+    def _loaded(self, source: str, kernel: str) -> Any:
+        with self._cupy.cuda.Device(self._device.index):
+            if source not in self._modules:
+                self._modules[source] = self._cupy.RawModule(
+                    code=source_of(source), options=("--std=c++17",), backend="nvrtc")
+            self._kernels[kernel] = self._modules[source].get_function(kernel)
+        return self._kernels[kernel]
+
+    def _refusable(self, act: Callable[[], None], kernel: str) -> None:
+        refusals = (self._cupy.cuda.compiler.CompileException,
+                    self._cupy.cuda.driver.CUDADriverError,
+                    self._cupy.cuda.runtime.CUDARuntimeError)
+        try:
+            act()
+        except refusals as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise XgptError(f"the kernel {kernel} cannot be launched: {words[0]}") from error
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:  # of another CUDA than the driver's, say
+        raise XgptError(f"cupy cannot be imported: {error}".splitlines()[0]) from error
+    return cupy
