@@ -18,6 +18,7 @@ SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
 # Hidden: what executes a library's kernels is that library's own, however others were compiled.
 FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 WORDS = {1: "sizes of the launch that no GPU takes", 2: "not all threads come to a barrier"}
 
 

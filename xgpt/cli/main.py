@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
     "status": ("xgpt.cli.status:status", "How far a run is."),
+    "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks."),
 }
 

@@ -54,11 +54,16 @@ def detect(num_workers: int | None = None, num_hosts: int = 1) -> Cluster:
     """This machine as a cluster of one node, or `num_hosts` like it. `num_workers`: ranks wanted of
     all; by default one per GPU or, on a machine without, one per usable core up to 8. Ranks beyond
     the GPUs share them."""
-    gpus = visible_gpus(_query_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = gpus_here()
     each = None if num_workers is None else max(num_workers // num_hosts, 1)
     node = gpu_cluster(gpus, each) if gpus else cpu_cluster(each)
     return node if num_hosts == 1 else replace(
         node.with_nodes(num_nodes=num_hosts), inter_link=_NETWORK)
+
+
+def gpus_here() -> list[SmiGpu]:
+    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves."""
+    return visible_gpus(_query_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def gpu_cluster(gpus: list[SmiGpu], num_workers: int | None) -> Cluster:

@@ -56,13 +56,14 @@ class _Drawn:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._generator = torch.Generator(device="cpu").manual_seed(5)
+        self._generator = torch.Generator(device).manual_seed(5)
 
     def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self.device, dtype)
+        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
 
     def whole(self, low: int, high: int, count: int) -> Tensor:
-        return torch.randint(low, high + 1, (count,), generator=self._generator).to(self.device)
+        return torch.randint(low, high + 1, (count,), generator=self._generator,
+                             device=self.device)
 
 
 def cases(ops: CudaOps, launch: Launcher, device: torch.device, *, size: int) -> Iterator[Case]:

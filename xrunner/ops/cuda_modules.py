@@ -9,6 +9,7 @@ xrunner.ops.native) may ask for none, or for all.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import os
 import threading
@@ -150,6 +151,14 @@ def source_of(name: str) -> str:
     return text.replace(_HEADER, (folder / "cuda_elements.h").read_text("utf-8"))
 
 
+def source_digest() -> str:
+    """A fingerprint of the kernels' sources."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update(source_of(name).encode())
+    return digest.hexdigest()[:16]
+
+
 class CupyLauncher:
     """Compiles each source when a kernel of it is first launched. Raises XgptError where cupy, the
     compiler or the driver refuse."""
@@ -160,6 +169,15 @@ class CupyLauncher:
         self._cupy = _import_cupy()
         self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Any] = {}
+
+    @property
+    def cupy_version(self) -> str:
+        return str(self._cupy.__version__)
+
+    @property
+    def driver_version(self) -> int:
+        """The CUDA version that the driver is of, 13000 for 13.0."""
+        return int(self._cupy.cuda.runtime.driverGetVersion())
 
     def __call__(self, launch: Launch) -> None:
         with torch.cuda.device(self._device):

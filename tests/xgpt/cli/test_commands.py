@@ -160,4 +160,5 @@ def test_the_options_are_frozen() -> None:
         "simulate": shared | {"--schedule", "--timeline", "--baselines"},
         "sweep": shared | {"--bounds"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "models": {"--json"},
+        "doctor": {"--gpu", "--json"},
     }

@@ -16,7 +16,6 @@ from xrunner.ops.launch import Launch, struct
 
 SUPPORT = Path(cpu_cuda.__file__).parent
 NUMBERS = struct("Numbers", "out count")
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SCRIPT = """
 import sys
 import numpy
@@ -93,7 +92,7 @@ def test_sums_and_float16_are_torchs(launcher: cpu_cuda.CpuLauncher) -> None:
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same under AddressSanitizer and UBSan."""
-    return cpu_cuda.build(tmp_path_factory.mktemp("sanitized"), SANITIZE, SUPPORT,
+    return cpu_cuda.build(tmp_path_factory.mktemp("sanitized"), cpu_cuda.SANITIZE, SUPPORT,
                           ["faulty_kernels"])["faulty_kernels"]
 
 

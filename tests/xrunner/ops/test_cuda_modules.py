@@ -1,0 +1,160 @@
+"""Whether the CUDA kernels serve on a GPU, and what is said of it: a GPU is stood in for by what
+executes the sources on the CPU, sound or with a kernel that is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cpu_cuda
+import pytest
+import torch
+
+from xgpt.core.errors import XgptError
+from xrunner.ops import cuda_check, cuda_modules, gpu_report
+from xrunner.ops.build import source_folder
+from xrunner.ops.cuda import CudaOps
+from xrunner.ops.launch import Launch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def launcher(pytestconfig: pytest.Config) -> cpu_cuda.CpuLauncher:
+    return cpu_cuda.CpuLauncher(cpu_cuda.built(pytestconfig))
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cuda_modules, "_gpus", {})
+    monkeypatch.setattr(cuda_check, "_HEADS", ((2, 1, 16),))
+    yield
+
+
+class Wrong(cpu_cuda.CpuLauncher):
+    """Leaves out one kernel, of one type or of all."""
+
+    def __init__(self, sound: cpu_cuda.CpuLauncher, kernel: str) -> None:
+        self._sound, self._kernel = sound, kernel
+
+    def __call__(self, launch: Launch) -> None:
+        if not launch.kernel.startswith(self._kernel):
+            self._sound(launch)
+
+
+class Refusing(cpu_cuda.CpuLauncher):
+    def __init__(self) -> None:
+        return
+
+    def __call__(self, launch: Launch) -> None:
+        raise XgptError("this card takes no launch")
+
+
+def load(launch: cpu_cuda.CpuLauncher) -> None:
+    cuda_modules._gpus[CPU] = cuda_modules.compared(CudaOps(launch, 1), launch, CPU)
+
+
+def test_a_tensor_on_the_cpu_is_not_looked_at_twice() -> None:
+    assert cuda_modules.ops_for("silu_mul", torch.zeros(1)) is None
+    assert cuda_modules.launch_for("kv_compact", torch.zeros(1)) is None
+
+
+def test_kernels_that_agree_serve(launcher: cpu_cuda.CpuLauncher) -> None:
+    load(launcher)
+    assert cuda_modules._gpus[CPU].differing == frozenset()
+    assert cuda_modules.ops_for("decode_attention", torch.zeros(1)) is not None
+    assert cuda_modules.ops_for("decode_attention", torch.zeros(1, dtype=torch.int64)) is None
+    assert cuda_modules.launch_for("kv_compact", torch.zeros(1, dtype=torch.int64)) is launcher
+    assert cuda_modules.launch_for("kv_compact", torch.zeros(1, dtype=torch.uint8)) is None
+    assert cuda_modules.describe(CPU).endswith("each compared with torch's on this card")
+
+
+@pytest.mark.parametrize(("kernel", "operators"), [
+    ("silu_mul_float16", {"silu_mul"}), ("decode_attention", {"decode_attention"}),
+    ("kv_scatter", {"kv_gather", "kv_scatter"}), ("kv_compact", {"kv_compact"})])
+def test_torch_serves_where_a_kernel_differs_and_one_line_says_so(
+        launcher: cpu_cuda.CpuLauncher, kernel: str, operators: set[str]) -> None:
+    load(Wrong(launcher, kernel))
+    assert cuda_modules._gpus[CPU].differing == operators
+    for operator in operators:
+        assert cuda_modules.ops_for(operator, torch.zeros(1)) is None
+        assert cuda_modules.launch_for(operator, torch.zeros(1)) is None
+        assert operator in cuda_modules.describe(CPU)
+    assert cuda_modules.ops_for("add_rms_norm", torch.zeros(1)) is not None
+
+
+def test_a_card_that_refuses_every_launch_is_left_to_torch() -> None:
+    load(Refusing())
+    assert len(cuda_modules._gpus[CPU].differing) == 9
+
+
+@pytest.mark.parametrize(("wish", "words"), [("off", "XGPT_NATIVE is off"),
+                                             ("auto", "cupy is not installed")])
+def test_none_are_loaded_without_cupy_or_where_they_are_not_wanted(
+        monkeypatch: pytest.MonkeyPatch, wish: str, words: str) -> None:
+    monkeypatch.setattr(cuda_modules.importlib.util, "find_spec", lambda name: None)
+    assert words in cuda_modules._load(torch.device("cuda", 0), wish).reason
+
+
+def test_where_they_are_required_their_lack_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_modules.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(XgptError, match="require.*cupy is not installed"):
+        cuda_modules._load(torch.device("cuda", 0), "require")
+
+
+def test_a_report_has_every_case_and_what_is_wrong_with_it(
+        launcher: cpu_cuda.CpuLauncher) -> None:
+    wrong = Wrong(launcher, "place_bfloat16")
+    found = list(gpu_report.records(CudaOps(wrong, 1), wrong, CPU, gpu_report.host_clock, (1,)))
+    differing = [record for record in found if not record["agrees"]]
+    assert {(r["operator"], r["dtype"]) for r in differing} == {("place", "bfloat16")}
+    assert all(r["bytes_per_s"] > 0 and r["off_by"] <= r["tolerance"] for r in found
+               if r["agrees"])
+    refused = next(gpu_report.records(CudaOps(Refusing(), 1), Refusing(), CPU,
+                                      gpu_report.host_clock, (1,)))
+    assert refused["agrees"] is False and "kernel_s" not in refused
+
+
+@pytest.mark.parametrize("name", cuda_modules.SOURCES)
+def test_a_source_for_cupy_stands_alone(name: str) -> None:
+    """But for the header that a C++ compiler alone sees."""
+    text = cuda_modules.source_of(name)
+    included = [line for line in text.splitlines() if line.startswith("#include")]
+    assert included == ['#include "cpu_cuda.h"'] and "KERNEL(" in text
+
+
+def test_every_source_is_among_those_that_are_loaded() -> None:
+    assert {path.stem for path in source_folder().glob("*.cu")} == set(cuda_modules.SOURCES) == set(
+        cpu_cuda.SOURCES)
+
+
+SCRIPT = """
+import torch
+from pathlib import Path
+from cpu_cuda import CpuLauncher
+from xrunner.ops import cuda_check
+from xrunner.ops.cuda import CudaOps
+torch.set_num_threads(1)
+launch = CpuLauncher({name: Path(r"FOLDER") / f"{name}.so" for name in NAMES})
+cuda_check._HEADS = ((3, 1, 16), (2, 2, 33), (1, 1, 256))
+found = [case.found() for case in cuda_check.cases(CudaOps(launch, 4), launch,
+                                                   torch.device("cpu"), size=1)]
+print(len(found), "cases")
+"""
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sanitized")
+    cpu_cuda.build(folder, cpu_cuda.SANITIZE)
+    return folder
+
+
+def test_no_kernel_leaves_its_memory_under_addresssanitizer(sanitized: Path) -> None:
+    """Global memory, which is torch's, and shared memory; undefined behaviour, too."""
+    script = SCRIPT.replace("FOLDER", str(sanitized)).replace("NAMES", repr(cpu_cuda.SOURCES))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          timeout=280, check=False, env=cpu_cuda.sanitizer_environment())
+    assert done.returncode == 0 and "cases" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,112 @@
+"""Every CUDA kernel compared with torch on this machine's GPU, and timed: `python -m
+xrunner.ops.gpu_report` prints a JSON object a line, first the card, then each case.
+
+A kernel's time includes the copies of what it works on in place. Its reference is the shortest
+torch that says the same, not the quickest: what a time is to be held against is the card's own
+copy rate, which the first line has.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from xgpt.core.errors import XgptError
+from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda_check import Case, cases, tolerance
+from xrunner.ops.cuda_modules import CupyLauncher, off_by, source_digest, why_no_cupy
+from xrunner.ops.launch import Launcher
+
+SIZES = (1, 8)  # of cuda_check.cases: as at the start of a run, and as in one
+_TIMED_S = 0.02
+_COPIED_BYTES = 256 << 20
+
+Clock = Callable[[Callable[[], Any]], float]
+
+
+def host_clock(work: Callable[[], Any]) -> float:
+    """Seconds of one call, by the host's clock."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def gpu_clock(work: Callable[[], Any]) -> float:
+    """Seconds of one call on the GPU: as many as fill 20 ms, after one that warms up."""
+    def timed(calls: int) -> float:
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    work()
+    once = timed(1)
+    calls = min(max(int(_TIMED_S / max(once, 1e-6)), 1), 1000)
+    return timed(calls) / calls
+
+
+def records(ops: CudaOps, launch: Launcher, device: torch.device, clock: Clock,
+            sizes: tuple[int, ...] = SIZES) -> Iterator[dict[str, Any]]:
+    """A record for each case: how far off, what is allowed, seconds, bytes per second."""
+    for size in sizes:
+        for case in cases(ops, launch, device, size=size):
+            yield record_of(case, clock)
+
+
+def record_of(case: Case, clock: Clock) -> dict[str, Any]:
+    record = {"operator": case.operator, "shape": case.shape,
+              "dtype": str(case.dtype).removeprefix("torch."), "tolerance": tolerance(case.dtype),
+              "num_bytes": case.num_bytes}
+    try:
+        off = off_by(case)
+        agrees = off <= tolerance(case.dtype)
+        record |= {"off_by": off if off != float("inf") else None, "agrees": agrees}
+        if agrees:
+            seconds = clock(case.found)
+            record |= {"kernel_s": seconds, "bytes_per_s": case.num_bytes / seconds}
+    except (RuntimeError, XgptError) as error:  # out of memory; a kernel that faulted
+        record |= {"agrees": False, "error": str(error).splitlines()[0]}
+    return record
+
+
+def card_of(device: torch.device, launch: CupyLauncher) -> dict[str, Any]:
+    """What the results are of: the card, the software, the sources, the card's copy rate."""
+    found = torch.cuda.get_device_properties(device)
+    source = torch.empty(_COPIED_BYTES // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rate = _COPIED_BYTES / gpu_clock(lambda: target.copy_(source))
+    return {"card": found.name, "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
+            "torch": torch.__version__, "cupy": launch.cupy_version,
+            "driver": launch.driver_version, "sources": source_digest(),
+            "copy_bytes_per_s": rate}
+
+
+def main() -> None:
+    """Raises XgptError where there is no GPU or no cupy."""
+    if not torch.cuda.is_available():
+        raise XgptError(f"PyTorch {torch.__version__} can use no GPU here")
+    if (why := why_no_cupy()) is not None:
+        raise XgptError(why)
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.set_float32_matmul_precision("highest")
+    launch = CupyLauncher(device)
+    ops = CudaOps(launch, torch.cuda.get_device_properties(device).multi_processor_count)
+    print(json.dumps(card_of(device, launch)), flush=True)
+    for record in records(ops, launch, device, gpu_clock):
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except XgptError as error:
+        raise SystemExit(f"{error}") from None
