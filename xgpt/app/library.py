@@ -10,12 +10,14 @@ from typing import Any
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import Plan, default_horizon, plan_job
-from xgpt.app.report import report_job
 from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweep import Sweep, sweep_job
 from xgpt.app.telling import Teller
 from xgpt.app.timing import timing_of
+from xgpt.core.errors import XgptError
+from xgpt.core.job import Job
+from xgpt.report.page import write_report as write_page
 from xscheduler.planner import Horizon, PlanOptions
 from xscheduler.search import GAP
 
@@ -62,9 +64,13 @@ def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:
     return execute(chosen.opened, chosen.timing, chosen.schedule)
 
 
-def write_report(job: OpenedJob) -> Path:
-    """Writes report.html from what the job's output folder holds, and returns its path."""
-    return report_job(job.job)
+def write_report(job: OpenedJob | Job) -> Path:
+    """Writes report.html from what the job's output folder holds, and returns its path. Raises
+    XgptError where no run has started."""
+    output = (job.job if isinstance(job, OpenedJob) else job).output
+    if not (output / "schedule.json").is_file():
+        raise XgptError(f"{output}: no run has started there")
+    return write_page(output)
 
 
 def _as_yaml(value: object) -> str:

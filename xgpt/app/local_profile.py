@@ -16,8 +16,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from xgpt.app.progress import tell_share
-from xgpt.app.telling import Teller
+from xgpt.app.telling import Teller, tell_share
 from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
 from xgpt.core.job import Job
@@ -57,26 +56,20 @@ class Wanted:
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None) -> Wanted:
     """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
     also more than there are devices (a shard needs but one); None: what the job can use."""
-    cluster = problem.cluster
-    refused = {}
-    fixed = problem.fixed.tp_degree
+    cluster, fixed = problem.cluster, problem.fixed.tp_degree
     if degrees is None:
         # ranks outside the groups are stages of degree 1
         has_single = problem.fixed.tp_gpus != cluster.num_devices
         degrees = [d for d in range(1, cluster.devices_per_node + 1)
                    if fixed in (None, d) or (d == 1 and has_single)]
-    possible = []
-    for degree in degrees:
-        reason = refuse_tp_degree(problem.model, degree)
-        if reason is None:
-            possible.append(degree)
-        else:
-            refused[degree] = reason
+    reasons = {degree: refuse_tp_degree(problem.model, degree) for degree in degrees}
+    refused = {degree: why for degree, why in reasons.items() if why is not None}
+    possible = tuple(degree for degree in reasons if degree not in refused)
     if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
     return Wanted(metadata=profile_metadata(job, problem), model=problem.model,
-                  needs=_needs(problem), degrees=tuple(possible), refused=refused,
+                  needs=_needs(problem), degrees=possible, refused=refused,
                   links=(cluster.intra_link.name, cluster.inter_link.name),
                   launcher=launcher_of(job, problem))
 
@@ -148,22 +141,16 @@ def _alone(folder: Path, tell: Teller) -> Iterator[None]:
         yield
 
 
-def _sharing(job: Job, problem: Problem) -> float:
-    """Threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise."""
-    cluster = problem.cluster
-    if cluster.device.kind != "cpu":
-        return 1.0
-    return max(cluster.devices_per_node * threads_per_rank(job, problem) / usable_cores(), 1.0)
-
-
 def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
     """What a profile must be of to speak of this job's run on this machine."""
-    device = problem.cluster.device
+    device, threads = problem.cluster.device, threads_per_rank(job, problem)
+    # threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise
+    sharing = 1.0 if device.kind != "cpu" else max(
+        problem.cluster.devices_per_node * threads / usable_cores(), 1.0)
     return ProfileMetadata(
         model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
-        dtype=problem.dtype, ranks=problem.cluster.num_devices,
-        threads_per_rank=threads_per_rank(job, problem), kernels=kernels_fingerprint(),
-        sharing=_sharing(job, problem), libraries=_libraries(device),
+        dtype=problem.dtype, ranks=problem.cluster.num_devices, threads_per_rank=threads,
+        kernels=kernels_fingerprint(), sharing=sharing, libraries=_libraries(device),
         sampling="drawn" if job.run.temperature > 0 else "greedy",
         clock=core_clock(), date=date.today().isoformat(), commit=_commit())
 
@@ -219,8 +206,8 @@ def _measure(wanted: Wanted, target: Path, budget_s: float, tell: Teller, *,
 
 def _libraries(device: Device) -> str:
     """Versions of what decides the kernels and the messages."""
-    names = ["torch", "mpi4py", "mpich"]
-    versions = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
+    versions = [f"{name} {version}" for name in ("torch", "mpi4py", "mpich")
+                if (version := _version(name)) is not None]
     if device.kind == "gpu":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         versions.append("driver " + (_first_line(command) or "unknown"))

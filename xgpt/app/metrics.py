@@ -6,7 +6,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from xgpt.app.attribution import attribute
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_folder import RESULTS_FILE
-from xgpt.app.telling import Teller
 from xgpt.core.job import Job
 from xgpt.core.json_values import write_json
 from xgpt.core.schedule import Schedule
@@ -27,9 +25,28 @@ from xprofiler.timing import TimingSource
 from xrunner.io.results import answered
 
 
-def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],
-             prediction: Any) -> dict[str, Any]:
-    """metrics.json: every measured figure beside its prediction (None where there is none)."""
+def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+                  measured: Mapping[str, Any], prediction: Any, **own: Any) -> dict[str, Any]:
+    """Writes metrics.json and the report, and tells a summary. Returns what metrics.json holds:
+    every measured figure beside its prediction (None where there is none), what is the run's `own`,
+    and why it took as long as it did."""
+    metrics = {**_measured_beside_predicted(opened, schedule, measured, prediction), **own}
+    # a replay of what was planned says nothing of a run that changed it
+    why = None if prediction is None or measured["changes"] else attribute(
+        opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
+    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
+    output, tell = opened.job.output, opened.tell
+    write_json(output / "metrics.json", metrics)
+    write_report(output)
+    tell.say(summary_table(metrics))
+    if (warning := in_words(metrics["others_cpu_share"])) is not None:
+        tell.say(f"note: {warning}")
+    tell.say(f"report: {output / 'report.html'}")
+    return metrics
+
+
+def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],
+                               prediction: Any) -> dict[str, Any]:
     # what was predicted is the whole job by one schedule: half of one, a resumed rest, or a job
     # whose schedule changed, measures something else
     is_whole = (measured["state"] == "done" and measured["queries_before"] == 0
@@ -44,8 +61,7 @@ def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any
     job, cluster = opened.job, opened.problem.cluster
     assert opened.files is not None
     return {
-        "version": 1, "name": job.name, "status": measured["state"],
-        "engine": job.run.engine,
+        "version": 1, "name": job.name, "status": measured["state"], "engine": job.run.engine,
         "queries": measured["queries_before"] + measured["queries"],
         "queries_held": measured["queries_held"], "errors": measured["errors"],
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
@@ -55,8 +71,7 @@ def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any
         **{key: measured[key] for key in (
             "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
         "model_source": opened.files.served_by, "weights": job.run.weights,
-        "ranks": cluster.num_devices,
-        "dtype": opened.problem.dtype,
+        "ranks": cluster.num_devices, "dtype": opened.problem.dtype,
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": {"device": cluster.device.name,
                     "threads_per_rank": threads_per_rank(job, opened.problem),
@@ -66,28 +81,8 @@ def metrics_of(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any
     }
 
 
-def explain(metrics: dict[str, Any], opened: OpenedJob, timing: TimingSource, schedule: Schedule,
-             measured: Mapping[str, Any], prediction: Any) -> None:
-    # a replay of what was planned says nothing of a run that changed it
-    why = None if prediction is None or measured["changes"] else attribute(
-        opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
-    metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
-
-
-def write_metrics(metrics: dict[str, Any], output: Path, tell: Teller) -> None:
-    """metrics.json, the report, and a summary."""
-    write_json(output / "metrics.json", metrics)
-    write_report(output)
-    tell.say(summary_table(metrics))
-    if (warning := in_words(metrics["others_cpu_share"])) is not None:
-        tell.say(f"note: {warning}")
-    tell.say(f"report: {output / 'report.html'}")
-
-
 def kept(job: Job) -> dict[str, Any]:
     """What is known of a run that did not come to its end, by the keys of metrics.json."""
-    output = job.output
-    results = output / RESULTS_FILE
-    return {"name": job.name, "engine": job.run.engine,
-            "queries": answered(results).total, "queries_total": num_queries(output),
-            "results": results}
+    results = job.output / RESULTS_FILE
+    return {"name": job.name, "engine": job.run.engine, "queries": answered(results).total,
+            "queries_total": num_queries(job.output), "results": results}

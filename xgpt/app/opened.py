@@ -1,20 +1,32 @@
-"""A job file opened: what the job asks, resolved as far as planning needs."""
+"""A job file opened: what the job asks, resolved as far as planning needs, its requests, and its
+model's files as far as a command needs them. The file of requests is opened here alone."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from xgpt.app.intake import Need, intake_of
 from xgpt.app.telling import LogTeller, Teller
+from xgpt.core import catalog
+from xgpt.core.errors import wrong
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
-from xgpt.core.problem import Problem, resolve
+from xgpt.core.problem import Problem, known_model, resolve
 from xgpt.core.requests import Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
-from xrunner.checkpoint.source import ModelFiles
+from xgpt.core.workload import Request
+from xrunner.checkpoint.random_model import SERVED_BY
+from xrunner.checkpoint.source import ModelFiles, find_model, model_at_hand
+from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
+from xrunner.io.tokenizer import TextTokenizer
+
+# What a command needs of the model: its shape; the lengths of the requests too, as far as what is
+# on this machine tells them; or its files, fetched if need be, to run it.
+Need = Literal["shape", "lengths", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +38,7 @@ class OpenedJob:
     problem: Problem
     files: ModelFiles | None
     requests: Requests | None  # None where the job names only their number
-    spool: SpoolWriter | None  # of a run: the requests themselves
+    spool: SpoolWriter | None  # of a run whose requests are in a file: the requests themselves
     tell: Teller = field(default_factory=LogTeller, compare=False)
 
     @property
@@ -43,7 +55,73 @@ def open_file(path: Path, overrides: Sequence[str] = (), tell: Teller | None = N
 
 def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     """The job, resolved as far as `need` asks. Raises InputError."""
-    files, requests, spool = intake_of(job, tell.say, need)
+    model, path, requests = _Model(job, tell, need), job.workload.requests, None
+    spool = SpoolWriter() if path is not None and need == "run" else None
+    if path is not None:
+        requests = take_in(path, model, spool)
+        if not requests:
+            bad = requests.bad_lines
+            raise wrong(job.source, "workload.requests", str(path), "holds no usable request" + (
+                f"; line {bad[0].line}: {bad[0].error}" if bad else ""))
+    files = model.files()
     problem = resolve(job, model=files.spec if files else None, requests=requests)
     return OpenedJob(job=job, problem=problem, files=files, requests=requests, spool=spool,
                      tell=tell)
+
+
+class _Model:
+    """Finds the model's files when the first requests need them: what is wrong with the file of
+    requests comes before what is wrong with the model."""
+
+    def __init__(self, job: Job, tell: Teller, need: Need) -> None:
+        self._job, self._tell, self._need = job, tell, need
+        self._is_random = job.run.weights == "random"
+        is_unknown = catalog.model_named(job.model) is None and not Path(job.model).is_absolute()
+        self._is_needed = need == "run" or self._is_random or is_unknown
+        self._files: ModelFiles | None = None
+        self._known: ModelTokeniser | None = None
+        self._is_sought = need == "lengths"
+
+    def files(self) -> ModelFiles | None:
+        """The model's files; None where neither the job nor a request needs them."""
+        job = self._job
+        if self._is_needed and self._files is None:
+            # a folder of random weights is written by execution
+            self._files = find_model(job.model, self._tell.say) if not self._is_random else (
+                ModelFiles(directory=job.output / "model", spec=known_model(job),
+                           served_by=SERVED_BY))
+        return self._files
+
+    def tokenise(self, requests: Sequence[Request]) -> list[Tokenised] | None:
+        workload = self._job.workload
+        texts = [request for request in requests if request.tokens is None]
+        if self._is_random and texts:
+            raise wrong(
+                self._job.source, "run.weights", "random",
+                "needs requests of tokens, or {count: N}: random weights come without a tokenizer, "
+                f"and line {texts[0].line} of {workload.requests} is text")
+        self._is_needed |= bool(texts) and workload.input_tokens.kind == "from_requests"
+        if self._is_sought and texts and self.files() is None:
+            self._seek()
+        files = self.files()
+        if files is None:
+            return None if texts or self._need == "shape" else [
+                list(request.tokens or ()) for request in requests]
+        self._known = self._known or ModelTokeniser(
+            TextTokenizer(files.directory), workload.chat, files.spec.vocab_size)
+        return self._known.tokenise(requests)
+
+    def _seek(self) -> None:
+        """Looks on this machine for what would tell the lengths."""
+        self._is_sought, model = False, self._job.model
+        needed = ("tokenizers", *(() if Path(model).is_absolute() else ("huggingface_hub",)))
+        if all(importlib.util.find_spec(package) is not None for package in needed):
+            self._files = model_at_hand(model)
+        if self._files is None:
+            self._tell.say("note: the model is not on this machine, so nobody knows how long the "
+                           "requests are: `xgpt submit`, which fetches it, may choose another "
+                           "schedule")
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self._known is None else self._known.vocab_size

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.metrics import explain, kept, metrics_of, write_metrics
+from xgpt.app.metrics import kept, write_metrics
 from xgpt.app.opened import OpenedJob
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
@@ -51,8 +51,9 @@ def _account(output: Path) -> dict[str, Any]:
             return measured
     except (OSError, ValueError, KeyError, TypeError):
         pass
+    errors = output / "errors.jsonl"
     return {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
-            "errors": _num_lines(output / "errors.jsonl"),
+            "errors": errors.read_bytes().count(b"\n") if errors.is_file() else 0,
             **percentiles_of(_times_s(output / "results.jsonl")), "changes": [], "stages": [],
             **dict.fromkeys(_FIGURES)}
 
@@ -70,10 +71,6 @@ def _times_s(results: Path) -> dict[str, list[float]]:
     return times
 
 
-def _num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-
 def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
     """What `execute` returns, of results that are all there."""
     output = opened.job.output
@@ -83,10 +80,8 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> di
     # of another schedule, or by other times, it would not be what this run was expected to take
     prediction = (predict(opened.problem, timing, executed.estimate)
                   if is_same and measured["stages"] else None)
-    metrics = metrics_of(opened, executed, measured, prediction)
-    metrics |= {"others_cpu_share": None, "rescheduling": []}
-    explain(metrics, opened, timing, executed, measured, prediction)
-    write_metrics(metrics, output, opened.tell)
+    metrics = write_metrics(opened, timing, executed, measured, prediction, others_cpu_share=None,
+                            rescheduling=[])
     return {**metrics, **kept(opened.job)}
 
 

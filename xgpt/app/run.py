@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
-from xgpt.app.metrics import explain, kept, metrics_of, write_metrics
+from xgpt.app.metrics import kept, write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
-from xgpt.app.progress import tell_run
-from xgpt.app.replays import replay_steady, steady_timeline
 from xgpt.app.resume import is_left_whole, take_over
 from xgpt.app.run_folder import STOP_FILE, make_room, plan_for_ranks, requests_of, write_job
-from xgpt.app.telling import Teller
+from xgpt.app.simulate import replay_steady, steady_timeline
+from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import StoppedEarly, XgptError, wrong
@@ -95,16 +94,19 @@ def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     _start(opened, schedule, run_file, lock, rescheduler)
     others_share = contention.others_share()
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
-    metrics = metrics_of(opened, schedule, measured, prediction)
-    metrics["others_cpu_share"] = others_share
-    metrics["beginning"] = beginning
-    metrics["rescheduling"] = [] if rescheduler is None else decisions_with_phases(
-        rescheduler.decisions, measured["changes"])
-    explain(metrics, opened, timing, schedule, measured, prediction)
-    write_metrics(metrics, output, opened.tell)
+    metrics = write_metrics(
+        opened, timing, schedule, measured, prediction, others_cpu_share=others_share,
+        beginning=beginning, rescheduling=[] if rescheduler is None else decisions_with_phases(
+            rescheduler.decisions, measured["changes"]))
+    result = {**metrics, **kept(opened.job)}
     if measured["state"] == "stopped":
-        raise _stopped(opened, metrics, measured["queries_held"])
-    return {**metrics, **kept(opened.job)}
+        held = measured["queries_held"]
+        waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""
+        stop = StoppedEarly(f"stopped after {metrics['queries']} queries{waiting}; the same "
+                            "command goes on from there")
+        stop.details = result
+        raise stop
+    return result
 
 
 def _predicted(opened: OpenedJob, timing: TimingSource,
@@ -151,11 +153,3 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
         tell.end_progress()
         for name in (OBSERVED_FILE, ADJUST_FILE):
             (output / name).unlink(missing_ok=True)
-
-
-def _stopped(opened: OpenedJob, metrics: dict[str, Any], num_held: int) -> StoppedEarly:
-    held = f" ({num_held} of them wait in {HELD_FILE} for one before them)" if num_held else ""
-    stop = StoppedEarly(f"stopped after {metrics['queries']} queries{held}; the same command goes "
-                        "on from there")
-    stop.details = {**metrics, **kept(opened.job)}
-    return stop

@@ -3,17 +3,14 @@ runs."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.app.intake import made
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
-from xgpt.core.job import Job
 from xgpt.core.json_values import write_json
 from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
@@ -21,6 +18,7 @@ from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.random_model import write_random_model
 from xrunner.io.held import HELD_FILE
+from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import answered
 from xrunner.plan import RunPlan, saved_fingerprint
@@ -39,8 +37,9 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
     most_input = schedule.estimate.deployment.encoding.kv_tokens
     # what no request needs decides nothing: a run may go on by another schedule
     if (longest := _longest(opened)) is not None:
-        query_tokens = min(query_tokens, longest.reserve_tokens)
-        most_input = 0 if most_input >= longest.input_tokens else most_input
+        longest_input, longest_reserve = longest
+        query_tokens = min(query_tokens, longest_reserve)
+        most_input = 0 if most_input >= longest_input else most_input
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=f"{job.workload.requests or 'synthetic'} {digest}",
@@ -53,16 +52,10 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         device_kind=opened.problem.cluster.device.kind)
 
 
-class _Longest(NamedTuple):
-    """Tokens of the longest request that the model can answer."""
-
-    input_tokens: int
-    reserve_tokens: int
-
-
-def _longest(opened: OpenedJob) -> _Longest | None:
-    """Finds the longest request that can be answered; None where lengths are not known. The other
-    requests become error records whatever the schedule is."""
+def _longest(opened: OpenedJob) -> tuple[int, int] | None:
+    """The most tokens that the input of any request has that can be answered, and the most that any
+    reserves; None where lengths are not known. The other requests become error records whatever the
+    schedule is."""
     known = opened.problem.queries
     if known is None:
         return None
@@ -71,13 +64,16 @@ def _longest(opened: OpenedJob) -> _Longest | None:
     least = inputs + np.maximum(requests.forced, 1)
     fits = least <= (opened.problem.model.max_positions or np.inf)
     fits[list(requests.unusable)] = False
-    return _Longest(int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1)))
+    return int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1))
 
 
 def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
     """The job's requests, made where it names only their number."""
+    problem = opened.problem
     if opened.requests is None:
-        return made(opened.problem, opened.job.run.seed)
+        assert problem.num_queries is not None, "a workload has requests or a count"
+        return make(problem.lengths, problem.num_queries, opened.job.run.seed,
+                    problem.model.vocab_size)
     assert opened.spool is not None, "a run has its requests at hand"
     return opened.requests, opened.spool
 
@@ -114,24 +110,12 @@ def _free_name(path: Path) -> Path:
 
 def write_job(opened: OpenedJob) -> None:
     """Leaves what the job asks in job.json."""
-    job = opened.job
-    parts = {"name": job.name, "model": job.model, "cluster": job.cluster,
-            "workload": job.workload, "constraint": _constraint(job), "schedule": _fixed(job),
-            "adjustment": job.adjustment,
-            "run": job.run, "output": job.output, "source": job.source}
-    write_json(job.output / "job.json", parts)
-
-
-def _fixed(job: Job) -> dict[str, Any]:
-    """The schedule's control variables by the keys of a job file."""
-    own = {field.name: getattr(job.schedule, field.name) for field in fields(job.schedule)
-           if field.name != "others"}
-    return {**own, **dict(job.schedule.others)}
-
-
-def _constraint(job: Job) -> dict[str, Any]:
-    """The constraint by the keys of a job file."""
-    bound = job.constraint.latency
-    own = {field.name: getattr(job.constraint, field.name) for field in fields(job.constraint)
-           if field.name != "bounds"}
-    return {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile, **own}
+    job, bound = opened.job, opened.job.constraint.latency
+    fixed, constraint = asdict(job.schedule), asdict(job.constraint)
+    del fixed["others"], constraint["bounds"]  # their parts are keys of their own, as in a job file
+    write_json(job.output / "job.json", {
+        "name": job.name, "model": job.model, "cluster": job.cluster, "workload": job.workload,
+        "constraint": {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile,
+                       **constraint},
+        "schedule": {**fixed, **dict(job.schedule.others)}, "adjustment": job.adjustment,
+        "run": job.run, "output": job.output, "source": job.source})

@@ -1,4 +1,5 @@
-"""Simulating a schedule of a job: its Estimate by closed form, and the replay that checks it."""
+"""Simulating a schedule of a job: its Estimate by closed form, the replay that checks it, and a
+picture of that."""
 
 from __future__ import annotations
 
@@ -12,25 +13,32 @@ import numpy as np
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
-from xgpt.app.replays import names_of, replay_steady, steady_timeline
 from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.job import FixedSchedule
 from xgpt.core.json_values import estimate_keys
 from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.report import timeline
+from xgpt.report.canvas import Drawing
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.planner import PlanOptions
+from xscheduler.prediction import in_run_order
 from xscheduler.search import find_schedule
 from xscheduler.spaces.grid import best as best_of_grid
 from xsimulator.policies import make_config, make_policy
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.perfetto import write_trace
+from xsimulator.replay.predict import sample_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.steady import SteadyFigures, enough_queries, steady_figures
+
+LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
+ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +72,7 @@ class Simulation:
     def draw(self, picture: Path, trace: Path) -> None:
         """Draws the steady state as SVG, and writes the whole replay as a trace for Perfetto."""
         steady_timeline(self.problem, self.estimate, self.replay).write(picture)
-        write_trace(self.replay, trace, names_of(self.problem, self.estimate))
+        write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
 
 
 def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None = None, *,
@@ -91,7 +99,10 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
         missing.append("tp_gpus")
     policy: Any = make_policy(name, problem, timing)
     if missing and given is None and replace(fixed, policy=None) == FixedSchedule():
-        return _best_or_refused(opened, timing, name)
+        if (best := _best(opened, timing, name)) is None:
+            raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
+                        f"no configuration of {name} fits and keeps it")
+        return best
     if missing:
         raise InputError([mistake(
             opened.job, f"schedule.{variable}", None,
@@ -106,6 +117,32 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {why}")
             for why in words])
     return estimate
+
+
+def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
+                  num_queries: int | None = None) -> tuple[ReplayResult, SteadyFigures | None]:
+    """A replay of `num_queries` (the job's own, with their input lengths where those are known),
+    or of enough for a steady state; and the steady state in it."""
+    rng = np.random.default_rng(problem.seed)
+    known = problem.queries if num_queries is not None else None
+    inputs = None if known is None else known.inputs[
+        in_run_order(problem, estimate, len(known.inputs))]
+    count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
+                                          most=MOST_QUERIES)
+    queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
+    result = replay_job(problem, timing, estimate, queries)
+    return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
+
+
+def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Drawing:
+    """A few periods from the middle of a replay."""
+    names = _stage_names(problem, estimate)
+    return timeline.draw(result, *timeline.steady_window(result), names)
+
+
+def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
+    kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
+    return timeline.stage_names(estimate.deployment.stages, kind)
 
 
 def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigures:
@@ -129,15 +166,6 @@ def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Es
         opened.tell.say(f"looking for the best {name} ...")
         best[name] = _best(opened, timing, name)
     return best
-
-
-def _best_or_refused(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate:
-    estimate = _best(opened, timing, name)
-    if estimate is None:
-        bound_s = opened.problem.constraint.latency_s
-        raise wrong(opened.job.source, "constraint.latency_s", bound_s,
-                    f"no configuration of {name} fits and keeps it")
-    return estimate
 
 
 def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | None:

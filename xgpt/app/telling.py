@@ -1,12 +1,18 @@
-"""Whom a use case tells the user things through: the command line prints them, the library logs
-them."""
+"""Whom a use case tells the user things through (the command line prints them, the library logs
+them), and how far a profile or a run is, in one line, as the files tell that its ranks write."""
 
 from __future__ import annotations
 
 import logging
+import math
+from pathlib import Path
 from typing import Protocol
 
+from xgpt.core.units import format_seconds
+from xrunner.io.progress import Progress, read_progress
+
 _LOG = logging.getLogger("xgpt")
+_BAR_WIDTH = 16
 
 
 class Teller(Protocol):
@@ -34,3 +40,45 @@ class LogTeller:
 
     def end_progress(self) -> None:
         return
+
+
+def tell_share(tell: Teller, label: str, path: Path) -> None:
+    """Tells what a file of two numbers holds: the share that is done, and the seconds left."""
+    text = path.read_text(encoding="utf-8").split() if path.is_file() else []
+    if len(text) != 2:
+        return
+    share, left_s = float(text[0]), float(text[1])
+    left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
+    tell.progress(f"{label} {_bar(round(share * 100), 100)} {share:.0%}{left}", is_last=share >= 1)
+
+
+def tell_run(tell: Teller, path: Path, bound_s: float) -> None:
+    """Tells how far a run is whose progress.json is at `path`."""
+    progress = read_progress(path)
+    if progress is not None:
+        tell.progress(progress_line(progress, bound_s),
+                      is_last=progress.state in ("done", "stopped"))
+
+
+def progress_line(progress: Progress, bound_s: float) -> str:
+    """Queries, tokens per second, time left, and the latency so far against its bound, in at most
+    79 columns."""
+    if progress.state == "loading":
+        return "loading the model"
+    rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
+    text = (f"{_bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
+            f"{rate:.0f} tok/s")
+    done_here = progress.done - progress.done_before
+    if (progress.state == "running" and done_here > 0 and progress.done < progress.total
+            and progress.elapsed_s > 0):
+        left_s = progress.elapsed_s / done_here * (progress.total - progress.done)
+        text += f" {format_seconds(left_s)} left"
+    if progress.latency_p99_s is not None:
+        bound = "" if math.isinf(bound_s) else f"/{bound_s:.3g}"
+        text += f" p99 {progress.latency_p99_s:.3g}{bound} s"
+    return text
+
+
+def _bar(done: int, total: int) -> str:
+    filled = round(_BAR_WIDTH * done / total) if total else 0
+    return "[" + "#" * filled + "-" * (_BAR_WIDTH - filled) + "]"

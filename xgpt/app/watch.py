@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import OpenedJob
-from xgpt.core.lengths import IntArray
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.launcher_link import ChangeOrder, read_observed
@@ -101,7 +100,9 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     is_few = (problem.num_queries or 0) <= LEAST_QUERIES
     if known is None or (is_few and not can_settle(problem)):
         return None
-    longest = _longest(known.reserves, estimate)
+    # longer requests than the schedule can hold become error records
+    held = known.reserves[known.reserves <= estimate.deployment.group_kv_tokens]
+    longest = int(held.max(initial=1))
     slots = 0 if not row.is_changeable else slots_for(
         estimate, problem, longest,
         headroom(estimate, problem, timing) if is_observing else HEADROOM)
@@ -117,10 +118,3 @@ def decisions_with_phases(decisions: Sequence[Decision],
     return [{**decision.record, "sentence": decision.sentence,
              **{key: taken.get(decision.record.get("revision"), {}).get(key)
                 for key in ("phase", "elapsed_s")}} for decision in decisions]
-
-
-def _longest(reserves: IntArray, estimate: Estimate) -> int:
-    """The tokens of the longest request that the schedule can hold; longer ones become error
-    records."""
-    held = reserves[reserves <= estimate.deployment.group_kv_tokens]
-    return int(held.max(initial=1))

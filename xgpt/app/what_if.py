@@ -23,15 +23,6 @@ from xscheduler.room import with_room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Questions:
-    """What is asked besides the plan. `deployed`: the schedule to go on from."""
-
-    price: bool = False
-    drift: bool = False
-    deployed: Schedule | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
     """A plan, or why there is none, and the answers to what was asked besides (None: it was not).
     As text they are the tables that `xgpt schedule` prints."""
@@ -77,8 +68,9 @@ class Answers:
             explanation=(), rejected=()), self.opened.problem)
 
 
-def answers_for(opened: OpenedJob, options: PlanOptions, questions: Questions) -> Answers:
-    """Plans the job, and answers the questions about it."""
+def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
+                with_drift: bool = False, deployed: Schedule | None = None) -> Answers:
+    """Plans the job, and answers what is asked about it. `deployed`: the schedule to go on from."""
     opened = executable(opened)
     timing = timing_of(opened)
     planner = planner_of(opened, timing, options)
@@ -88,18 +80,16 @@ def answers_for(opened: OpenedJob, options: PlanOptions, questions: Questions) -
         plan = Plan(schedule=planner.plan(), opened=opened, timing=timing, horizon=options.horizon)
     except InfeasibleError as why:
         infeasible = why
+    offers: Sequence[Offer] | None = None
+    if with_price:
+        offers = price(planner.problem, planner.of)
+        # the first says why there is no schedule now, which the command does anyway
+        offers = offers if offers[0].what != AS_IT_IS else offers[1:]
     return Answers(
         hint="" if infeasible is None else hint(opened.problem, timing), opened=opened,
-        horizon=options.horizon, plan=plan, infeasible=infeasible,
-        offers=_offers(planner) if questions.price else None,
-        ways=None if questions.deployed is None else _ways(planner, questions.deployed),
-        drift=_drift(planner, plan) if questions.drift and plan is not None else None)
-
-
-def _offers(planner: Planner) -> Sequence[Offer]:
-    offers = price(planner.problem, planner.of)
-    # the first says why there is no schedule now, which the command does anyway
-    return offers if offers[0].what != AS_IT_IS else offers[1:]
+        horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,
+        ways=None if deployed is None else _ways(planner, deployed),
+        drift=_drift(planner, plan) if with_drift and plan is not None else None)
 
 
 def _ways(planner: Planner, deployed: Schedule) -> Reschedule:

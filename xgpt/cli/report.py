@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.report import report_job
+from xgpt.app.library import write_report
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.core.job_file import load_job
 
@@ -15,7 +15,7 @@ from xgpt.core.job_file import load_job
 @job_arguments
 def report(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Write report.html from what the job's output folder holds."""
-    path = report_job(load_job(job_file, overrides))
+    path = write_report(load_job(job_file, overrides))
     if as_json:
         print_json({"report": path})
     else:

@@ -8,7 +8,7 @@ import click
 
 from xgpt.app.opened import open_job
 from xgpt.app.plan import default_horizon
-from xgpt.app.what_if import Questions, answers_for
+from xgpt.app.what_if import answers_for
 from xgpt.cli.options import job_arguments, print_json, writable_file
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
@@ -54,12 +54,12 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
         writable_file(out, "--out")
-    questions = Questions(price=with_price, drift=with_drift,
-                          deployed=None if from_file is None else load_schedule(from_file))
+    deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, overrides)
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
-    answers = answers_for(opened, options, questions)
+    answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,
+                          deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
         save_schedule(recommended, out)
         say(f"schedule written to {out}")

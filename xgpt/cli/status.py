@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.progress import progress_line
 from xgpt.app.status import how_to_go_on, run_status
+from xgpt.app.telling import progress_line
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job

@@ -163,14 +163,11 @@ def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:
 
 def known_model(job: Job) -> ModelSpec:
     """The shape of the job's model, without fetching anything. Raises InputError."""
-    if job.model in catalog.names("model"):
-        return catalog.model(job.model)
     folder = Path(job.model)
     if folder.is_absolute():
         return read_shape(folder, folder.name)
-    for name in catalog.names("model"):
-        if catalog.model(name).hub_id == job.model:
-            return catalog.model(name)
+    if (row := catalog.model_named(job.model)) is not None:
+        return row
     raise wrong(job.source, "model", job.model,
                 "the shape of this hub model is known only once its config.json is fetched; "
                 "give a catalog name, or a folder with config.json")

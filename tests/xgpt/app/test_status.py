@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app.progress import progress_line
+from xgpt.app.telling import progress_line
 from xgpt.cli.main import cli
 from xrunner.io.lock import is_locked, output_lock
 from xrunner.io.progress import Progress, ProgressFile, write_progress

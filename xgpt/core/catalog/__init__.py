@@ -76,6 +76,13 @@ def model(name: str) -> ModelSpec:
 
 
 @cache
+def model_named(text: str) -> ModelSpec | None:
+    """The model of that catalog name or hub id; None where the catalog has none."""
+    return next((model(name) for name in names("model") if text in (name, model(name).hub_id)),
+                None)
+
+
+@cache
 def device(name: str) -> Device:
     row = _row("device", name)
     return Device(
