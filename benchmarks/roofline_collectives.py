@@ -99,7 +99,7 @@ def all_reduce_tables(data: Path) -> Iterable[tuple[str, str, Link, str, list[Co
 
 def read_vidur_all_reduce(path: Path) -> list[Collective]:
     """Groups that lie within one node; the median over the ranks."""
-    table = vidur.read_all_reduce(path)
+    table = vidur.read_messages(path, "all_reduce")
     inside = table.ranks == table.ranks_per_node
     return [Collective(*row) for row in zip(
         table.ranks[inside].tolist(), table.num_bytes[inside].tolist(),

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-FloatArray = NDArray[np.float64]
+from xgpt.core.lengths import FloatArray
+
 BoolArray = NDArray[np.bool_]
 
 LEAST_S = 1e-12  # what takes less counts as this, where a logarithm or a ratio is taken

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xgpt.core.lengths import FloatArray
 from xprofiler.completion import LEAST_S, BoolArray, continued, fill, growing, within_neighbours
-
-FloatArray = NDArray[np.float64]
 
 IndexArray = NDArray[np.intp]
 

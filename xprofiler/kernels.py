@@ -8,14 +8,13 @@ Waves and tiles therefore enter as their smooth envelope, not as stairs.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.constants import RooflineConstants
-
-FloatArray = NDArray[np.float64]
 
 
 class Kernels:

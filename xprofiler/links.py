@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
+from xgpt.core.lengths import FloatArray
 from xprofiler.constants import FAST_LINK_BYTES_PER_S, NETWORK_LATENCY_S, LinkConstants, PerDegree
 from xprofiler.kernels import Kernels
-
-FloatArray = NDArray[np.float64]
 
 
 def link_kind(link: Link) -> str:

@@ -19,6 +19,13 @@ from xprofiler.timing import MessageKind, Operator
 
 # Fields of the metadata that say when and from what a profile came, not what it is a profile of.
 _LABELS = ("model", "date", "commit", "clock")
+# A profile of another of these is of something else, and refused.
+_MUST = {"model_shape": "model", "device": "device", "dtype": "dtype"}
+# Of another of these it may still be near: it is used, and marked. Ranks and threads matter where
+# ranks share a host's memory, libraries where the run is on this machine.
+_SHOULD = ("kernels", "sampling", "origin")
+_SHOULD_ON_CPU = ("ranks", "threads_per_rank")
+_SHOULD_HERE = ("libraries",)
 
 # Tables that are no Operator. Their x is bytes, and they belong to a link; a step's overhead has
 # one point.
@@ -161,3 +168,30 @@ def _merge_points(points: Iterable[Sample]) -> tuple[Sample, ...]:
         if known is None or point.standard_error < known.standard_error:
             best[place] = point
     return tuple(best[place] for place in sorted(best))
+
+
+class Match(NamedTuple):
+    """`refusals`: why a profile cannot be used. `marks`: how it differs from what will run."""
+
+    refusals: tuple[str, ...]
+    marks: tuple[str, ...]
+
+
+def match(measured: ProfileMetadata, wanted: ProfileMetadata, *, is_cpu: bool,
+          is_here: bool) -> Match:
+    """Compares what was measured with what is to run, on CPU workers or not, here or elsewhere."""
+    compared = (*_SHOULD, *(_SHOULD_ON_CPU * is_cpu), *(_SHOULD_HERE * is_here))
+    refusals = tuple(
+        f"it is of {word} {_shown(measured, key)!r}, the job's is {_shown(wanted, key)!r}"
+        for key, word in _MUST.items() if getattr(measured, key) != getattr(wanted, key))
+    marks = tuple(
+        f"{key} {getattr(measured, key)!r} instead of {getattr(wanted, key)!r}"
+        for key in compared if getattr(measured, key) != getattr(wanted, key))
+    return Match(refusals, marks)
+
+
+def _shown(metadata: ProfileMetadata, key: str) -> object:
+    """A model's name says more than its fingerprint; the same name may have two shapes."""
+    if key != "model_shape":
+        return getattr(metadata, key)
+    return f"{metadata.model} (shape {metadata.model_shape})"

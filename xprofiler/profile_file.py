@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ AXES = {
     "kv_handover_direct": ("bytes", ""),
     "step_overhead": ("", ""),
 }
+Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s"]
 _LARGEST = 1e30  # no size and no time is as large
 _COUNTS = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_size")
@@ -72,7 +73,7 @@ def load_profile(path: Path) -> Profile:
         raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
     if version == 1:
         raw = _from_version_1(raw)
-    faults: list[tuple[str, object, str]] = []
+    faults: Faults = []
     metadata = _metadata(raw.get("metadata"), faults)
     tables = {key: points for name, rows in _mapping(raw, "tables", faults).items()
               if (key := _key(name, faults)) is not None
@@ -104,7 +105,7 @@ def _line(point: Sample) -> str:
                                                         point.samples_s]])
 
 
-def _metadata(raw: object, faults: list[tuple[str, object, str]]) -> ProfileMetadata | None:
+def _metadata(raw: object, faults: Faults) -> ProfileMetadata | None:
     if not isinstance(raw, dict):
         faults.append(("metadata", raw, "an object"))
         return None
@@ -121,7 +122,7 @@ def _metadata(raw: object, faults: list[tuple[str, object, str]]) -> ProfileMeta
     return None if faults else ProfileMetadata(**raw)
 
 
-def _model(raw: object, faults: list[tuple[str, object, str]]) -> ModelSpec | None:
+def _model(raw: object, faults: Faults) -> ModelSpec | None:
     if raw is None:
         return None
     try:
@@ -135,7 +136,7 @@ def _model(raw: object, faults: list[tuple[str, object, str]]) -> ModelSpec | No
     return None if wrong else model
 
 
-def _peaks(raw: object, faults: list[tuple[str, object, str]]) -> Peaks | None:
+def _peaks(raw: object, faults: Faults) -> Peaks | None:
     match raw:
         case None:
             return None
@@ -147,8 +148,7 @@ def _peaks(raw: object, faults: list[tuple[str, object, str]]) -> Peaks | None:
             return None
 
 
-def _mapping(raw: Mapping[str, Any], key: str,
-             faults: list[tuple[str, object, str]]) -> dict[str, Any]:
+def _mapping(raw: Mapping[str, Any], key: str, faults: Faults) -> dict[str, Any]:
     value = raw.get(key, {} if key == "refused" else None)
     if not isinstance(value, dict):
         faults.append((key, value, "an object"))
@@ -156,7 +156,7 @@ def _mapping(raw: Mapping[str, Any], key: str,
     return value
 
 
-def _key(text: str, faults: list[tuple[str, object, str]]) -> TableKey | None:
+def _key(text: str, faults: Faults) -> TableKey | None:
     name, *rest = text.split(" ", 2)
     parts = dict(part.split("=", 1) for part in rest if "=" in part)
     degree = parts.get("tp", "")
@@ -168,8 +168,7 @@ def _key(text: str, faults: list[tuple[str, object, str]]) -> TableKey | None:
     return TableKey(name, int(degree), parts.get("link", ""))
 
 
-def _points(name: str, rows: object,
-            faults: list[tuple[str, object, str]]) -> tuple[Sample, ...]:
+def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
     points = []
     for row in rows if isinstance(rows, list) else [rows]:
         point = _point(row)
@@ -205,13 +204,11 @@ def _from_version_1(raw: Mapping[str, Any]) -> dict[str, Any]:
     metadata = dict(raw["metadata"])
     metadata["libraries"] = f"torch {metadata.pop('torch_version', '')}"
     metadata.setdefault("model", "")
-    tables = {}
-    for name, rows in raw["tables"].items():
-        link = " link=shared-memory" if name == "transfer" else ""
-        tables[f"{name} tp=1{link}"] = rows
+    tables = {f"{name} tp=1" + (" link=shared-memory" if name == "transfer" else ""): rows
+              for name, rows in raw["tables"].items()}
     return {**raw, "version": PROFILE_VERSION, "metadata": metadata, "tables": tables}
 
 
-def _bad(path: Path, faults: Iterable[tuple[str, object, str]]) -> InputError:
+def _bad(path: Path, faults: Faults) -> InputError:
     return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)
                        for key, value, allowed in faults])

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
+from xgpt.core.lengths import FloatArray
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -22,8 +23,6 @@ from xprofiler.profile import (
     TableKey,
 )
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
-
-FloatArray = NDArray[np.float64]
 
 # a query's share of a batch settles as the batch grows
 _SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)

@@ -7,17 +7,16 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device, Link
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.constants import BY_KIND, RooflineConstants
 from xprofiler.kernels import AttentionKernels, Kernels, RowKernels
 from xprofiler.links import LinkTimes
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
-
-FloatArray = NDArray[np.float64]
 
 
 class Roofline:

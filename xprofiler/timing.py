@@ -34,8 +34,6 @@ class Operator(Enum):
     CROSS_ATTENTION = "cross_attention"  # one decoder layer: x = queries, y = encoder tokens each
 
 
-
-
 class MessageKind(Enum):
     """What goes over a link. The values are the names of a profile's tables."""
 

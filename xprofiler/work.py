@@ -21,11 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xprofiler.profile import Peaks
 from xprofiler.timing import Operator
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

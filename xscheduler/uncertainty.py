@@ -36,9 +36,9 @@ from xgpt.core.lengths import FloatArray, JointLengths, bootstrap, with_output_m
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
+from xprofiler.made_sources import Raised
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import TableError
-from xprofiler.raised import Raised
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from xgpt.core import catalog
+from xprofiler.made_sources import MOST_SIZES, Raised, Remembered
 from xprofiler.profile import HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
-from xprofiler.raised import Raised
-from xprofiler.remembered import MOST_SIZES, Remembered
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 

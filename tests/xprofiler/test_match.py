@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from xprofiler.match import match
-from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey, match
 from xprofiler.profile_timing import ProfileTiming
 
 WANTED = ProfileMetadata(

@@ -8,7 +8,7 @@ from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profi
 from xgpt.app.opened import OpenedJob
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.local import why_no_torch
-from xprofiler.match import match
+from xprofiler.profile import match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline

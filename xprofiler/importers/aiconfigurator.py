@@ -17,26 +17,9 @@ import numpy as np
 
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.draft import (
-    OPERATORS,
-    ProfileDraft,
-    Source,
-    TablePoint,
-    check_supported,
-    points,
-    samples_at,
-)
-from xprofiler.importers.kernel_tables import (
-    ELEMENT_BYTES,
-    AllReduceTable,
-    AttentionTable,
-    GemmTimes,
-    read_context_attention,
-    read_custom_all_reduce,
-    read_gemm,
-    read_generation_attention,
-    read_nccl_all_reduce,
-)
+from xprofiler.importers import kernel_tables
+from xprofiler.importers.draft import OPERATORS, ProfileDraft, Source, TablePoint, samples_at
+from xprofiler.importers.kernel_tables import AllReduceTable, AttentionTable, GemmTimes
 from xprofiler.importers.table import Fault, fail
 from xprofiler.profile import ALL_REDUCE, Profile, TableKey
 from xprofiler.timing import Operator
@@ -69,18 +52,13 @@ def parse_name(path: Path) -> Origin:
                           "<system>_<framework>_<version>_<table>.csv")])
     assert match is not None
     origin = Origin(*match.groups())
-    known = VERSIONS.get(origin.framework, ())
-    faults = []
-    if origin.system not in SYSTEMS:
-        faults.append(Fault(None, "system", origin.system, f"one of {', '.join(SYSTEMS)}"))
-    if not known:
-        faults.append(Fault(None, "framework", origin.framework, f"one of {', '.join(VERSIONS)}"))
-    elif origin.version not in known:
-        faults.append(Fault(None, "version", origin.version,
-                            f"of {origin.framework}, one of {', '.join(known)}"))
-    if origin.table not in TABLES:
-        faults.append(Fault(None, "table", origin.table, f"one of {', '.join(TABLES)}"))
-    fail(path, faults)
+    versions = VERSIONS.get(origin.framework, (origin.version,))  # of another: that is told
+    fail(path, [Fault(None, key, value, f"{of}one of {', '.join(known)}")
+                for key, value, of, known in (
+                    ("system", origin.system, "", SYSTEMS),
+                    ("framework", origin.framework, "", VERSIONS),
+                    ("version", origin.version, f"of {origin.framework}, ", versions),
+                    ("table", origin.table, "", TABLES)) if value not in known])
     return origin
 
 
@@ -101,28 +79,31 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFi
     the matrix products, and where no degree has its attention heads in them."""
     origin = parse_name(files.gemm)
     _check_same_engine(origin, files)
-    source = _source(origin)
-    check_supported(files.gemm, source, model, dtype)
+    source = Source(name="aiconfigurator", kernels=f"aiconfigurator {origin.framework}",
+                    commit=COMMIT, date=DATE, libraries=f"{origin.framework} {origin.version}")
+    source.check(files.gemm, model, dtype)
     if SYSTEMS[origin.system] != device.name:
         fail(files.gemm, [Fault(None, "device", device.name, f"{SYSTEMS[origin.system]}: the "
                                                              f"table is of {origin.system}")])
     draft = ProfileDraft(model, device, dtype)
-    times = GemmTimes(read_gemm(files.gemm))
+    times = GemmTimes(kernel_tables.read_gemm(files.gemm))
     degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
     for degree in degrees:
         _add_products(draft, times, model, degree)
     if files.context_attention is not None:
-        _add_attention(draft, read_context_attention(files.context_attention), model,
+        _add_attention(draft, kernel_tables.read_context_attention(files.context_attention), model,
                        Operator.ENCODE_ATTENTION)
     if files.generation_attention is not None:
-        _add_attention(draft, read_generation_attention(files.generation_attention), model,
-                       Operator.DECODE_ATTENTION)
+        cached = kernel_tables.read_generation_attention(files.generation_attention)
+        _add_attention(draft, cached, model, Operator.DECODE_ATTENTION)
     link = (links or {}).get("intra")
     if files.all_reduce is not None and link is not None:
-        is_nccl = "_nccl_" in files.all_reduce.name
-        read = read_nccl_all_reduce if is_nccl else read_custom_all_reduce
+        read = (kernel_tables.read_nccl_all_reduce if "_nccl_" in files.all_reduce.name
+                else kernel_tables.read_custom_all_reduce)
         _add_all_reduce(draft, read(files.all_reduce), link)
-    _check_any(draft, files.gemm)
+    if not draft.degrees:
+        fail(files.gemm, [Fault(None, f"tensor-parallel degree {d}", None, why)
+                          for d, why in sorted(draft.refused.items())])
     draft.notes.append("products between the measured m, n, k by the logarithms of time and size; "
                        "norms, rotary embedding, activation, residual adds and sampling from the "
                        "analytic roofline")
@@ -135,11 +116,10 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
     """The Profile of `framework`'s tables for this device, of the newest version read here."""
     names = [system for system, name in SYSTEMS.items() if name == device.name]
     if framework not in VERSIONS or not names:
-        fail(folder, [
-            *([] if framework in VERSIONS else [Fault(
-                None, "framework", framework, f"one of {', '.join(VERSIONS)}")]),
-            *([] if names else [Fault(
-                None, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")])])
+        fail(folder, [Fault(None, key, value, f"one of {', '.join(known)}")
+                      for key, value, known, is_known in (
+                          ("framework", framework, VERSIONS, framework in VERSIONS),
+                          ("device", device.name, SYSTEMS.values(), names)) if not is_known])
     gemms = [path for version in VERSIONS[framework]
              if (path := folder / f"{names[0]}_{framework}_{version}_gemm.csv").is_file()]
     if not gemms:
@@ -198,7 +178,8 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
         is_encode = operator is Operator.ENCODE_ATTENTION
         x, y = (tokens, queries) if is_encode else (queries, tokens)
         share_s = seconds / queries if is_encode else seconds
-        least = work(model, operator, x, y, tp_degree=degree, item_bytes=ELEMENT_BYTES)
+        least = work(model, operator, x, y, tp_degree=degree,
+                     item_bytes=kernel_tables.ELEMENT_BYTES)
         beyond = int((floor_s(least, draft.peaks) > _BEYOND_PEAK * share_s).sum())
         if beyond:
             beyond_peak.append(f"{beyond} of {rows.sum()} at tp {degree}")
@@ -240,8 +221,8 @@ def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> No
         rows = wanted & (table.ranks == degree)
         if rows.any():
             skew_s = draft.roofline.links.synchronisation_s(degree)
-            draft.tables[TableKey(ALL_REDUCE, degree, link)] = points(
-                samples_at(table.num_bytes[rows], table.seconds[rows] + skew_s))
+            draft.add_messages(TableKey(ALL_REDUCE, degree, link), samples_at(
+                table.num_bytes[rows], table.seconds[rows] + skew_s))
     if any(key.name == ALL_REDUCE for key in draft.tables):
         draft.notes.append("all_reduce with the analytic skew of ranks added")
 
@@ -253,17 +234,6 @@ def _check_same_engine(origin: Origin, files: KernelFiles) -> None:
             if theirs[:3] != origin[:3]:
                 fail(path, [Fault(None, "engine", " ".join(theirs[:3]),
                                   f"that of the products: {' '.join(origin[:3])}")])
-
-
-def _check_any(draft: ProfileDraft, path: Path) -> None:
-    if not draft.degrees:
-        fail(path, [Fault(None, f"tensor-parallel degree {d}", None, why)
-                    for d, why in sorted(draft.refused.items())])
-
-
-def _source(origin: Origin) -> Source:
-    return Source(name="aiconfigurator", kernels=f"aiconfigurator {origin.framework}",
-                  commit=COMMIT, date=DATE, libraries=f"{origin.framework} {origin.version}")
 
 
 def _geometries(table: AttentionTable, num_heads: int) -> str:

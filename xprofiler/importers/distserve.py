@@ -28,6 +28,7 @@ import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xprofiler.importers.draft import (
     MAX_QUERIES,
@@ -35,12 +36,10 @@ from xprofiler.importers.draft import (
     ProfileDraft,
     Source,
     TablePoint,
-    check_supported,
     free,
-    points,
 )
-from xprofiler.importers.table import Fault, FloatArray, fail
-from xprofiler.profile import ALL_REDUCE, STEP_OVERHEAD, Profile, TableKey
+from xprofiler.importers.table import Fault, fail
+from xprofiler.profile import ALL_REDUCE, Profile, TableKey
 from xprofiler.timing import Operator
 
 SOURCE = Source(name="DistServe", kernels="distserve", commit="82831f1", date="2025-04-06",
@@ -75,11 +74,8 @@ class Fit:
 
     def decode_s(self, queries: float, context: float) -> float:
         """One step of the whole model, `queries` at `context` tokens each."""
-        a, b, c = self.decode_line(queries)
+        a, b, c = self.decode_small if queries < self.threshold else self.decode_large
         return a + b * queries * context + c * queries
-
-    def decode_line(self, queries: float) -> Line:
-        return self.decode_small if queries < self.threshold else self.decode_large
 
     def refusal(self) -> str | None:
         """Why this fit is no time that grows with work, or None."""
@@ -118,7 +114,7 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, *, path: Path,
     """A Profile of one file's coefficients for `model`, by its Hub name. `links`: xgpt's names of
     links within a node, over which an all-reduce then costs nothing: the fits contain it. Raises
     InputError for other devices and models."""
-    check_supported(path, SOURCE, model, dtype)
+    SOURCE.check(path, model, dtype)
     fits_of = read_coefficients(path)
     name = model.hub_id or model.name
     faults = []
@@ -136,7 +132,7 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, *, path: Path,
                                      for link in links})
     if not draft.degrees:
         fail(path, [Fault(None, f"{name}.{d}", None, why) for d, why in draft.refused.items()])
-    draft.tables[TableKey(STEP_OVERHEAD)] = points([TablePoint(0, 0, (0.0,))])
+    draft.add_overhead(0.0)
     draft.notes.append("fits of whole steps: embedding, head, all-reduces and the host's part "
                        "are within the layers")
     return draft.profile(SOURCE, f"{name} by {path.name}")
@@ -152,13 +148,10 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
     if not path.is_file():
         there = ", ".join(sorted(p.name for p in folder.glob("profiler-*.json"))) or "none"
         fail(folder, [Fault(None, "file", path.name, f"profiler-*.json there: {there}")])
-    names = _catalog_links(device) if links is None else [links["intra"]]
+    clusters = [catalog.cluster(name) for name in catalog.names("cluster")]
+    names = [links["intra"]] if links is not None else sorted(
+        {c.intra_link.name for c in clusters if c.device.name == device.name})
     return import_profile(model, device, dtype, path=path, links=names)
-
-
-def _catalog_links(device: Device) -> list[str]:
-    clusters = (catalog.cluster(name) for name in catalog.names("cluster"))
-    return sorted({c.intra_link.name for c in clusters if c.device.name == device.name})
 
 
 def _add_fit(draft: ProfileDraft, fit: Fit, degree: int, model: ModelSpec) -> None:

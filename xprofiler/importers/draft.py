@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.cache import model_shape
-from xprofiler.importers.table import FloatArray
+from xprofiler.importers.table import Fault, fail
 from xprofiler.profile import STEP_OVERHEAD, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
@@ -36,6 +36,15 @@ class Source(NamedTuple):
     commit: str
     date: str
     libraries: str
+
+    def check(self, path: Path, model: ModelSpec, dtype: str) -> None:
+        """Raises InputError for models and dtypes that none of the sources has."""
+        fail(path, [
+            *([Fault(None, "model", model.name, "a decoder-only model")]
+              if model.is_encoder_decoder else []),
+            *([Fault(None, "dtype", dtype,
+                     f"float16 or bfloat16: {self.name} measured 16-bit kernels")]
+              if DTYPE_BYTES.get(dtype) != 2 else [])])
 
 
 class TablePoint(NamedTuple):
@@ -79,6 +88,14 @@ class ProfileDraft:
         if samples := points(table):
             self.tables[TableKey(operator.value, degree)] = samples
 
+    def add_messages(self, key: TableKey, table: Iterable[TablePoint]) -> None:
+        """A table of messages over a link."""
+        self.tables[key] = points(table)
+
+    def add_overhead(self, seconds: float) -> None:
+        """A step's overhead."""
+        self.tables[TableKey(STEP_OVERHEAD)] = points([TablePoint(0, 0, (seconds,))])
+
     def calm(self, operator: Operator, table: Sequence[TablePoint]) -> list[TablePoint]:
         """An attention table without its disturbed points, which are counted."""
         kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)
@@ -98,11 +115,8 @@ class ProfileDraft:
                 else:
                     self.tables[key] = points(self._analytic_points(operator, degree))
                     self._analytic.setdefault(operator.value, []).append(degree)
-        overhead = TableKey(STEP_OVERHEAD)
-        if overhead not in self.tables:
-            overhead_s = self.roofline.facts.step_overhead_s
-            self.tables[overhead] = points([TablePoint(0, 0, (overhead_s,))])
-            self._analytic[STEP_OVERHEAD] = [1]
+        self.add_overhead(self.roofline.facts.step_overhead_s)
+        self._analytic[STEP_OVERHEAD] = [1]
 
     def profile(self, source: Source, what: str) -> Profile:
         """`what`: which of the source's tables, for the origin's sentence."""
@@ -137,25 +151,10 @@ class ProfileDraft:
     def _analytic_note(self) -> list[str]:
         if not self._analytic:
             return []
-        names = []
-        for name, degrees in self._analytic.items():
-            is_all = name == STEP_OVERHEAD or tuple(degrees) == self.degrees
-            at = "" if is_all else f" (tp {', '.join(str(d) for d in degrees)})"
-            names.append(name + at)
+        names = [name if name == STEP_OVERHEAD or tuple(degrees) == self.degrees else
+                 f"{name} (tp {', '.join(str(d) for d in degrees)})"
+                 for name, degrees in self._analytic.items()]
         return [f"{', '.join(names)} from the analytic roofline"]
-
-
-def check_supported(path: Path, source: Source, model: ModelSpec, dtype: str) -> None:
-    """Raises InputError for models and dtypes that none of the sources has."""
-    faults = []
-    if model.is_encoder_decoder:
-        faults.append(("model", model.name, "a decoder-only model"))
-    if DTYPE_BYTES.get(dtype) != 2:
-        faults.append(("dtype", dtype, f"float16 or bfloat16: {source.name} measured 16-bit "
-                                       "kernels"))
-    if faults:
-        raise InputError([Mistake(file=str(path), line=None, key=key, value=value,
-                                  allowed=allowed) for key, value, allowed in faults])
 
 
 def points(table: Iterable[TablePoint]) -> tuple[Sample, ...]:

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.interpolate import RegularGridInterpolator
 
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.importers.table import (
-    BoolArray,
-    Column,
-    Fault,
-    FloatArray,
-    IntArray,
-    Table,
-    fail,
-    read_table,
-)
+from xprofiler.importers.table import Column, Fault, Table, fail, read_table
 
 ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
 _UNUSED_ATTENTION = "version|window_size"
@@ -70,29 +62,29 @@ def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
     table = read_table(path, [
         *(Column(name, "count", least=1) for name in "mnk"), Column("latency", "ms"),
         Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True)])
-    dtypes = (table.texts("gemm_dtype") if "gemm_dtype" in table
+    dtypes = (table["gemm_dtype"] if "gemm_dtype" in table
               else np.full(len(table.lines), "bfloat16"))
     rows = dtypes == dtype
     if not rows.any():
         fail(path, [Fault(None, "gemm_dtype", dtype,
                           f"one of {', '.join(np.unique(dtypes).tolist())}")])
-    m, n, k = (table.counts(name)[rows] for name in "mnk")
-    return GemmTable(path=path, m=m, n=n, k=k, seconds=table.seconds("latency")[rows])
+    m, n, k = (table[name][rows] for name in "mnk")
+    return GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
 
 
 def read_context_attention(path: Path) -> AttentionTable:
     """Prompts without a cached prefix."""
     table = _read_attention(path, Column("isl", "count", least=1))
-    cached = np.flatnonzero(table.counts("step"))[:1]
-    fail(path, [Fault(int(table.lines[i]), "step", int(table.counts("step")[i]),
+    cached = np.flatnonzero(table["step"])[:1]
+    fail(path, [Fault(int(table.lines[i]), "step", int(table["step"][i]),
                       "0: no cached prefix") for i in cached])
-    return _attention(table, table.counts("isl"))
+    return _attention(table, table["isl"])
 
 
 def read_generation_attention(path: Path) -> AttentionTable:
     """`tokens` counts the one being made: the file's step + 1."""
     table = _read_attention(path)
-    return _attention(table, table.counts("step") + 1)
+    return _attention(table, table["step"] + 1)
 
 
 def read_custom_all_reduce(path: Path) -> AllReduceTable:
@@ -101,7 +93,7 @@ def read_custom_all_reduce(path: Path) -> AllReduceTable:
         Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
         Column("latency", "ms"), Column("allreduce_dtype", "text", allowed=("bfloat16",)),
         Column("kernel_source", "text", may_lack=True)], "backend|implementation")
-    kernels = table.texts("kernel_source").tolist() if "kernel_source" in table else (
+    kernels = table["kernel_source"].tolist() if "kernel_source" in table else (
         [""] * len(table.lines))
     return _all_reduce(table, np.ones(len(table.lines), bool), kernels)
 
@@ -113,7 +105,7 @@ def read_nccl_all_reduce(path: Path) -> AllReduceTable:
         Column("latency", "ms"), Column("nccl_dtype", "text", allowed=("half", "bfloat16")),
         Column("op_name", "text",
                allowed=("all_reduce", "all_gather", "alltoall", "reduce_scatter"))])
-    return _all_reduce(table, table.texts("op_name") == "all_reduce", [""] * len(table.lines))
+    return _all_reduce(table, table["op_name"] == "all_reduce", [""] * len(table.lines))
 
 
 class GemmTimes:
@@ -173,16 +165,16 @@ def _read_attention(path: Path, *more: Column) -> Table:
 
 
 def _attention(table: Table, tokens: IntArray) -> AttentionTable:
-    dims = table.counts("head_dim") if "head_dim" in table else np.full(len(table.lines), 128)
+    dims = table["head_dim"] if "head_dim" in table else np.full(len(table.lines), 128)
     return AttentionTable(
-        path=table.path, queries=table.counts("batch_size"), tokens=tokens,
-        num_heads=table.counts("num_heads"), kv_heads=table.counts("num_key_value_heads"),
-        head_dim=dims, seconds=table.seconds("latency"))
+        path=table.path, queries=table["batch_size"], tokens=tokens,
+        num_heads=table["num_heads"], kv_heads=table["num_key_value_heads"],
+        head_dim=dims, seconds=table["latency"])
 
 
-def _all_reduce(table: Table, rows: BoolArray, kernels: list[str]) -> AllReduceTable:
+def _all_reduce(table: Table, rows: NDArray[np.bool_], kernels: list[str]) -> AllReduceTable:
     return AllReduceTable(
-        path=table.path, ranks=table.counts("num_gpus")[rows],
-        num_bytes=table.counts("message_size")[rows] * ELEMENT_BYTES,
-        seconds=table.seconds("latency")[rows],
+        path=table.path, ranks=table["num_gpus"][rows],
+        num_bytes=table["message_size"][rows] * ELEMENT_BYTES,
+        seconds=table["latency"][rows],
         kernel=tuple(k for k, wanted in zip(kernels, rows, strict=True) if wanted))

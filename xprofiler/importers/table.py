@@ -17,11 +17,6 @@ from numpy.typing import NDArray
 
 from xgpt.core.errors import InputError, Mistake
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
-TextArray = NDArray[np.str_]
-
 _MS = 1e-3
 _SHOWN = 20  # faults of one column that are listed; the rest are counted
 
@@ -52,23 +47,14 @@ class Table:
     """`lines` [rows]: where in the file each row is."""
 
     path: Path
-    lines: IntArray
+    lines: NDArray[np.int64]
     columns: Mapping[str, NDArray[Any]]
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 
-    def seconds(self, name: str) -> FloatArray:
-        """[rows] a column of times."""
-        return self.columns[name]
-
-    def counts(self, name: str) -> IntArray:
-        return self.columns[name]
-
-    def flags(self, name: str) -> BoolArray:
-        return self.columns[name]
-
-    def texts(self, name: str) -> TextArray:
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """[rows] a column: seconds, whole numbers, flags or texts, by its kind."""
         return self.columns[name]
 
 
@@ -107,7 +93,7 @@ def fail(path: Path, faults: Iterable[Fault]) -> None:
 
 def one_value(table: Table, name: str) -> Any:
     """The value that all rows of a column share. Raises InputError if they differ."""
-    values = np.unique(table.columns[name])
+    values = np.unique(table[name])
     if len(values) > 1:
         shown = ", ".join(str(v) for v in values[:5])
         fail(table.path, [Fault(None, name, shown, "one value in the whole file")])

@@ -14,29 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xgpt.core.cluster import Device
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.draft import (
-    ProfileDraft,
-    Source,
-    check_supported,
-    grouped_messages,
-    points,
-    samples_at,
-)
-from xprofiler.importers.table import (
-    BoolArray,
-    Column,
-    Fault,
-    FloatArray,
-    IntArray,
-    Table,
-    fail,
-    one_value,
-    read_table,
-)
-from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, Sample, TableKey
+from xprofiler.importers.draft import ProfileDraft, Source, grouped_messages, samples_at
+from xprofiler.importers.table import Column, Fault, fail, one_value, read_table
+from xprofiler.profile import ALL_REDUCE, TRANSFER, Profile, TableKey
 from xprofiler.timing import Operator
 
 SOURCE = Source(name="Vidur", kernels="vidur", commit="7d47513", date="2024-11-19",
@@ -94,7 +79,7 @@ class AttentionTable:
     n_head: int
     n_kv_head: int
     tp_degree: IntArray
-    is_prefill: BoolArray
+    is_prefill: NDArray[np.bool_]
     queries: IntArray
     new_tokens: IntArray
     cached_tokens: IntArray
@@ -112,18 +97,8 @@ def read_mlp(path: Path) -> MlpTable:
         Column("num_tensor_parallel_workers", "count", least=1)], "vocab_size" + _STATS)
     return MlpTable(
         path=path, shape=LayerShape(*(one_value(table, name) for name in LayerShape._fields)),
-        tokens=table.counts("num_tokens"), tp_degree=table.counts("num_tensor_parallel_workers"),
-        seconds={op: table.seconds(_median(op)) for op in operators if _median(op) in table})
-
-
-def read_all_reduce(path: Path) -> MessageTable:
-    """Raises InputError for a file that is no such table."""
-    return _read_messages(path, "all_reduce")
-
-
-def read_send_recv(path: Path) -> MessageTable:
-    """Raises InputError for a file that is no such table."""
-    return _read_messages(path, "send_recv")
+        tokens=table["num_tokens"], tp_degree=table["num_tensor_parallel_workers"],
+        seconds={op: table[_median(op)] for op in operators if _median(op) in table})
 
 
 def read_attention(path: Path) -> AttentionTable:
@@ -136,20 +111,20 @@ def read_attention(path: Path) -> AttentionTable:
         Column("prefill_chunk_size", "count"), Column("kv_cache_size", "count"),
         Column("is_prefill", "flag")],
         "block_size|max_model_len|attention_backend|profile_method" + _STATS)
-    is_prefill = table.flags("is_prefill")
-    kernel = np.where(is_prefill, table.seconds(_median("attn_prefill")),
-                      table.seconds(_median("attn_decode")))
+    is_prefill = table["is_prefill"]
+    kernel = np.where(is_prefill, table[_median("attn_prefill")],
+                      table[_median("attn_decode")])
     fail(path, [Fault(int(line), _median("attn_prefill" if prefill else "attn_decode"), "",
                       "a time in milliseconds, 0 or more")
                 for line, prefill, s in zip(table.lines, is_prefill, kernel, strict=True)
                 if np.isnan(s)])
-    around = [table.seconds(_median(op)) for op in _AROUND_ATTENTION if _median(op) in table]
+    around = [table[_median(op)] for op in _AROUND_ATTENTION if _median(op) in table]
     return AttentionTable(
         path=path, n_embd=one_value(table, "n_embd"), n_head=one_value(table, "n_q_head"),
         n_kv_head=one_value(table, "n_kv_head"), is_prefill=is_prefill,
-        tp_degree=table.counts("num_tensor_parallel_workers"),
-        queries=table.counts("batch_size"), new_tokens=table.counts("prefill_chunk_size"),
-        cached_tokens=table.counts("kv_cache_size"),
+        tp_degree=table["num_tensor_parallel_workers"],
+        queries=table["batch_size"], new_tokens=table["prefill_chunk_size"],
+        cached_tokens=table["kv_cache_size"],
         seconds=np.sum([kernel, *around], axis=0))
 
 
@@ -178,7 +153,7 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: VidurFil
     """A Profile of Vidur's tables. `links`: xgpt's names for what joins ranks within a node
     ("intra") and between nodes ("inter"); tables without a name are left out. Raises InputError
     for files that are no such tables, or tables of another model."""
-    check_supported(files.mlp, SOURCE, model, dtype)
+    SOURCE.check(files.mlp, model, dtype)
     table = read_mlp(files.mlp)
     _check_shape(table, model)
     draft = ProfileDraft(model, device, dtype)
@@ -193,10 +168,9 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: VidurFil
     for path in files.attention:
         _add_attention(draft, read_attention(path), model)
     if files.all_reduce is not None:
-        draft.tables.update(_message_tables(
-            ALL_REDUCE, read_all_reduce(files.all_reduce), links or {}))
+        _add_messages(draft, ALL_REDUCE, read_messages(files.all_reduce, "all_reduce"), links or {})
     if files.send_recv is not None:
-        draft.tables.update(_message_tables(TRANSFER, read_send_recv(files.send_recv), links or {}))
+        _add_messages(draft, TRANSFER, read_messages(files.send_recv, "send_recv"), links or {})
     draft.fill_from_roofline()
     return draft.profile(SOURCE, f"{files.mlp.parent.name}'s layer")
 
@@ -289,9 +263,8 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec)
     head_dim = table.n_embd // table.n_head
     for theirs in np.unique(table.tp_degree):
         for degree in draft.degrees:
-            measured = (table.n_head * degree, table.n_kv_head * degree, head_dim)
-            ours = (model.num_heads * theirs, model.kv_heads * theirs, model.head_dim)
-            if measured != ours:
+            if (table.n_head * degree, table.n_kv_head * degree, head_dim) != (
+                    model.num_heads * theirs, model.kv_heads * theirs, model.head_dim):
                 continue
             rows = table.tp_degree == theirs
             alone = rows & table.is_prefill & (table.cached_tokens == 0) & (table.queries == 1)
@@ -304,39 +277,33 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec)
                         operator, samples_at(x[of], table.seconds[of], y[of])))
 
 
-def _message_tables(name: str, table: MessageTable,
-                    links: Mapping[str, str]) -> dict[TableKey, tuple[Sample, ...]]:
-    tables = {}
+def _add_messages(draft: ProfileDraft, name: str, table: MessageTable,
+                  links: Mapping[str, str]) -> None:
     crosses = table.ranks_per_node < table.ranks
     for kind, link in links.items():
         assert kind in ("intra", "inter"), f"{kind = }"
         for ranks in np.unique(table.ranks):
             rows = (table.ranks == ranks) & (crosses == (kind == "inter"))
-            if not rows.any():
-                continue
-            degree = int(ranks) if name == ALL_REDUCE else 1
-            tables[TableKey(name, degree, link)] = points(
-                grouped_messages(table.num_bytes[rows], table.seconds[rows]))
-    return tables
+            if rows.any():
+                draft.add_messages(TableKey(name, int(ranks) if name == ALL_REDUCE else 1, link),
+                                   grouped_messages(table.num_bytes[rows], table.seconds[rows]))
 
 
-def _read_messages(path: Path, collective: str) -> MessageTable:
+def read_messages(path: Path, collective: str) -> MessageTable:
+    """`collective`: all_reduce or send_recv. Raises InputError for a file that is no such table."""
     table = read_table(path, [
         Column(_median(collective), "ms"), Column("size", "count", least=1),
         Column("num_workers", "count", least=2), Column("devices_per_node", "count", least=1),
         Column("collective", "text", allowed=(collective,))],
         "|rank|max_devices_per_node" + _STATS)
-    places = np.stack([table.counts(c) for c in ("num_workers", "devices_per_node", "size")])
+    places = np.stack([table[c] for c in ("num_workers", "devices_per_node", "size")])
     unique, row = np.unique(places, axis=1, return_inverse=True)
+    # the median of each group of rows (ranks, repeats)
+    row = np.ravel(row)
+    order = np.argsort(row, kind="stable")
+    parts = np.split(table[_median(collective)][order], np.flatnonzero(np.diff(row[order])) + 1)
     return MessageTable(ranks=unique[0], ranks_per_node=unique[1], num_bytes=unique[2],
-                        seconds=_medians(table, _median(collective), np.ravel(row)))
-
-
-def _medians(table: Table, name: str, group: IntArray) -> FloatArray:
-    """[groups] over the rows (ranks, repeats) of each group."""
-    order = np.argsort(group, kind="stable")
-    starts = np.flatnonzero(np.diff(group[order])) + 1
-    return np.array([np.median(part) for part in np.split(table.seconds(name)[order], starts)])
+                        seconds=np.array([np.median(part) for part in parts]))
 
 
 def _median(operator: str) -> str:

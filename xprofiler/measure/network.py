@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,20 +144,6 @@ def _on_groups(world: Any, groups: list[tuple[int, ...]], num_bytes: int,
     return Sample(x=num_bytes, samples_s=tuple(gathered))
 
 
-class _Channel(Protocol):
-    """Blocks of memory between ranks 0 and 1 of a communicator."""
-
-    rank: int
-
-    def __init__(self, comm: Any) -> None: ...
-
-    def send(self, block: Tensor) -> None: ...
-
-    def receive(self, like: Tensor) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
 class _ThroughHosts:
     """Blocks go from the device to this host's memory, over MPI, and to the other's device."""
 
@@ -194,6 +180,9 @@ class _Directly:
 
     def close(self) -> None:
         self._group.close()
+
+
+_Channel = _ThroughHosts | _Directly  # blocks of memory between ranks 0 and 1 of a communicator
 
 
 def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 from xgpt.core.controls import max_in_system
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xprofiler.remembered import Remembered
+from xprofiler.made_sources import Remembered
 from xprofiler.timing import TimingSource
 from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range

@@ -117,7 +117,7 @@ def test_messages_within_and_between_nodes_go_to_their_links(tmp_path: Path) -> 
     assert timing.message_s(MessageKind.ALL_REDUCE, 3000, near, tp_degree=2) == pytest.approx(6e-5)
     assert timing.message_s(MessageKind.TRANSFER, 3000, far) == pytest.approx(3e-5)
     with pytest.raises(InputError, match="collective"):
-        vidur.read_all_reduce(message_file(tmp_path / "x.csv", "send_recv"))
+        vidur.read_messages(message_file(tmp_path / "x.csv", "send_recv"), "all_reduce")
 
 
 def test_attention_serves_the_degree_that_has_its_heads(tmp_path: Path) -> None:

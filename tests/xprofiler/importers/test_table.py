@@ -17,8 +17,8 @@ COLUMNS = (Column("size", "count", least=1), Column("time", "ms"),
 def test_milliseconds_become_seconds(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[8, 2.5, "a"], [16, 0, "b"]])
     table = read_table(path, COLUMNS)
-    assert table.seconds("time").tolist() == [0.0025, 0.0]
-    assert table.counts("size").tolist() == [8, 16]
+    assert table["time"].tolist() == [0.0025, 0.0]
+    assert table["size"].tolist() == [8, 16]
 
 
 def test_every_fault_of_a_table_is_named_with_its_line(tmp_path: Path) -> None:

@@ -1,19 +1,49 @@
-"""A timing source that remembers what it was asked: many plans have layers of the same degree."""
+"""Timing sources that are made of another one: one of which a table's times are longer (what that
+changes shows how much a figure rests on the table), and one that remembers what it was asked (many
+plans have layers of the same degree)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
+from xgpt.core.lengths import FloatArray
+from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
 from xprofiler.timing import MessageKind, Operator, TimingSource
 
-FloatArray = NDArray[np.float64]
 MOST_SIZES = 4096  # of an array that is remembered
 MOST_ANSWERS = 4096  # after that it begins anew
+
+
+class Raised:
+    """`source`, with the times of the table `key` multiplied by `factor`."""
+
+    def __init__(self, source: TimingSource, key: TableKey, factor: float) -> None:
+        name = HANDOVER if key.name == HANDOVER_DIRECT else key.name  # the quicker way counts
+        self._source, self._key, self._factor = source, key._replace(name=name), factor
+        self.reach, self.provenance = source.reach, source.provenance
+        overhead_s = source.facts.step_overhead_s * self._of(TableKey(STEP_OVERHEAD))
+        self.facts = replace(source.facts, step_overhead_s=overhead_s)
+
+    def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
+                   tp_degree: int = 1) -> FloatArray:
+        """See TimingSource."""
+        return self._of(TableKey(operator.value, tp_degree)) * self._source.operator_s(
+            operator, x, y, tp_degree=tp_degree)
+
+    def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
+                  tp_degree: int = 1) -> FloatArray:
+        """See TimingSource."""
+        return self._of(TableKey(kind.value, tp_degree, link.name)) * self._source.message_s(
+            kind, num_bytes, link, tp_degree=tp_degree)
+
+    def _of(self, key: TableKey) -> float:
+        return self._factor if key == self._key else 1.0
 
 
 class Remembered:
