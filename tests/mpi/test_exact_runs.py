@@ -25,10 +25,20 @@ FAMILIES = ("llama", "opt", "gpt2", "t5")
 LAYOUTS = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2),
            (1, 1, 1, 1))
 QUERIES = 9
+# each family on four ranks and on some of the others, all layouts together
+RRA_CASES = [(family, layout, 1 + (place + i) % 4, (4, 1, 9)[i % 3], (3, 1, 5, 30)[(place + i) % 4])
+             for place, family in enumerate(FAMILIES)
+             for i, layout in enumerate(LAYOUTS) if sum(layout) == 4 or (i + place) % 3 == 0]
+GLOO_CASES = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1), 1, 9, 5)]
+WAA_CASES = [("llama", (1,), (1,), 2, 3), ("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
+             ("llama", (2,), (1, 1), 1, 4), ("t5", (1, 1), (1, 1), 2, 3), ("t5", (1,), (2,), 1, 9)]
+Models = dict[str, tuple[Path, dict[str, Any]]]
+Case = dict[str, Any]
+Launched = dict[str, tuple[list[Case], list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """(directory, transformers' answers) by family."""
     found = {}
     for family in FAMILIES:
@@ -39,84 +49,87 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     return found
 
 
-def check(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path,
-          cases: Sequence[tuple[str, tuple[int, ...], int, int, int]], timeout_s: float,
-          **more: str) -> None:
+def rra_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], int, int, int]],
+              **more: str) -> list[Case]:
     """`cases`: family, degree of each stage, micro-batches, encode batch, decode iterations.
     `more`: for all of them, as runs_script.py has it."""
-    values = [{"directory": str(models[family][0]), "degrees": degrees, "num_groups": groups,
-               "encode_batch": batch, "decode_iterations": iterations, "queries": QUERIES, **more}
-              for family, degrees, groups, batch, iterations in cases]
-    launch(models, folder, cases, values, max(sum(case[1]) for case in cases), timeout_s)
+    return [{"directory": str(models[family][0]), "degrees": degrees, "num_groups": groups,
+             "encode_batch": batch, "decode_iterations": iterations, "queries": QUERIES, **more}
+            for family, degrees, groups, batch, iterations in cases]
 
 
-def check_waa(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path,
-              cases: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int, int]],
-              timeout_s: float) -> None:
+def waa_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int,
+                                                    int]]) -> list[Case]:
     """`cases`: family, degrees of the encode and the decode stages, decode groups, encode batch."""
-    values = [{"directory": str(models[family][0]), "encode": encode, "decode": decode,
-               "num_groups": groups, "encode_batch": batch, "queries": QUERIES}
-              for family, encode, decode, groups, batch in cases]
-    ranks = max(sum(case[1]) + sum(case[2]) for case in cases)
-    launch(models, folder, cases, values, ranks, timeout_s)
+    return [{"directory": str(models[family][0]), "encode": encode, "decode": decode,
+             "num_groups": groups, "encode_batch": batch, "queries": QUERIES}
+            for family, encode, decode, groups, batch in cases]
 
 
-def launch(models: dict[str, tuple[Path, dict[str, Any]]], folder: Path, cases: Sequence[Any],
-           values: Sequence[dict[str, Any]], ranks: int, timeout_s: float) -> None:
-    (folder / "cases.json").write_text(json.dumps(values))
+def launch(folder: Path, cases: Sequence[Case], timeout_s: float) -> list[Any]:
+    """What the ranks of one launch, four of them, answer to each of the cases."""
+    (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
-        [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", str(SCRIPT),
+        [find_mpiexec(), "-n", "4", sys.executable, "-m", "mpi4py", str(SCRIPT),
          str(folder / "cases.json"), str(folder / "answers.json")],
         capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads((folder / "answers.json").read_text())
     assert len(answers) == len(cases)
+    return list(answers)
+
+
+def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None:
+    expected = {str(directory): tokens for directory, tokens in models.values()}
     for case, answer in zip(cases, answers, strict=True):
-        assert answer == models[case[0]][1], f"{case = }"
+        assert answer == expected[case["directory"]], f"{case = }"
 
 
-def test_every_layout_answers_as_generate_does(
-        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
-    """Each family on four ranks and on some of the others, all layouts together."""
-    cases = [(family, layout, 1 + (place + i) % 4, (4, 1, 9)[i % 3], (3, 1, 5, 30)[(place + i) % 4])
-             for place, family in enumerate(FAMILIES)
-             for i, layout in enumerate(LAYOUTS) if sum(layout) == 4 or (i + place) % 3 == 0]
-    assert {case[1] for case in cases} == set(LAYOUTS) and {case[2] for case in cases} == {
-        1, 2, 3, 4}
-    check(models, tmp_path, cases, timeout_s=200)
+@pytest.fixture(scope="module")
+def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Name of a test -> (its cases, their answers): one launch serves them all."""
+    parts = {"layouts": rra_cases(models, RRA_CASES), "pools": waa_cases(models, WAA_CASES),
+             "gloo": rra_cases(models, GLOO_CASES, group="gloo")}
+    answers = launch(tmp_path_factory.mktemp("launch"),
+                     [case for cases in parts.values() for case in cases], timeout_s=280)
+    found, first = {}, 0
+    for name, cases in parts.items():
+        found[name] = cases, answers[first:first + len(cases)]
+        first += len(cases)
+    return found
 
 
-def test_sums_over_torch_distributed_answer_the_same(
-        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+def test_every_layout_answers_as_generate_does(models: Models, launched: Launched) -> None:
+    assert {case[1] for case in RRA_CASES} == set(LAYOUTS)
+    assert {case[2] for case in RRA_CASES} == {1, 2, 3, 4}
+    check(models, *launched["layouts"])
+
+
+def test_sums_over_torch_distributed_answer_the_same(models: Models, launched: Launched) -> None:
     """The way that groups of GPUs take, with gloo in the place of NCCL."""
-    cases = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1), 1, 9, 5)]
-    check(models, tmp_path, cases, timeout_s=100, group="gloo")
+    check(models, *launched["gloo"])
+
+
+def test_two_pools_answer_as_generate_does(models: Models, launched: Launched) -> None:
+    check(models, *launched["pools"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_and_number_of_micro_batches(
-        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path, family: str) -> None:
-    cases = [(family, layout, groups, batch, iterations) for layout, groups, (batch, iterations)
-             in product(LAYOUTS, (1, 2, 3, 4), ((1, 1), (4, 5), (9, 30)))]
-    check(models, tmp_path, cases, timeout_s=280)
-
-
-WAA_CASES = [("llama", (1,), (1,), 2, 3), ("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
-             ("llama", (2,), (1, 1), 1, 4), ("t5", (1, 1), (1, 1), 2, 3), ("t5", (1,), (2,), 1, 9)]
-
-
-def test_two_pools_answer_as_generate_does(
-        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
-    check_waa(models, tmp_path, WAA_CASES, timeout_s=100)
+def test_every_layout_and_number_of_micro_batches(models: Models, tmp_path: Path,
+                                                  family: str) -> None:
+    cases = rra_cases(models, [
+        (family, layout, groups, batch, iterations) for layout, groups, (batch, iterations)
+        in product(LAYOUTS, (1, 2, 3, 4), ((1, 1), (4, 5), (9, 30)))])
+    check(models, cases, launch(tmp_path, cases, timeout_s=280))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_of_two_pools(
-        models: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path, family: str) -> None:
+def test_every_layout_of_two_pools(models: Models, tmp_path: Path, family: str) -> None:
     pools = [(1,), (2,), (1, 1), (2, 1), (1, 2), (1, 1, 1)]
-    cases = [(family, encode, decode, groups, batch)
-             for encode, decode in product(pools, pools) if sum(encode) + sum(decode) <= 4
-             for groups, batch in ((1, 3), (2, 1), (3, 9))]
-    check_waa(models, tmp_path, cases, timeout_s=280)
+    cases = waa_cases(models, [
+        (family, encode, decode, groups, batch)
+        for encode, decode in product(pools, pools) if sum(encode) + sum(decode) <= 4
+        for groups, batch in ((1, 3), (2, 1), (3, 9))])
+    check(models, cases, launch(tmp_path, cases, timeout_s=280))

@@ -6,15 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from xgpt.core import catalog
+from xgpt.core import lengths as lengths_module
 from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
+from xgpt.core.lengths import JointLengths, joint_empirical
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xprofiler.profile import STEP_OVERHEAD, Profile, ProfileMetadata, Sample, TableKey
@@ -44,6 +46,7 @@ PLANTED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.HEAD,
            Operator.ENCODE_ATTENTION, Operator.EMBED, Operator.KV_COMPACTION,
            Operator.ENCODER_REST, Operator.CROSS_ATTENTION)
 LEAST_TAIL = 1e-12
+truncated_normal = cache(lengths_module.truncated_normal)  # its parent takes milliseconds to solve
 OF_TWO_SIZES = (Operator.DECODE_ATTENTION, Operator.KV_COMPACTION)
 
 

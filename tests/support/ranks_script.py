@@ -1,4 +1,5 @@
-"""What every rank of test_rank_messages.py runs: checks by arithmetic, on all ranks alike."""
+"""What every rank of test_rank_messages.py runs: checks by arithmetic, on all ranks alike, for
+every size of group up to all of them. Usage: ranks_script.py mpi|gloo|nccl ..."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from xrunner.transport.collective import MpiGroup
 from xrunner.transport.torch_group import TorchGroup
 
 
-def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],
+def check_sums(world: MPI.Comm, group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],
                device: torch.device = CPU) -> None:
-    world = MPI.COMM_WORLD
     for dtype in dtypes:
         # below and above the size from which a sum is scattered, and no multiple of the ranks
         for shape in ((1,), (3, 7), (5, 3001), (40, 1000)):
@@ -38,23 +38,22 @@ def check_sums(group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],
             assert len(set(bits)) == 1, f"ranks disagree: {dtype = } {shape = }"
 
 
-def main() -> None:
-    world = MPI.COMM_WORLD
-    if sys.argv[1] == "mpi":
-        check_sums(MpiGroup(world), (torch.float32, torch.bfloat16, torch.float16))
+def check(world: MPI.Comm, over: str) -> None:
+    if over == "mpi":
+        check_sums(world, MpiGroup(world), (torch.float32, torch.bfloat16, torch.float16))
         # a group of one, beside others that have work
         own = world.Split(world.Get_rank(), 0)
         tensor = torch.ones(3)
         assert MpiGroup(own).all_reduce(tensor) is tensor
-    elif sys.argv[1] == "nccl":
+    elif over == "nccl":
         device = own_device("gpu", local_rank(world))
         assert has_own_gpu_each(world, device)
         group = TorchGroup(world, "nccl")
-        check_sums(group, (torch.float32,), device)
+        check_sums(world, group, (torch.float32,), device)
         group.close()
     else:
         group = TorchGroup(world, "gloo")
-        check_sums(group, (torch.float32,))
+        check_sums(world, group, (torch.float32,))
         block = torch.arange(6.0)
         if group.rank == 0:
             group.send(1, block)
@@ -63,7 +62,18 @@ def main() -> None:
             group.receive(0, into)
             assert torch.equal(into, block)
         group.close()
-    print("ok", flush=True)
+    print(f"{over} over {world.Get_size()} ok", flush=True)
+
+
+def main() -> None:
+    world = MPI.COMM_WORLD
+    for over in sys.argv[1:]:
+        for size in range(min(2, world.Get_size()), world.Get_size() + 1):
+            takes_part = world.Get_rank() < size
+            comm = world.Split(int(takes_part), world.Get_rank())
+            if takes_part:
+                check(comm, over)
+            world.Barrier()
 
 
 main()

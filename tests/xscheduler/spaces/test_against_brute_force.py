@@ -1,21 +1,33 @@
 """Every generated problem's schedule against brute force over its whole space, under four latency
 bounds each: 170 toy problems (times with planted dips and jumps, noisy profiles) and 30 of the
-paper's models and tasks. `-m slow` adds thousands of random ones."""
+paper's models and tasks; some of both always, all with `-m slow`, which adds thousands of random
+ones."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 from brute_force import evaluate_grid
-from problems_suite import Case, bounds_of, paper_cases, toy_case
+from problems_suite import PAPER, TASKS, Case, bounds_of, paper_cases, toy_case
 
 from xgpt.core.errors import InfeasibleError
 from xscheduler.search import GAP, Scheduler
 
-NUM_TOYS = 170
+NUM_TOYS, ALWAYS = 170, 80
 SLOW_CHUNK = 50  # problems a test
-PAPER_CASES = list(paper_cases())
+NUM_PAPER = len(PAPER) * len(TASKS)
+
+
+@cache
+def toy(seed):
+    return toy_case(seed, largest=32)
+
+
+@cache
+def paper():
+    return list(paper_cases())
 
 
 def check(case: Case, seed: int) -> int:
@@ -46,28 +58,32 @@ def check(case: Case, seed: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("seed", range(NUM_TOYS))
+@pytest.mark.parametrize("seed", [
+    seed if seed < ALWAYS else pytest.param(seed, marks=pytest.mark.slow)
+    for seed in range(NUM_TOYS)])
 def test_toy(seed):
-    check(toy_case(seed, largest=32), seed)
+    check(toy(seed), seed)
 
 
-@pytest.mark.parametrize("place", range(len(PAPER_CASES)),
-                         ids=[case.name for case in PAPER_CASES])
+@pytest.mark.parametrize("place", [
+    pytest.param(place, marks=() if place % 2 == 0 else pytest.mark.slow)
+    for place in range(NUM_PAPER)])
 def test_paper_model(place):
-    assert check(PAPER_CASES[place], place) >= 2
+    assert check(paper()[place], place) >= 2
 
 
 def test_there_are_two_hundred_of_all_kinds():
-    toys = [toy_case(seed, largest=32) for seed in range(NUM_TOYS)]
-    assert len(toys) + len(PAPER_CASES) >= 200
-    assert {case.policy for case in toys} == {case.policy for case in PAPER_CASES} == {
+    assert NUM_TOYS + len(paper()) == NUM_TOYS + NUM_PAPER >= 200
+    always, papers = [toy(seed) for seed in range(ALWAYS)], paper()[::2]
+    assert {case.policy for case in always} == {case.policy for case in papers} == {
         "rra", "waa-c", "waa-m"}
-    assert {type(case.timing).__name__ for case in toys} == {"Planted", "ProfileTiming"}
-    assert {case.problem.model.is_encoder_decoder for case in toys} == {True, False}
-    assert {1, 2, 3} < {case.problem.lengths.outputs.max for case in toys}
-    assert any(case.problem.lengths.pairs is not None for case in toys)
-    assert {case.problem.constraint.kind for case in toys} == {"sequence", "batch"}
-    assert all(math.isinf(case.problem.constraint.latency_s) for case in toys), "given to find()"
+    assert {case.problem.model.name for case in papers} == PAPER.keys()
+    assert {type(case.timing).__name__ for case in always} == {"Planted", "ProfileTiming"}
+    assert {case.problem.model.is_encoder_decoder for case in always} == {True, False}
+    assert {1, 2, 3} < {case.problem.lengths.outputs.max for case in always}
+    assert any(case.problem.lengths.pairs is not None for case in always)
+    assert {case.problem.constraint.kind for case in always} == {"sequence", "batch"}
+    assert all(math.isinf(case.problem.constraint.latency_s) for case in always), "given to find()"
 
 
 @pytest.mark.slow
