@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+from in_process import xgpt
 
 ROOT = Path(__file__).resolve().parents[3]
 OPT_13B = """
@@ -19,7 +20,7 @@ constraint: {latency_s: 11.5}
 """
 
 
-def xgpt(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
+def fresh(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
     """Runs `xgpt ARGUMENTS` in a fresh interpreter; `code` runs after it, whatever the exit."""
     program = ("import sys\nfrom xgpt.cli.main import main\n"
                f"sys.argv = ['xgpt', *{[str(a) for a in arguments]!r}]\n"
@@ -38,7 +39,7 @@ def job(tmp_path: Path) -> Path:
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     heavy = ("[print('IMPORTED', m) for m in ('torch', 'mpi4py', 'numpy', 'scipy', 'yaml') "
              "if m in sys.modules]")
-    done = xgpt("--help", code=heavy)
+    done = fresh("--help", code=heavy)
     assert done.returncode == 0 and "IMPORTED" not in done.stdout
     for name in ("profile", "simulate", "schedule", "run", "submit", "sweep", "report", "status",
                  "models"):
@@ -47,7 +48,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 
 
 def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
-    done = xgpt("schedule", job, code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & "
+    done = fresh("schedule", job, code="print('HEAVY', {'torch', 'mpi4py', 'transformers'} & "
                                       "set(sys.modules))")
     assert done.returncode == 0, done.stderr
     assert "HEAVY set()" in done.stdout
@@ -88,7 +89,7 @@ def test_five_mistakes_are_five_lines_and_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("model: opt-13c\ncluster: a40-5\nworkload: {requests: {count: 0}, task: S}\n"
                     "constraint: {latency_s: -1}\nschdule: auto\n")
-    done = xgpt("schedule", path)
+    done = fresh("schedule", path)
     assert done.returncode == 2 and done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 5
@@ -98,7 +99,7 @@ def test_five_mistakes_are_five_lines_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def test_a_bound_that_cannot_be_met_is_exit_code_3_with_the_tightest_that_can(job: Path) -> None:
-    done = xgpt("schedule", job, "--set", "constraint.latency_s=0.01")
+    done = fresh("schedule", job, "--set", "constraint.latency_s=0.01")
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert "tightest" in done.stderr
 

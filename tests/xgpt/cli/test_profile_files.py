@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from in_process import xgpt
 
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_file import load_profile, save_profile
 
-XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 METADATA = ProfileMetadata(model="m", model_shape="s", device="cpu-1c", dtype="float32", ranks=1,
                            threads_per_rank=1, kernels="k", libraries="torch 2")
 
 
-def xgpt(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*XGPT, *map(str, arguments)], capture_output=True, text=True,
-                          timeout=100, check=False)
-
-
 def profile_of(x: float, **metadata: object) -> Profile:
-    from dataclasses import replace
-
     point = Sample(x=x, samples_s=(1e-3, 1.1e-3, 1.2e-3))
     return Profile(metadata=replace(METADATA, **metadata), tables={  # type: ignore[arg-type]
         TableKey("layer_rest"): (point,)})
