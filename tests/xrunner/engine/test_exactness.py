@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from representative import some
 from toys import (
     T5_FAMILIES,
     Collector,
@@ -29,7 +30,9 @@ from xrunner.ops.attention import cross_context, decode_context
 from xrunner.query import Sampling
 
 
-@pytest.mark.parametrize(("num_stages", "num_groups"), [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)])
+# test_exactness_matrix.py has more ways for four of the families
+@pytest.mark.parametrize(("num_stages", "num_groups"), some(
+    [(1, 1), (1, 3), (2, 2), (3, 3), (5, 2)], lambda case: case in ((1, 3), (3, 3))))
 def test_tokens_equal_generate_for_batches_that_join_and_leave(
         toy: tuple[Path, Any], toy_answers: dict[int, list[int]], num_stages: int,
         num_groups: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from representative import some
 from toys import Collector, generate, random_queries, run_in_process, stages_of
 
 from xrunner.engine.stage import StageExecutor
@@ -30,8 +31,10 @@ def answers(sink: Collector) -> dict[int, list[int]]:
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
-@pytest.mark.parametrize(("degrees", "groups", "batch", "iterations"), CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+# each layout with two of the families, and each family with half of the layouts
+@pytest.mark.parametrize(("family", "degrees", "groups", "batch", "iterations"), some(
+    [(family, *case) for family in FAMILIES for case in CASES],
+    lambda case: (FAMILIES.index(case[0]) + CASES.index(case[1:])) % 2 == 0))
 def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
                                degrees: tuple[int, ...], groups: int, batch: int,
                                iterations: int) -> None:

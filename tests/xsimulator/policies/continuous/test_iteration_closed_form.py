@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems import roofline_of
+from representative import some
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -69,7 +70,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "model", "cluster", "task", "config", "padded"), CASES)
+@pytest.mark.parametrize(("name", "model", "cluster", "task", "config", "padded"), some(
+    CASES, lambda case: CASES.index(case) in (1, 2, 3, 7)))  # every policy, padded or not
 def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config, padded):
     problem = problem_of(model, cluster, task)
     found = policy_of(name, problem, padded=padded).estimate(config)

