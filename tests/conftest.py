@@ -1,15 +1,21 @@
-"""What every test may use: markers that skip visibly what a machine lacks, and how two processes
-share the tests."""
+"""What every test may use: markers that skip visibly what a machine lacks, how two processes share
+the tests, and profiles of toy models, which are measured once."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from job_folder import XGPT, MeasuredToy, write_job
 
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -56,3 +62,86 @@ def _has_gpu() -> bool:
 def xgpt_command() -> list[str]:
     """The installed command, run by this interpreter."""
     return [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One profile cache for all runs: a toy's profile serves every job on it."""
+    return {**os.environ, "XDG_CACHE_HOME": str(_new_cache(tmp_path_factory.mktemp("cache")))}
+
+
+@pytest.fixture(scope="session")
+def measured_llama(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
+                   ) -> MeasuredToy:
+    """Measured once, for the tests of what is measured; `cache` holds a copy for all others."""
+    folder = tmp_path_factory.mktemp("measured")
+    own = _new_cache(tmp_path_factory.mktemp("own-cache"))
+    job, target = _toy_job(folder, "llama", ranks=2), folder / "profile.json"
+    environment = {**cache, "XDG_CACHE_HOME": str(own)}
+    stopped = _stopped_profile(job, own, environment)
+    for kept in (own / "xgpt" / "profiles").glob("*.json"):
+        shutil.copy(kept, folder / "kept.json")
+    done = subprocess.run(
+        [*XGPT, "profile", str(job), "--budget", "1s", "--tp", "1,2,3", "--out", str(target)],
+        capture_output=True, text=True, timeout=200, check=False, env=environment)
+    shutil.copytree(own / "xgpt" / "profiles", Path(cache["XDG_CACHE_HOME"], "xgpt", "profiles"),
+                    dirs_exist_ok=True)
+    return MeasuredToy(job=job, profile=target, cache=own, done=done, stopped=stopped,
+                       kept=folder / "kept.json")
+
+
+@pytest.fixture(scope="session")
+def profiled(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
+             request: pytest.FixtureRequest) -> Callable[[str, int], dict[str, str]]:
+    """`cache`, with the least profile there is of a family's toy on so many ranks: how good the
+    plans are does not matter."""
+
+    @functools.cache
+    def measure(family: str, ranks: int = 2) -> None:
+        if (family, ranks) == ("llama", 2):
+            done = request.getfixturevalue("measured_llama").done
+        else:
+            job = _toy_job(tmp_path_factory.mktemp(f"profile-{family}"), family, ranks=ranks)
+            done = subprocess.run([*XGPT, "profile", str(job), "--budget", "1s"], env=cache,
+                                  capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def with_profile(family: str, ranks: int = 2) -> dict[str, str]:
+        measure(family, ranks)
+        return cache
+
+    return with_profile
+
+
+def _new_cache(folder: Path) -> Path:
+    """Without profiles, but with this machine's compiled operators: what they are compiled of is
+    in their names."""
+    from xrunner.checkpoint.source import cache_dir
+
+    compiled = cache_dir() / "native"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (folder / "xgpt").mkdir()
+    (folder / "xgpt" / "native").symlink_to(compiled)
+    return folder
+
+
+def _stopped_profile(job: Path, cache: Path, environment: dict[str, str],
+                     ) -> subprocess.CompletedProcess[str]:
+    """A measurement that is interrupted as soon as something of it is kept."""
+    command = [*XGPT, "profile", str(job), "--budget", "120s", "--tp", "1,2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not list(cache.glob("xgpt/profiles/*.json")):
+        time.sleep(0.1)  # the first save comes with the first points
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, stderr=said)
+
+
+def _toy_job(folder: Path, family: str, *, ranks: int) -> Path:
+    """A job as the tests' own, for its profile alone."""
+    import toys  # torch, which the core's own tests do without
+
+    toys.make_model(family, folder / "model")
+    return write_job(folder, folder / "model", [{"id": "q", "tokens": [7, 8, 9]}],
+                     schedule="policy: rra", ranks=ranks)

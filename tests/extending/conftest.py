@@ -28,17 +28,18 @@ class ToyJob:
 
 
 @pytest.fixture(scope="session")
-def toy_job(tmp_path_factory: pytest.TempPathFactory) -> ToyJob:
+def toy_job(tmp_path_factory: pytest.TempPathFactory,
+            profiled: Callable[..., dict[str, str]]) -> ToyJob:
     pytest.importorskip("torch", reason="runs need the extra `run`")
     from toys import make_model, random_queries
 
-    folder, cache = tmp_path_factory.mktemp("toy-job"), tmp_path_factory.mktemp("cache")
+    folder = tmp_path_factory.mktemp("toy-job")
     make_model("llama", folder / "model")
     queries = random_queries(24, seed=9)
     path = write_job(folder, folder / "model", as_requests(queries), schedule="policy: rra",
                      ranks=2)
-    command("profile", path, "--budget", "1s", env={"XDG_CACHE_HOME": str(cache)})
-    return ToyJob(path=path, queries=queries, cache=cache)
+    return ToyJob(path=path, queries=queries,
+                  cache=Path(profiled("llama", 2)["XDG_CACHE_HOME"]))
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("policy", "family", "more"), [
-    ("vllm", "opt", "max_active: 6, token_budget: 64"),
+    ("vllm", "llama", "max_active: 6, token_budget: 64"),
+    pytest.param("vllm", "opt", "max_active: 6, token_budget: 64", marks=slow),
     pytest.param("orca", "llama", "max_active: 5", marks=slow),
     pytest.param("orca", "opt", "tp_degree: 2, tp_gpus: 2", marks=slow),
     pytest.param("sarathi", "gpt2", "max_active: 8, token_budget: 16", marks=slow),

@@ -48,7 +48,7 @@ def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, rank
     return job_folder.write_job(folder, model, requests, schedule=schedule, ranks=ranks)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("opt", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
           ) -> tuple[str, Path, Any]:
     directory = tmp_path_factory.mktemp(request.param)
@@ -89,10 +89,10 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], r
 def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
         tmp_path: Path, profiled: Profiled) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
-    reference = toys.make_model("opt", directory)
+    reference = toys.make_model("llama", directory)
     queries = toys.random_queries(20, seed=2)
     job = write_job(tmp_path, directory, as_requests(queries), ranks=2, more="tp_degree: 2,")
-    cache = profiled("opt")
+    cache = profiled("llama")
 
     def run(*command: str) -> None:
         done = subprocess.run([*XGPT, *command], capture_output=True, text=True, env=cache,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -90,23 +88,15 @@ def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
     assert sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
 
 
-def test_a_stopped_measurement_is_kept_and_gone_on_with(job: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen([*XGPT, "profile", str(job), "--budget", "120s", "--tp", "1"],
-                               stderr=subprocess.PIPE, text=True, env=environment(tmp_path))
-    profiles = tmp_path / "xgpt" / "profiles"
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not list(profiles.glob("*.json")):
-        time.sleep(0.1)  # the first save comes with the first points
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    assert "goes on" in said
-    kept = load_profile(next(profiles.glob("*.json")))
+def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama: MeasuredToy,
+                                                        profile: Profile) -> None:
+    stopped = measured_llama.stopped
+    assert stopped.returncode == 75, stopped.stderr
+    assert "goes on" in stopped.stderr
+    kept = load_profile(measured_llama.kept)
     assert kept.tables and kept.spent_s > 0
-    done = xgpt(tmp_path, "profile", str(job), "--budget", "1s", "--tp", "1", "--json")
-    assert done.returncode == 0, done.stderr
-    after = load_profile(next(profiles.glob("*.json")))
-    assert not missing(after, 1, Needs()) and after.spent_s > kept.spent_s
+    assert missing(kept, 2, Needs()), "it was stopped before its end"
+    assert not missing(profile, 1, Needs()) and profile.spent_s > kept.spent_s
     for key, points in kept.tables.items():
         if key.name in ("decode_attention", "transfer"):
-            assert set(points) <= set(after.tables[key])
+            assert set(points) <= set(profile.tables[key])

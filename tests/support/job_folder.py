@@ -15,12 +15,15 @@ XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredToy:
-    """What `xgpt profile --budget 1s --tp 1,2,3` of the toy llama on two ranks left."""
+    """What `xgpt profile --budget 1s --tp 1,2,3` of the toy llama on two ranks left: it went on
+    after another, which was stopped."""
 
     job: Path
     profile: Path
     cache: Path  # $XDG_CACHE_HOME of its own, in which this profile alone lies
     done: subprocess.CompletedProcess[str]
+    stopped: subprocess.CompletedProcess[str]
+    kept: Path  # the profile as the stopped one left it
 
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]], *, schedule: str,
