@@ -17,8 +17,9 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Pool
 from xprofiler.roofline import Roofline
-from xscheduler.live.deployment import Loading, deployment
+from xscheduler.live.deployment import Loading, redeployment
 from xsimulator.plans import Plans
 
 PER_NODE = 8
@@ -61,7 +62,8 @@ def loading(model: str, cluster: Cluster, degree: int) -> Loading:
                       dtype="float16", num_queries=None, default_max_tokens=lengths.outputs.max)
     plans = Plans(problem, Roofline(problem.model, cluster.device, problem.dtype))
     stages = plans.both(degree, cluster.num_devices if degree > 1 else 0).stages
-    return deployment(stages, problem.model, problem.dtype, cluster)
+    pool = Pool(name="all", role="both", stages=stages, num_groups=1, kv_tokens=0)
+    return redeployment((), (pool,), problem.model, problem.dtype, cluster)
 
 
 def main() -> None:

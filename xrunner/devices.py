@@ -1,8 +1,7 @@
 """The device a rank works on: the CPU, or one of its host's GPUs; and what differs between the two.
 
 The ranks of a host take its GPUs in turn. Where there are more ranks than GPUs they share them:
-each has its own part of the memory, and messages between them go through the host's.
-"""
+each has its own part of the memory, and messages between them go through the host's."""
 
 from __future__ import annotations
 
@@ -37,10 +36,9 @@ def own_device(kind: Kind, place: int) -> torch.device:
     if kind == "cpu":
         return CPU
     if not torch.cuda.is_available():
-        raise XgptError(
-            f"this was planned for GPUs, and PyTorch {torch.__version__} can use none here: "
-            "install a build of it for this machine's CUDA driver, or set CUDA_VISIBLE_DEVICES to "
-            "nothing and plan for CPU ranks")
+        raise XgptError(f"this was planned for GPUs, and PyTorch {torch.__version__} can use none "
+                        "here: install a build of it for this machine's CUDA driver, or set "
+                        "CUDA_VISIBLE_DEVICES to nothing and plan for CPU ranks")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     device = torch.device("cuda", gpu_of(place, [(gpu.name, gpu.total_memory) for gpu in gpus]))
     torch.cuda.set_device(device)

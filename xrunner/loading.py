@@ -1,16 +1,22 @@
-"""One rank's part of the model, loaded and ready to execute steps."""
+"""One rank's part of the model, loaded and ready to execute steps; and what loading took from the
+disk, as opposed to the page cache, and what the disk gives: a rate of loading says nothing of the
+disk unless it is known how many of its bytes came from there. Linux counts them for each process.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import re
 import time
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import Deployment, Pool, Schedule, StageAssignment
-from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.devices import peak_memory_bytes
@@ -24,6 +30,9 @@ from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import transfers
 from xrunner.transport.route import Route, routes
 from xrunner.world import World
+
+_BLOCK_BYTES = 4 * 2**20
+_SAMPLE_BYTES, _SAMPLE_S = 64 * 2**20, 0.25
 
 
 class Loaded(NamedTuple):
@@ -59,10 +68,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
     is_sampled = rank == 0 and isinstance(reader, CheckpointReader)
     disk_rate = disk_bytes_per_s(plan.model_dir) if is_sampled else None
     sender, receiver = _couriers(deployment, pool, spec, world)
-    return Loaded(
-        StageExecutor(model, clock=clock, sender=sender, receiver=receiver),
-        routes(deployment.pools)[rank], pool, stage, seconds, reader.bytes_read, from_disk,
-        disk_rate)
+    return Loaded(StageExecutor(model, clock=clock, sender=sender, receiver=receiver),
+                  routes(deployment.pools)[rank], pool, stage, seconds, reader.bytes_read,
+                  from_disk, disk_rate)
 
 
 def _couriers(deployment: Deployment, pool: Pool, spec: ModelSpec,
@@ -87,10 +95,60 @@ def report_of(loaded: Loaded) -> RankReport:
         handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
     elif executor.receiver is not None:
         handed_bytes = executor.receiver.num_bytes
-    return RankReport(
-        rank=loaded.route.rank, stage=loaded.stage.index, pool=loaded.pool.name,
-        role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
-        load_s=loaded.seconds, bytes_read=loaded.bytes_read,
-        rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
-        handover_bytes=handed_bytes, handover_s=handover_s, disk_bytes=loaded.disk_bytes,
-        disk_bytes_per_s=loaded.disk_bytes_per_s)
+    return RankReport(rank=loaded.route.rank, stage=loaded.stage.index, pool=loaded.pool.name,
+                      role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
+                      load_s=loaded.seconds, bytes_read=loaded.bytes_read,
+                      rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
+                      handover_bytes=handed_bytes, handover_s=handover_s,
+                      disk_bytes=loaded.disk_bytes, disk_bytes_per_s=loaded.disk_bytes_per_s)
+
+
+class DiskMeter:
+    """Bytes that storage delivered to this process since the meter was made, those read ahead
+    among them."""
+
+    def __init__(self) -> None:
+        self._before = _storage_bytes()
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes read from the disk so far; None where the system does not count them."""
+        now = _storage_bytes()
+        return None if now is None or self._before is None else now - self._before
+
+
+def disk_bytes_per_s(directory: Path) -> float | None:
+    """What one reader gets of the disk that holds the directory's largest file: a quarter of a
+    second's reading past the page cache. None where the file system has no such reading."""
+    path = max((p for p in directory.iterdir() if p.is_file()), key=lambda p: p.stat().st_size)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):  # a file system, or a system, without it
+        return None
+    try:
+        return _sample(file)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def _sample(file: int) -> float | None:
+    block = mmap.mmap(-1, _BLOCK_BYTES)  # aligned to pages, as such reading asks for
+    done, begin = 0, time.perf_counter()
+    while done < _SAMPLE_BYTES and time.perf_counter() - begin < _SAMPLE_S:
+        got = os.preadv(file, [block], done)
+        done += got
+        if got < _BLOCK_BYTES:
+            break
+    # fewer bytes than a few blocks measure the first access, not the rate
+    return done / (time.perf_counter() - begin) if done >= 2 * _BLOCK_BYTES else None
+
+
+def _storage_bytes() -> int | None:
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return None
+    line = re.search(r"^read_bytes: (\d+)$", text, re.M)
+    return None if line is None else int(line.group(1))

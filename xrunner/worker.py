@@ -1,8 +1,7 @@
 """One rank: `mpiexec -n N python -m mpi4py -m xrunner.worker OUT/run.json`.
 
 All ranks run this; what differs is the stage they belong to, and their place in it. `-m mpi4py`
-makes an uncaught error on one rank end them all.
-"""
+makes an uncaught error on one rank end them all."""
 
 from __future__ import annotations
 
@@ -18,14 +17,13 @@ from xgpt.core.schedule_file import load_schedule
 from xrunner.engine.head import Head, Link
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
-from xrunner.engine.query import Vocabulary
+from xrunner.engine.roster import Vocabulary
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
-from xrunner.lead import conduct, order_of, read_work
 from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
-from xrunner.rank import Stopwatch, to_the_end
+from xrunner.rank import Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xrunner.transport.comm import Comm
@@ -70,7 +68,7 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Load
     assert receiver is not None
     link = FromEncodePool(world.comm, receiver, encode_head=0)
     head = Head(rule=_rule_of(loaded.pool, schedule), executor=loaded.executor, link=link,
-                neighbours=Neighbours(world.comm, loaded.route), sink=link.reports, clock=clock,
+                neighbours=Neighbours(world.comm, loaded.route), sink=link, clock=clock,
                 vocabulary=_vocabulary(plan, loaded))
     head.start()
     world.barrier()

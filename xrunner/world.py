@@ -11,10 +11,9 @@ import torch
 from xgpt.core.errors import XgptError
 from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, own_device
 from xrunner.engine.pipeline import RankReport
-from xrunner.transport.collective import Group, MpiGroup
+from xrunner.transport.collective import Group, MpiGroup, TorchGroup
 from xrunner.transport.comm import Comm, MpiComm, local_comms, wait_politely
 from xrunner.transport.courier import LOOK_S
-from xrunner.transport.torch_group import TorchGroup
 
 
 class World(NamedTuple):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xprofiler.interpolation import REFUSED_BEYOND
+from xsimulator.policies.figures import BoolArray, EstimateArrays
 
-BoolArray = NDArray[np.bool_]
 SLACK = 1e-9  # queries: a mean that is a whole number but for rounding counts as that
 
 
@@ -32,29 +30,13 @@ class Limit(IntEnum):
         return ("", "memory", "number of queries", "measured range", "latency")[self]
 
 
-class Figures(Protocol):
-    """What closed forms say of many configurations (xsimulator's EstimateArrays)."""
-
-    @property
-    def fits(self) -> BoolArray: ...
-    @property
-    def present(self) -> FloatArray: ...
-    @property
-    def stretch(self) -> FloatArray: ...
-    @property
-    def throughput_qps(self) -> FloatArray: ...
-    @property
-    def latency_s(self) -> FloatArray: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What is asked of a configuration besides room in memory.
 
     queries: most that may be present. latency_s: most that the constraint's latency may be.
     stretch: the largest size over the largest that was measured (REFUSED_BEYOND: the timing source
-    answers nothing beyond it). is_timed: its throughput must be known.
-    """
+    answers nothing beyond it). is_timed: its throughput must be known."""
 
     queries: float = math.inf
     latency_s: float = math.inf
@@ -62,38 +44,32 @@ class Limits:
     is_timed: bool = False
 
 
-def admissible(figures: Figures, limits: Limits) -> BoolArray:
+def admissible(figures: EstimateArrays, limits: Limits) -> BoolArray:
     """[configs] whether each fits into memory and keeps every limit:
 
-        present <= queries + SLACK, stretch <= limit, (is_timed) throughput > 0, latency <= limit
-    """
-    found: BoolArray = forbidding(figures, limits) == Limit.NONE
-    return found
+        present <= queries + SLACK, stretch <= limit, (is_timed) throughput > 0, latency <= limit"""
+    return np.asarray(forbidding(figures, limits) == Limit.NONE)
 
 
-def forbidding(figures: Figures, limits: Limits) -> IntArray:
+def forbidding(figures: EstimateArrays, limits: Limits) -> IntArray:
     """[configs] the first Limit that each breaks, 0 where it is admissible."""
     broken = breaches(figures, limits)
     return np.select(list(broken.values()), list(broken), 0).astype(np.int64)
 
 
-def breaches(figures: Figures, limits: Limits) -> dict[Limit, BoolArray]:
+def breaches(figures: EstimateArrays, limits: Limits) -> dict[Limit, BoolArray]:
     """[configs] whether each breaks a limit, by the limit."""
     is_refused = beyond_range(figures.stretch, limits.stretch)
     if limits.is_timed:
         is_refused = is_refused | ~(figures.throughput_qps > 0)
-    return {Limit.MEMORY: ~figures.fits,
-            Limit.QUERIES: figures.present > limits.queries + SLACK,
-            Limit.RANGE: is_refused,
-            Limit.LATENCY: ~(figures.latency_s <= limits.latency_s)}
+    return {Limit.MEMORY: ~figures.fits, Limit.QUERIES: figures.present > limits.queries + SLACK,
+            Limit.RANGE: is_refused, Limit.LATENCY: ~(figures.latency_s <= limits.latency_s)}
 
 
-def crowding(fits: BoolArray, present: FloatArray, stretch: FloatArray,
-             queries: float) -> IntArray:
+def crowding(fits: BoolArray, present: FloatArray, stretch: FloatArray, queries: float) -> IntArray:
     """[configs] the first Limit but latency that each breaks, where no more is known of it."""
-    return np.select(
-        [~fits, present > queries + SLACK, beyond_range(stretch)],
-        [Limit.MEMORY, Limit.QUERIES, Limit.RANGE], 0).astype(np.int64)
+    return np.select([~fits, present > queries + SLACK, beyond_range(stretch)],
+                     [Limit.MEMORY, Limit.QUERIES, Limit.RANGE], 0).astype(np.int64)
 
 
 def beyond_range(stretch: FloatArray, limit: float = REFUSED_BEYOND) -> BoolArray:

@@ -30,10 +30,10 @@ class Best(NamedTuple):
         return self.searched.plan_of_root[self.candidate.root]
 
 
-def best_in(space: Space, searched: Searched) -> Best | None:
-    """None where no admissible point was found."""
+def best_in(space: Space, searched: Searched) -> list[Best]:
+    """At most one; none where no admissible point was found."""
     best = searched.outcome.best
-    return None if best is None else Best(space, searched, best)
+    return [] if best is None else [Best(space, searched, best)]
 
 
 def rows_beside(best: Best, spaces: Sequence[Space], results: Mapping[str, Searched],
@@ -52,8 +52,7 @@ def rows_beside(best: Best, spaces: Sequence[Space], results: Mapping[str, Searc
         qps, latency_s = free.space.figures(free.plan, point)
         rows.append(Rejected(
             label=f"{FREE_ROW}: {free.space.name}, {words_of(free.space, free.plan, point)}",
-            throughput_qps=qps, latency_s=latency_s,
-            reason=f"latency above {latency_bound_s:g} s"))
+            throughput_qps=qps, latency_s=latency_s, reason=f"latency above {latency_bound_s:g} s"))
     return tuple(rows)
 
 
@@ -64,12 +63,10 @@ def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tu
     if schedule.estimate != origin.estimate:
         rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
     rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
-    rows.append(Rejected(
-        label=f"without a margin: {free.estimate.policy}",
-        latency_s=free.estimate.figures.latency_s,
-        throughput_qps=free.estimate.figures.throughput_qps,
+    return (*rows, Rejected(
+        label=f"without a margin: {free.estimate.policy}", latency_s=free.figures.latency_s,
+        throughput_qps=free.figures.throughput_qps,
         reason="keeps the bound only if all is as expected"))
-    return tuple(rows)
 
 
 def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:
@@ -77,9 +74,8 @@ def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> 
     is the same with the problem's own: with the share that it loses there."""
     if row.throughput_qps is None:
         return row
-    share = row.throughput_qps / origin.estimate.figures.throughput_qps
-    return replace(row, latency_s=None,
-                   throughput_qps=share * schedule.estimate.figures.throughput_qps,
+    share = row.throughput_qps / origin.figures.throughput_qps
+    return replace(row, latency_s=None, throughput_qps=share * schedule.figures.throughput_qps,
                    reason="no better, with the margin" if share >= 1 else
                    f"lower throughput by {1 - share:.1%}, with the margin")
 

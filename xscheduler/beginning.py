@@ -5,8 +5,7 @@ begins all the same, with the quickest there is, and settles once lengths have b
 (xscheduler.live). Each batch is decoded to its end before the next is encoded: nothing is
 quicker than a query that no encoding interrupts, and what a phase takes ends with the outputs that
 there really are. So of such schedules the largest batch within NEAR of the least latency is taken:
-a query that does run to its cap is late in any case, the others are far from it.
-"""
+a query that does run to its cap is late in any case, the others are far from it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ bounds are; this file only keeps the books: a box is split until its bound is wi
 incumbent, and the bound of the whole is the highest of those given up.
 
 Order is explicit: boxes by (bound, age), incumbents by (objective, then the smaller point), so the
-same input gives the same answer whatever the clock, unless `max_seconds` cuts it short.
-"""
+same input gives the same answer whatever the clock, unless `max_seconds` cuts it short."""
 
 from __future__ import annotations
 
@@ -72,10 +71,10 @@ class Candidate:
 class NodeResult:
     """What `examine` found out about one box."""
 
-    upper_bound: float  # of the objective over its admissible points; -inf if there is none
-    best: Candidate | None  # best admissible point seen in it
+    upper_bound: float = -math.inf  # of the objective over its admissible points; -inf: it has none
+    best: Candidate | None = None  # best admissible point seen in it
     box: Box  # as examined, or contracted
-    is_settled: bool  # nothing would be gained by splitting it
+    is_settled: bool = True  # nothing would be gained by splitting it
     reason: str  # why it is settled; counted
 
 
@@ -100,8 +99,7 @@ def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[N
     roots: numbered 0, 1, ... by their `root`. They are always examined; `max_nodes` and
     `max_seconds` are looked at after each batch of boxes. floor: an objective that is had
     elsewhere: boxes that are no better are given up too, so that a best point worse than it is the
-    best only of those looked at.
-    """
+    best only of those looked at."""
     assert gap >= 0, f"{gap = }"
     assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
     deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds

@@ -5,18 +5,17 @@ The schedule is replayed as it is, layers and control variables, on queries of t
 distribution, and so is the best schedule for that distribution. Two promises are looked at, as in
 the paper: (a) `queries_s`, the constraint's quantile of all latencies, and (b) `sequence_s`, the
 mean latency of a query of a fixed length, the planned distribution's at that quantile. All replays
-draw from the same random numbers.
-"""
+draw from the same random numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.lengths import JointLengths, Lengths, with_output_moments
+from xgpt.core.lengths import JointLengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -71,8 +70,7 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
 
     search: the best estimate for a problem with other lengths; raises InfeasibleError. Of a
     length that the changed distribution has, the bound's quantile is its own to the search, not
-    the planned one.
-    """
+    the planned one."""
     replays = _Replays(problem, timing, search, least_queries)
     usual = replays.figures(problem.lengths, estimate)
     assert usual is not None, "no steady state on the planned lengths"
@@ -89,25 +87,20 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
 
 def changed_lengths(lengths: JointLengths) -> list[tuple[Statistic, float, JointLengths]]:
     """(statistic, change, distribution); the unchanged one is the same object in each."""
-    found: list[tuple[Statistic, float, JointLengths]] = []
-    for factor in FACTORS:
-        found.append(("mean", factor, with_output_moments(lengths, mean_factor=factor)
-                      if factor != 1 else lengths))
-    for factor in FACTORS:
-        found.append(("std", factor, with_output_moments(lengths, std_factor=factor)
-                      if factor != 1 else lengths))
-    for change in SKEWNESS_CHANGES:
-        found.append(("skewness", change, with_output_moments(lengths, skewness_change=change)
-                      if change != 0 else lengths))
-    return found
+    ways: tuple[tuple[Statistic, Sequence[float], float, Callable[[float], JointLengths]], ...] = (
+        ("mean", FACTORS, 1.0, lambda by: with_output_moments(lengths, mean_factor=by)),
+        ("std", FACTORS, 1.0, lambda by: with_output_moments(lengths, std_factor=by)),
+        ("skewness", SKEWNESS_CHANGES, 0.0,
+         lambda by: with_output_moments(lengths, skewness_change=by)))
+    return [(statistic, change, lengths if change == usual else changed(change))
+            for statistic, changes, usual, changed in ways for change in changes]
 
 
 class _Replays:
     """Replays on changed lengths; keeps the unchanged distribution's best."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
-                 search: Callable[[Problem], Estimate],
-                 least_queries: int) -> None:
+                 search: Callable[[Problem], Estimate], least_queries: int) -> None:
         self._problem, self._timing, self._search = problem, timing, search
         self._least_queries = least_queries
         self._known: dict[int, DriftFigures | None] = {}
@@ -126,11 +119,10 @@ class _Replays:
 
     def figures(self, lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
         """None where the replay has no steady state."""
-        problem = replace(self._problem, lengths=lengths)
+        problem, planned = replace(self._problem, lengths=lengths), self._problem.lengths.outputs
         count = enough_queries(estimate, least=self._least_queries, rounds=ROUNDS,
                                most=MOST_QUERIES)
         result = Evaluator(problem, self._timing).replay(estimate, count, SEED)
-        planned: Lengths = self._problem.lengths.outputs
         constraint = problem.constraint
         of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)
         of_one = steady_figures(result, constraint.with_latency(kind="sequence"), planned)
@@ -142,11 +134,9 @@ class _Replays:
 
 def _row(problem: Problem, statistic: Statistic, change: float, usual: DriftFigures,
          kept: DriftFigures, best: DriftFigures | None) -> DriftRow:
-    bound_s = problem.constraint.latency_s
-    return DriftRow(
-        statistic=statistic, change=change, kept=kept, best=best,
-        queries_ratio=kept.queries_s / usual.queries_s,
-        sequence_ratio=kept.sequence_s / usual.sequence_s,
-        keeps_queries=kept.queries_s <= bound_s * (1 + TOLERANCE),
-        keeps_sequence=(None if math.isnan(kept.sequence_s)
-                        else kept.sequence_s <= bound_s * (1 + TOLERANCE)))
+    most_s = problem.constraint.latency_s * (1 + TOLERANCE)
+    return DriftRow(statistic=statistic, change=change, kept=kept, best=best,
+                    queries_ratio=kept.queries_s / usual.queries_s,
+                    sequence_ratio=kept.sequence_s / usual.sequence_s,
+                    keeps_queries=kept.queries_s <= most_s, keeps_sequence=None
+                    if math.isnan(kept.sequence_s) else kept.sequence_s <= most_s)

@@ -1,4 +1,5 @@
-"""Figures of a schedule, by closed form or by replay, on the stages that it has."""
+"""Figures of a schedule, by closed form or by replay, on the stages that it has; and what a
+problem's finite job is expected to measure, its lengths as far as they are known."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
+from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Estimate
+from xgpt.core.workload import synthetic_lengths
 from xprofiler.timing import TimingSource
+from xrunner.rules.order import run_order, window_of
 from xscheduler.live.pinned import pinned_policy
-from xscheduler.prediction import predict
-from xsimulator.policies import make_config
+from xsimulator.policies import ClosedForm, make_config
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.predict import JobPrediction, replay_latency_s
+from xsimulator.replay.predict import JobPrediction, predict_job, replay_latency_s
 from xsimulator.replay.records import ReplayResult
 
 _SEED = 20240427
@@ -26,21 +29,19 @@ class Evaluator:
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
-        self._forms: dict[Hashable, Any] = {}
+        self._forms: dict[Hashable, ClosedForm] = {}
         self._replayed_s: dict[Estimate, float] = {}
         self._jobs: dict[tuple[Estimate, int], JobPrediction | None] = {}
 
     def latency_s(self, estimate: Estimate) -> float:
         """The constraint's latency by the closed form."""
-        found = self.form(estimate).evaluate([config_of(estimate)])
-        return float(found.latency_s[0])
+        return float(self.form(estimate).evaluate([config_of(estimate)]).latency_s[0])
 
     def estimate(self, estimate: Estimate) -> Estimate:
         """The closed form's figures of a schedule that may have been found for another problem."""
-        own: Estimate = self.form(estimate).estimate(config_of(estimate))
-        return own
+        return self.form(estimate).estimate(config_of(estimate))
 
-    def form(self, estimate: Estimate) -> Any:
+    def form(self, estimate: Estimate) -> ClosedForm:
         """The closed form of its policy on its stages (a baseline's: on its own)."""
         key = estimate.policy, estimate.deployment.stages
         if key not in self._forms:
@@ -78,3 +79,40 @@ def config_of(estimate: Estimate) -> Any:
     config, missing = make_config(estimate.policy, estimate)
     assert not missing, f"{missing = }"
     return config
+
+
+def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *,
+            replays: int = 5) -> JobPrediction | None:
+    """What the job measures with fill and drain, the mean of so many replays where lengths are not
+    all known; None without queries."""
+    if problem.num_queries is None:
+        return None
+    known = job_lengths(problem, estimate)
+    if known is not None and not len(known.inputs):
+        return None
+    count = problem.num_queries if known is None else len(known.inputs)
+    return predict_job(problem, timing, estimate, count, np.random.default_rng(problem.seed),
+                       known=known, replays=replays)
+
+
+def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
+    """Lengths of the queries that the schedule can run (the others become error records, and take
+    no time), in the order in which it takes them up; None where a model's tokenizer would have to
+    say how long they are."""
+    known = problem.queries
+    if problem.is_synthetic and problem.num_queries is not None:
+        inputs, outputs = synthetic_lengths(problem.lengths, problem.num_queries, problem.seed)
+        known = QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs)
+    if known is None:
+        return None
+    runs = known.reserves <= estimate.deployment.group_kv_tokens
+    runs &= known.inputs < (problem.model.max_positions or np.inf)
+    runs &= known.inputs <= (estimate.deployment.encoding.kv_tokens or np.inf)
+    rows = np.flatnonzero(runs)
+    return known.take(rows[in_run_order(problem, estimate, len(rows))])
+
+
+def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:
+    """Places of `count` queries in the order in which a run takes them up."""
+    window = window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
+    return run_order(count, window, problem.seed)

@@ -20,8 +20,7 @@ class _Easy(NamedTuple):
     tight: Tight
 
 
-def explain(spaces: Sequence[Space], latency_bound_s: float, *,
-            is_proved: bool) -> InfeasibleError:
+def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool) -> InfeasibleError:
     """The error to raise: the binding constraint, the tightest latency and who reaches it."""
     easy = [_Easy(space, tight) for space in spaces for tight in space.easiest()]
     with_room = [one for one in easy if not one.tight.limit]
@@ -47,14 +46,12 @@ def explain(spaces: Sequence[Space], latency_bound_s: float, *,
 
 def _binding(estimate: Estimate) -> str:
     """What most of a tightest latency goes into."""
-    share = estimate.figures.encode_s / estimate.figures.latency_s
-    decoding = [stage for stage in estimate.deployment.stages if stage.role != "encode"]
-    if share > MOSTLY:
+    figures, depth = estimate.figures, len(estimate.deployment.decoding.stages)
+    if (share := figures.encode_s / figures.latency_s) > MOSTLY:
         return f"encoding time binds, {share:.0%} of it"
-    if len(decoding) > 1:
-        return (f"pipeline depth binds: each token passes {len(decoding)} stages, "
-                f"{format_seconds(estimate.figures.decode_iteration_s)} an iteration")
-    return f"decoding binds, {format_seconds(estimate.figures.decode_iteration_s)} an iteration"
+    iteration = f"{format_seconds(figures.decode_iteration_s)} an iteration"
+    return f"decoding binds, {iteration}" if depth == 1 else (
+        f"pipeline depth binds: each token passes {depth} stages, {iteration}")
 
 
 def _rounded_up(seconds: float) -> str:
@@ -78,11 +75,10 @@ def _without_room(easy: Sequence[_Easy]) -> str:
         return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "
                 f"values keep {present:.0f} present at a time")
     held = min(max(estimate.figures.memory_bytes) for estimate in estimates)
-    return (f"no schedule: memory binds. {problem.model.name} needs at least "
-            f"{format_bytes(held)} on its fullest device, of which "
-            f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; "
-            "it takes more "
-            "devices, or a smaller model, dtype or maximum output")
+    return (f"no schedule: memory binds. {problem.model.name} needs at least {format_bytes(held)} "
+            "on its fullest device, of which "
+            f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes "
+            "more devices, or a smaller model, dtype or maximum output")
 
 
 def _one_a_plan(easy: Sequence[_Easy]) -> list[_Easy]:

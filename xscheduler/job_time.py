@@ -5,8 +5,7 @@ what is in the system at once is ramp and drain for a good part, and another sch
 earlier: fewer, even batches, or one. So configurations over the whole space that keep the bound
 are replayed (xsimulator.replay) with the job's queries, the same for each; the quickest that keeps
 its bound with its own margin is taken. No bound is proved for that; what is proved of the steady
-state stays.
-"""
+state stays."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xscheduler.admissible import Limits, admissible
-from xscheduler.evaluator import Evaluator
-from xscheduler.prediction import job_lengths
+from xscheduler.evaluator import Evaluator, job_lengths
 from xscheduler.room import with_room
 from xscheduler.spaces.space import Selection
 from xscheduler.uncertainty import Doubts, MarginParts
@@ -63,31 +61,27 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
             break
         margin = doubts.margin(estimate)
         if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
-            return _taken(schedule, estimate, margin, count, wall_s, steady_s, clock.num_replayed)
+            return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
 
 
 class _Clock:
-    """What the job takes by an estimate; counts the estimates asked about."""
+    """What the job takes by an estimate; keeps the estimates `asked` about."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, schedule: Schedule) -> None:
         self._problem, self._evaluator, self._schedule = problem, evaluator, schedule
-        self._asked = set[Estimate]()
+        self.asked = set[Estimate]()
         self._most = self._num_runnable(self._roomy(schedule.estimate))
 
     def __call__(self, estimate: Estimate, replays: int) -> float:
         """Seconds, the mean of so many replays; infinite where it cannot run all the queries that
         `schedule` can."""
-        self._asked.add(estimate)
+        self.asked.add(estimate)
         estimate = self._roomy(estimate)
         if self._num_runnable(estimate) < self._most:
             return math.inf
         prediction = self._evaluator.job(estimate, replays)
         return math.inf if prediction is None else prediction.wall_s
-
-    @property
-    def num_replayed(self) -> int:
-        return len(self._asked)
 
     def _roomy(self, estimate: Estimate) -> Estimate:
         return with_room(replace(self._schedule, estimate=estimate), self._problem).estimate
@@ -117,8 +111,7 @@ def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
     for entry in entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]:
         if NEARLY * count / entry.throughput_qps > least_s:
             break
-        own = entry.selection
-        estimate = own.closed_form.estimate(entry.config)
+        estimate = entry.selection.closed_form.estimate(entry.config)
         found.append((clock(estimate, 1), estimate))
         least_s = min(least_s, found[-1][0])
     found.sort(key=lambda pair: pair[0])
@@ -127,20 +120,17 @@ def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
 
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
-    before = schedule.estimate
-    longer = steady_s / wall_s - 1
+    before, words = schedule.figures, _words(schedule.estimate)
     note = (f"Chosen for this job's {count} queries, which it is expected to answer in "
             f"{format_seconds(wall_s)}, ramp and drain included: the quickest of {replayed} "
-            "replayed. The highest throughput in steady state "
-            f"({before.figures.throughput_qps:.4g} "
-            f"queries/s by {_words(before)}) would take {format_seconds(steady_s)}.")
-    row = Rejected(label=f"highest in steady state: {_words(before)}",
-                   throughput_qps=before.figures.throughput_qps, latency_s=before.figures.latency_s,
-                   reason=f"takes {longer:.0%} longer for {count} queries")
+            f"replayed. The highest throughput in steady state ({before.throughput_qps:.4g} "
+            f"queries/s by {words}) would take {format_seconds(steady_s)}.")
+    row = Rejected(label=f"highest in steady state: {words}", latency_s=before.latency_s,
+                   throughput_qps=before.throughput_qps,
+                   reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} queries")
     gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
-    return schedule.changed(
-        estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
-        rejected=(row, *schedule.rejected), margin=margin.kept())
+    return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
+                            rejected=(row, *schedule.rejected), margin=margin.kept())
 
 
 def _words(estimate: Estimate) -> str:

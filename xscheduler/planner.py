@@ -18,7 +18,7 @@ from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
-from xgpt.core.policies import baselines, changeable_policy
+from xgpt.core.policies import baselines, changeable_policy, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.status import Status
@@ -27,14 +27,12 @@ from xscheduler.alternatives import rows_with_margin
 from xscheduler.beginning import beginning, can_settle
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
-from xscheduler.few_queries import plan_with_enough
 from xscheduler.job_time import for_the_job
 from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
-from xscheduler.spaces.baselines import BaselineSearch
-from xscheduler.spaces.space import Effort, Selection
+from xscheduler.spaces.baselines import BaselineSearch, plan_untimed
+from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
-from xscheduler.untimed import plan_untimed
 from xscheduler.within import PlannedWithin, plan_within
 
 Horizon = Literal["job", "steady"]
@@ -45,8 +43,7 @@ class PlanOptions:
     """`gap`: share by which a schedule may be better than the one found. `max_nodes`: boxes of
     configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
-    `untimed`: why the times are not those of what will run ("" where they are).
-    """
+    `untimed`: why the times are not those of what will run ("" where they are)."""
 
     gap: float = GAP
     max_nodes: int | None = None
@@ -61,16 +58,36 @@ def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = N
     return Planner(problem, timing, options, tell=tell).plan()
 
 
+def plan_with_enough(problem: Problem, plan: Callable[[Problem], Schedule],
+                     tell: Callable[[str], None]) -> Schedule:
+    """`plan` of the problem or, where nothing but its number of queries forbids what the job fixes
+    (a job file that is tried on its first lines), of one without a number: its batches never fill.
+    Raises InfeasibleError."""
+    try:
+        return plan(problem)
+    except InfeasibleError as refusal:
+        controls = {name for row in policies() for name in row.variable_names}
+        if problem.num_queries is None or all(
+                problem.fixed.value_of(name) is None for name in controls):
+            raise
+        try:
+            schedule = plan(replace(problem, num_queries=None))
+        except InfeasibleError:
+            raise refusal from None
+    count = problem.num_queries
+    tell(f"note: the job has {count:,} quer{'y' if count == 1 else 'ies'}, fewer than its fixed "
+         "schedule keeps at work at a time: batches will not fill")
+    return schedule
+
+
 class Planner:
     """Schedules of one problem under one latency bound after the other: what was evaluated for one
     serves the next."""
 
-    def __init__(self, problem: Problem, timing: TimingSource,
-                 options: PlanOptions | None = None, *,
-                 tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, options: PlanOptions | None = None,
+                 *, tell: Callable[[str], None] | None = None) -> None:
         """See `plan`."""
-        self.problem, self.timing = problem, timing
-        self.options = options or PlanOptions()
+        self.problem, self.timing, self.options = problem, timing, options or PlanOptions()
         self._tell = tell if tell is not None else lambda text: None
         self._numberless: Planner | None = None
         self._known: dict[float, Schedule] = {}  # of the steady state, by latency bound
@@ -79,9 +96,9 @@ class Planner:
         """The schedule to run under the bound (by default the problem's). Raises InfeasibleError.
         """
         problem = _bounded(self.problem, latency_bound_s)
-        schedule = plan_with_enough(
-            problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell)
-        return with_room(schedule, problem)
+        return with_room(plan_with_enough(
+            problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
+            problem)
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the bound (by default the problem's) with
@@ -118,8 +135,7 @@ class Planner:
         try:
             schedule = self._steady(problem)
         except InfeasibleError:
-            begun = beginning(problem, self.timing) if can_settle(problem) else None
-            if begun is None:
+            if not can_settle(problem) or (begun := beginning(problem, self.timing)) is None:
                 raise
             schedule = begun
         return for_the_job(problem, self._evaluator, schedule, self._own.selections)
@@ -127,9 +143,8 @@ class Planner:
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
         if bound_s not in self._known:
-            self._known[bound_s] = (
-                plan_untimed(problem, self.timing, self.options.untimed) if self.options.untimed
-                else self._within_margin(problem))
+            self._known[bound_s] = (plan_untimed(problem, self.timing, self.options.untimed)
+                                    if self.options.untimed else self._within_margin(problem))
         return self._known[bound_s]
 
     def _within_margin(self, problem: Problem) -> Schedule:
@@ -146,11 +161,10 @@ class Planner:
         planned = plan_within(doubts, own.find, search_problem=None if is_baseline else of_problem)
         schedule, explanation = planned.schedule, tuple[str, ...]()
         if not is_baseline:
-            schedule = _compared(planned, [found for search in (own, *longer)
-                                           for found in search.found])
+            schedule = _compared(planned, own.found + [found for search in longer
+                                                       for found in search.found])
             # what does not keep its margin is explained by what it does use
-            limit_s = max(bound_s / planned.margin.factor,
-                          min(schedule.estimate.figures.latency_s, bound_s))
+            limit_s = max(bound_s / planned.margin.factor, min(schedule.figures.latency_s, bound_s))
             explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
         return schedule.changed(
             margin=planned.margin.kept(cost=max(planned.cost, 0.0)),
@@ -186,9 +200,8 @@ class _Search:
     """The search of one problem, and what it found."""
 
     def __init__(self, lengths: JointLengths, search: Scheduler | BaselineSearch) -> None:
-        self.lengths = lengths
+        self.lengths, self._search, self.selections = lengths, search, search.selections
         self.found: list[Schedule] = []
-        self._search = search
 
     @property
     def nodes(self) -> int:
@@ -200,9 +213,6 @@ class _Search:
     def find(self, latency_bound_s: float) -> Schedule:
         self.found.append(self._search.find(latency_bound_s))
         return self.found[-1]
-
-    def selections(self, num_queries: int) -> list[Selection]:
-        return self._search.selections(num_queries)
 
 
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:

@@ -5,8 +5,7 @@
     memory    10 % more on every device
 
 An offer that brings nothing says why. Where the problem itself has no schedule, the offers say
-which of them would give it one.
-"""
+which of them would give it one."""
 
 from __future__ import annotations
 
@@ -47,10 +46,10 @@ class Offer:
     it brings nothing, or no more than the search's gap; None where it does bring something."""
 
     what: str
-    throughput_qps: float | None
-    gain: float | None  # share of the base's throughput; below 0 where it would cost
-    changes: tuple[Change, ...]  # of the control variables, against the base
-    reason: str | None
+    throughput_qps: float | None = None
+    gain: float | None = None  # share of the base's throughput; below 0 where it would cost
+    changes: tuple[Change, ...] = ()  # of the control variables, against the base
+    reason: str | None = None
 
     @property
     def sentence(self) -> str:
@@ -61,8 +60,7 @@ class Offer:
         if self.gain is None:
             return f"{found}, where there is no schedule now"
         changed = f" ({', '.join(map(str, self.changes))})" if self.changes else ""
-        end = f"; {self.reason}" if self.reason else ""
-        return f"{found}, {self.gain:+.1%}{changed}{end}"
+        return f"{found}, {self.gain:+.1%}{changed}{f'; {self.reason}' if self.reason else ''}"
 
 
 def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
@@ -72,11 +70,9 @@ def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
     try:
         base = find(problem)
     except InfeasibleError as cause:  # what binds, and the tightest bound that can be met
-        offers.append(_none(AS_IT_IS, str(cause)))
-    for what, changed in _relaxed(problem):
-        offers.append(_none(what, changed) if isinstance(changed, str) else
-                      _offer(what, changed, find, base))
-    return tuple(offers)
+        offers.append(Offer(what=AS_IT_IS, reason=str(cause)))
+    return (*offers, *(Offer(what=what, reason=changed) if isinstance(changed, str) else
+                       _offer(what, changed, find, base) for what, changed in _relaxed(problem)))
 
 
 def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
@@ -106,15 +102,15 @@ def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Of
     try:
         found = find(changed).estimate
     except InfeasibleError as cause:
-        return _none(what, f"no schedule then either: {cause}" if base is None else str(cause))
+        either = "no schedule then either: " if base is None else ""
+        return Offer(what=what, reason=f"{either}{cause}")
     except InputError as cause:  # what the job fixes does not go with the changed cluster
-        return _none(what, "; ".join(mistake.allowed for mistake in cause.mistakes))
+        return Offer(what=what, reason="; ".join(mistake.allowed for mistake in cause.mistakes))
+    qps = found.figures.throughput_qps
     if base is None:
-        return Offer(what=what, throughput_qps=found.figures.throughput_qps, gain=None, reason=None,
-                     changes=())
-    gain = found.figures.throughput_qps / base.estimate.figures.throughput_qps - 1
-    return Offer(what=what, throughput_qps=found.figures.throughput_qps, gain=gain,
-                 changes=changes(base.estimate, found),
+        return Offer(what=what, throughput_qps=qps)
+    gain = qps / base.figures.throughput_qps - 1
+    return Offer(what=what, throughput_qps=qps, gain=gain, changes=changes(base.estimate, found),
                  reason=_why_nothing(gain, changed, base))
 
 
@@ -128,18 +124,14 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
 def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
     if gain > NOTHING:
         return None
-    estimate, bound_s = base.estimate, changed.constraint.latency_s
-    if changed.cluster.num_devices != len(estimate.figures.memory_bytes):
+    figures, limit_s = base.figures, base.bound.limit_s
+    if changed.cluster.num_devices != len(figures.memory_bytes):
         return ("all devices must be used, and the layers do not divide as well over these"
                 if gain < -NOTHING else "the time of a stage does not fall: its layers do not "
                                         "divide, or its collectives grow")
-    used = max(estimate.figures.memory_bytes) / estimate.figures.memory_capacity_bytes
-    if bound_s > base.bound.limit_s:
-        return (f"latency does not bind: {estimate.figures.latency_s / base.bound.limit_s:.0%} of "
-                "the "
-                f"bound is used, and {used:.0%} of the fullest device's memory")
-    return f"memory does not bind: {used:.0%} of the fullest device's is used"
-
-
-def _none(what: str, reason: str) -> Offer:
-    return Offer(what=what, throughput_qps=None, gain=None, changes=(), reason=reason)
+    share = max(figures.memory_bytes) / figures.memory_capacity_bytes
+    used = f"{share:.0%} of the fullest device's"
+    if changed.constraint.latency_s > limit_s:
+        return (f"latency does not bind: {figures.latency_s / limit_s:.0%} of the bound is used, "
+                f"and {used} memory")
+    return f"memory does not bind: {used} is used"

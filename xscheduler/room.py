@@ -1,12 +1,25 @@
-"""Room for the longest of a job's requests, where the memory allows it: one request longer than the
-planned lengths should be answered, not refused."""
+"""Room in the caches, which are sized once: for the longest of a job's requests, as far as the
+memory goes, since one request longer than the planned lengths should be answered, not refused; and
+for the queries that a running job may come to hold once it changes."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import DTYPE_BYTES
+from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
+from xrunner.rules.rra import most_active
+from xscheduler.live.pinned import PinnedSearch
+
+# Times the queries that a group is planned to hold: should outputs turn out shorter than planned,
+# and at least where lengths are yet to be observed.
+HEADROOM, LEAST_OBSERVING = 2.0, 8.0
+SHORT = 16  # lengths yet to be observed may be the caps' SHORTth part
 
 
 def with_room(schedule: Schedule, problem: Problem) -> Schedule:
@@ -19,15 +32,55 @@ def with_room(schedule: Schedule, problem: Problem) -> Schedule:
 def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Schedule:
     """`schedule` with KV tokens for a query of `query_tokens` in every group, if they fit; else
     unchanged."""
-    estimate = schedule.estimate
-    if getattr(estimate.controls, "token_budget", None):  # its memory is paged
+    deployment, figures = schedule.deployment, schedule.figures
+    if getattr(schedule.controls, "token_budget", None):  # its memory is paged
         query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    kv_tokens = max(estimate.deployment.kv_tokens, query_tokens * estimate.deployment.num_groups)
-    per_layer = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-    added = (kv_tokens - estimate.deployment.kv_tokens) * per_layer
+    kv_tokens = max(deployment.kv_tokens, query_tokens * deployment.num_groups)
+    added = (kv_tokens - deployment.kv_tokens) * _layer_bytes(problem)
     extra = {rank: added * stage.num_layers // stage.tp_degree
-             for stage in estimate.deployment.stages for rank in stage.ranks}
-    memory = tuple(size + extra[rank] for rank, size in enumerate(estimate.figures.memory_bytes))
-    if max(memory) > estimate.figures.memory_capacity_bytes:
+             for stage in deployment.stages for rank in stage.ranks}
+    memory = tuple(size + extra[rank] for rank, size in enumerate(figures.memory_bytes))
+    if max(memory) > figures.memory_capacity_bytes:
         return schedule
     return schedule.changed(kv_tokens=kv_tokens, memory_bytes=memory)
+
+
+def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
+    """Queries that a group may come to hold once lengths have been seen, over those that it is
+    planned to hold; infinite where not even short outputs tell."""
+    outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
+    deployment = estimate.deployment
+    fixed = replace(problem.fixed, policy=estimate.policy, tp_degree=deployment.tp_degree,
+                    tp_gpus=deployment.tp_gpus, decode_micro_batches=deployment.num_groups)
+    short = replace(problem, fixed=fixed, lengths=JointLengths(
+        inputs=problem.lengths.inputs, outputs=outputs))
+    best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
+    if best.estimate is None or best.reason is not None:
+        return math.inf
+    return max(LEAST_OBSERVING, most_active(best.estimate) / most_active(estimate))
+
+
+def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float) -> int:
+    """Queries that a group's cache has room for: `times` those planned, as far as the memory of
+    every rank and the number of queries go; never fewer than planned."""
+    planned, deployment, figures = most_active(estimate), estimate.deployment, estimate.figures
+    fits = []
+    for stage in deployment.stages:
+        token_bytes = _layer_bytes(problem) * stage.num_layers / stage.tp_degree
+        for rank in stage.ranks:
+            free = figures.memory_capacity_bytes - figures.memory_bytes[rank]
+            free += int(deployment.kv_tokens * token_bytes)
+            fits.append(free / max(deployment.num_groups * longest * token_bytes, 1))
+    wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / deployment.num_groups))
+    return max(planned, min(wanted, int(min(fits))))
+
+
+def mean_present(slots: int) -> int:
+    """Queries of a group in the mean that, with three deviations above them (see most_active),
+    have so many slots."""
+    return max(math.floor(((math.sqrt(9 + 4 * slots) - 3) / 2) ** 2), 1)
+
+
+def _layer_bytes(problem: Problem) -> int:
+    """Of one token's KV entries in a layer."""
+    return problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]

@@ -3,8 +3,7 @@
 Each policy's space is searched by branch and bound (xscheduler.spaces.rra, xscheduler.spaces.waa),
 one after the other. Bounds hold for step times as they are, monotone or not, within the tolerances
 that xsimulator.policies.{rra,waa}.bounds state; the reported gap is what is left between the best
-schedule found and the highest bound of any box that was given up.
-"""
+schedule found and the highest bound of any box that was given up."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.policies import policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
@@ -47,26 +46,23 @@ class Scheduler:
         says when another limit was hit."""
         self.problem, self._effort = problem, effort or Effort(gap=GAP)
         plans = tensor_plans(problem, timing)
-        spaces: list[Space] = [policy(name).load("space")(name, problem, timing, plans)
-                               for name in _policies_of(problem)]
+        spaces = [policy(name).load("space")(name, problem, timing, plans)
+                  for name in _policies_of(problem)]
         self.spaces: list[Space] = [space for space in spaces if space.plans]
         if not self.spaces:
-            raise InputError([Mistake(
-                file="schedule", line=None, key="schedule.policy", value=problem.fixed.policy,
-                allowed=f"rra: cluster {problem.cluster.name} ({problem.cluster.num_devices} x "
+            raise wrong("schedule", "schedule.policy", problem.fixed.policy,
+                        f"rra: cluster {problem.cluster.name} ({problem.cluster.num_devices} x "
                         f"{problem.cluster.device.name}) cannot be divided into an encode and a "
-                        "decode pool for this model and tensor plan")])
+                        "decode pool for this model and tensor plan")
         self._free: dict[str, Searched] = {}
 
     def find(self, latency_bound_s: float | None = None, *, compares: bool = True) -> Schedule:
         """The best schedule within a bound, by default the problem's. `compares`: also with the
         best without a bound. Raises InfeasibleError."""
-        began = time.monotonic()
-        bound_s = (self.problem.constraint.latency_s if latency_bound_s is None
-                   else latency_bound_s)
+        began, constraint = time.monotonic(), self.problem.constraint
+        bound_s = constraint.latency_s if latency_bound_s is None else latency_bound_s
         results = self._search_all(bound_s)
-        bests = [best_in(space, results[space.name]) for space in self.spaces]
-        admissible = [best for best in bests if best is not None]
+        admissible = [best for space in self.spaces for best in best_in(space, results[space.name])]
         if not admissible:
             is_proved = all(one.outcome.status is Status.INFEASIBLE for one in results.values())
             raise explain(self.spaces, bound_s, is_proved=is_proved)
@@ -77,15 +73,15 @@ class Scheduler:
         nodes = sum(space.num_evaluated for space in self.spaces)
         seconds = time.monotonic() - began
         free = self._unbounded(bound_s, results) if compares else None
-        constraint = self.problem.constraint
         return schedule_from_flat(
             estimate=estimate, latency_bound_s=bound_s, constraint_kind=constraint.kind,
             quantile=constraint.quantile, status=_status(results, upper, best), bound_qps=upper,
-            gap=upper / estimate.figures.throughput_qps - 1,
-            nodes=nodes, seconds=seconds, fingerprint=self.problem.fingerprint,
+            gap=upper / estimate.figures.throughput_qps - 1, nodes=nodes, seconds=seconds,
+            fingerprint=self.problem.fingerprint,
             unbounded_qps=None if free is None else free.candidate.objective,
             rejected=rows_beside(best, self.spaces, results, free, bound_s),
-            pruned=_pruned(results))
+            pruned=tuple((f"{name}: {reason}", count) for name, one in results.items()
+                         for reason, count in one.outcome.closed))
 
     def selections(self, num_queries: int) -> list[Selection]:
         """Configurations of each policy all over its space, for a job of so many queries."""
@@ -99,9 +95,9 @@ class Scheduler:
         # are short (paper section 4.1). A wrong guess costs time alone.
         is_short = self.problem.lengths.outputs.mean <= SHORT_OUTPUTS
         for space in reversed(self.spaces) if is_short else self.spaces:
-            floor = max((one.outcome.best.objective for one in results.values()
-                         if one.outcome.best is not None), default=0.0)
-            results[space.name] = search_space(space, bound_s, self._effort, floor)
+            results[space.name] = search_space(space, bound_s, self._effort, max(
+                (one.outcome.best.objective for one in results.values()
+                 if one.outcome.best is not None), default=0.0))
         return results
 
     def _unbounded(self, bound_s: float, results: dict[str, Searched]) -> Best | None:
@@ -114,8 +110,7 @@ class Scheduler:
             if space.name not in self._free:
                 floor = max((one.candidate.objective for one in seen), default=0.0)
                 self._free[space.name] = search_space(space, math.inf, effort, floor)
-            both = (best_in(space, self._free[space.name]), best_in(space, results[space.name]))
-            seen += [best for best in both if best is not None]
+            seen += best_in(space, self._free[space.name]) + best_in(space, results[space.name])
         return max(seen, key=lambda one: one.candidate.objective, default=None)
 
 
@@ -126,10 +121,9 @@ def _policies_of(problem: Problem) -> tuple[str, ...]:
         return tuple(name for name in searched_policies() if fixed.decode_iterations is None
                      or "decode_iterations" in policy(name).variable_names)
     if fixed.policy not in searched_policies():
-        raise InputError([Mistake(
-            file="schedule", line=None, key="schedule.policy", value=fixed.policy,
-            allowed=f"{', '.join(searched_policies())} (or left out): baselines are not searched; "
-                    "`xgpt simulate` finds their best")])
+        raise wrong("schedule", "schedule.policy", fixed.policy,
+                    f"{', '.join(searched_policies())} (or left out): baselines are not searched; "
+                    "`xgpt simulate` finds their best")
     return (fixed.policy,)
 
 
@@ -138,9 +132,3 @@ def _status(results: Mapping[str, Searched], upper: float, best: Best) -> Status
         return Status.LIMIT
     is_closed = upper <= best.candidate.objective * (1 + 1e-9)
     return Status.OPTIMAL if is_closed else Status.WITHIN_GAP
-
-
-def _pruned(results: Mapping[str, Searched]) -> tuple[tuple[str, int], ...]:
-    """Boxes given up, by policy and reason."""
-    return tuple((f"{name}: {reason}", count) for name, one in results.items()
-                 for reason, count in one.outcome.closed)

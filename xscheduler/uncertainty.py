@@ -18,8 +18,7 @@ the constraint's `confidence`, as far as the causes below are known:
 
 Layers and control variables stay as the schedule has them. Closed forms let a WAA schedule's
 decode batch grow with longer outputs, which in a run its `max_in_system` prevents: the margin is
-too large rather than too small there.
-"""
+too large rather than too small there."""
 
 from __future__ import annotations
 
@@ -61,11 +60,10 @@ class MarginParts:
     """`factor`: plan for bound / factor. The parts are what it would be for one cause alone."""
 
     factor: float
-    timing: float
-    lengths: float
-    drift: float
-    confidence: float
     sentence: str
+    timing: float = 1.0
+    lengths: float = 1.0
+    drift: float = 1.0
     model: float = 1.0
 
     def kept(self, cost: float = 0.0) -> Margin:
@@ -83,33 +81,33 @@ class Doubts:
         timing = evaluator.timing
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
+        lengths = problem.lengths
+        self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
+                        if part.num_samples is not None]  # queries by which lengths are known
 
     @property
     def is_certain(self) -> bool:
         """Nothing is known to be uncertain, or there is no bound to break."""
-        lengths, constraint = self.problem.lengths, self.problem.constraint
-        return math.isinf(constraint.latency_s) or (
-            not self._errors and constraint.drift == 0
-            and lengths.inputs.num_samples is None and lengths.outputs.num_samples is None)
+        constraint = self.problem.constraint
+        return math.isinf(constraint.latency_s) or not (
+            self._errors or constraint.drift or self._counts)
 
     def margin(self, estimate: Estimate) -> MarginParts:
-        confidence = self.problem.constraint.confidence
-        model = self._model_factor(estimate)
+        confidence, model = self.problem.constraint.confidence, self._model_factor(estimate)
         if self.is_certain:
-            return MarginParts(
-                factor=model, timing=1.0, lengths=1.0, drift=1.0, confidence=confidence,
-                model=model, sentence=self._sentence(model, 1.0, 1.0, 1.0, 0.0, model))
+            return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0)
         expected_s = self._evaluator.latency_s(estimate)
         spread, unmeasured = self._timing_spread(estimate, expected_s)
-        ratios = self._length_ratios(estimate, expected_s)
-        drift = self._drift_factor(estimate, expected_s)
-        alone = np.zeros(1)
-        timing = math.exp(upper_limit(alone, spread, confidence))
-        lengths = max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0)
-        factor = model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)
-        return MarginParts(
-            factor=factor, timing=timing, lengths=lengths, drift=drift, confidence=confidence,
-            model=model, sentence=self._sentence(factor, timing, lengths, drift, unmeasured, model))
+        ratios = np.array([shrunk * math.log(
+            self._variant(index, lengths).latency_s(estimate) / expected_s)
+            for index, (lengths, shrunk) in enumerate(self._replicates)] or [0.0])
+        drift = max((self._variant(("drift", change), lengths).latency_s(estimate) / expected_s
+                     for change, lengths in self._drifted.items()), default=1.0)
+        return self._worded(MarginParts(
+            factor=model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0),
+            timing=math.exp(upper_limit(np.zeros(1), spread, confidence)), drift=drift, model=model,
+            lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
+            unmeasured)
 
     def _model_factor(self, estimate: Estimate) -> float:
         """By how much a replay's latency exceeds the closed form's."""
@@ -123,9 +121,8 @@ class Doubts:
         bound's quantile comes to lie at the upper limit of its replicates."""
         lengths, constraint = self.problem.lengths, self.problem.constraint
         length = lengths.outputs.quantile(constraint.quantile)
-        logarithms = np.array([shrunk * math.log(
-            own.outputs.quantile(constraint.quantile) / length)
-            for own, shrunk in self._replicates] or [0.0])
+        logarithms = np.array([shrunk * math.log(own.outputs.quantile(constraint.quantile) / length)
+                               for own, shrunk in self._replicates] or [0.0])
         most = length * math.exp(max(upper_limit(logarithms, 0.0, constraint.confidence), 0.0))
         change = constraint.drift + (most - length) / lengths.outputs.mean
         return with_output_moments(lengths, mean_factor=1 + change, moves=True)
@@ -150,78 +147,62 @@ class Doubts:
             square += (effect * error.relative / step) ** 2
         return math.sqrt(square), max(1 - explained, 0.0)
 
-    def _length_ratios(self, estimate: Estimate, expected_s: float) -> FloatArray:
-        """[replicates] logarithms of the latency over the expected one."""
-        return np.array([shrunk * math.log(
-            self._variant(index, lengths).latency_s(estimate) / expected_s)
-            for index, (lengths, shrunk) in enumerate(self._replicates)] or [0.0])
-
     @cached_property
     def _replicates(self) -> list[tuple[JointLengths, float]]:
-        lengths = self.problem.lengths
-        counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
-                  if part.num_samples is not None]
-        if not counts:
+        if not self._counts:
             return []
         rng = np.random.default_rng(_SEED)
-        shrunk = math.sqrt(min(MOST_DRAWN / min(counts), 1.0))
-        return [(bootstrap(lengths, rng, most=MOST_DRAWN, smooth=True), shrunk)
+        shrunk = math.sqrt(min(MOST_DRAWN / min(self._counts), 1.0))
+        return [(bootstrap(self.problem.lengths, rng, most=MOST_DRAWN, smooth=True), shrunk)
                 for _ in range(REPLICATES)]
-
-    def _drift_factor(self, estimate: Estimate, expected_s: float) -> float:
-        return max((self._variant(("drift", change), lengths).latency_s(estimate) / expected_s
-                    for change, lengths in self._drifted.items()), default=1.0)
 
     @cached_property
     def _drifted(self) -> dict[float, JointLengths]:
         """The unchanged among them, so that the worst is never better than that."""
-        drift = self.problem.constraint.drift
-        if drift == 0:
-            return {}
-        return {change: with_output_moments(self.problem.lengths, mean_factor=1 + change,
-                                            moves=True)
-                for change in (-drift, -drift / 2, 0.0, drift / 2, drift)}
+        lengths, drift = self.problem.lengths, self.problem.constraint.drift
+        changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
+        return {change: with_output_moments(lengths, mean_factor=1 + change, moves=True)
+                for change in changes}
 
     def _variant(self, name: Hashable, lengths: JointLengths | None = None,
                  timing: TimingSource | None = None) -> Evaluator:
         """The evaluator of that name, which is the problem's with other lengths or times."""
         if name not in self._variants:
             problem = self._evaluator.problem
-            self._variants[name] = Evaluator(
-                replace(problem, lengths=lengths or problem.lengths),
-                timing or self._evaluator.timing)
+            self._variants[name] = Evaluator(replace(problem, lengths=lengths or problem.lengths),
+                                             timing or self._evaluator.timing)
         return self._variants[name]
 
     # --- words --------------------------------------------------------------------------------
 
-    def _sentence(self, factor: float, timing: float, lengths: float, drift: float,
-                  unmeasured: float, model: float = 1.0) -> str:
-        constraint, joint = self.problem.constraint, self.problem.lengths
+    def _worded(self, parts: MarginParts, unmeasured: float) -> MarginParts:
+        """With its sentence."""
+        constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
-            return "there is no bound, so none can be broken"
-        counts = [part.num_samples for part in (joint.inputs, joint.outputs)
-                  if part.num_samples is not None]
+            return replace(parts, sentence="there is no bound, so none can be broken")
         causes = []
         if self._errors:
-            text = f"{timing - 1:.1%} for what the profile may be off"
-            causes.append(text + (f" ({unmeasured:.0%} of the latency is not measured, and its "
-                                  "error not covered)" if unmeasured > 0.01 else ""))
-            unknown = float(np.mean([error.unknown for error in self._errors.values()]))
-            if unknown > 0.5:
+            causes.append(f"{parts.timing - 1:.1%} for what the profile may be off")
+            if unmeasured > 0.01:
+                causes[-1] += (f" ({unmeasured:.0%} of the latency is not measured, and its error "
+                               "not covered)")
+            if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
-        if counts:
-            causes.append(f"{lengths - 1:.1%} for lengths known from {min(counts)} queries")
+        if self._counts:
+            causes.append(f"{parts.lengths - 1:.1%} for lengths known from {min(self._counts)} "
+                          "queries")
         if constraint.drift:
-            causes.append(f"{drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer or "
-                          "shorter in the mean")
-        if model > 1:
-            causes.append(f"{model - 1:.1%} by which a replay takes longer than the closed form")
+            causes.append(f"{parts.drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer "
+                          "or shorter in the mean")
+        if parts.model > 1:
+            causes.append(f"{parts.model - 1:.1%} by which a replay takes longer than the closed "
+                          "form")
         text = "no margin: lengths are given and taken as true" if not causes else (
-            f"planned for {format_seconds(constraint.latency_s / factor)}, so that the bound of "
-            f"{format_seconds(constraint.latency_s)} is kept with a confidence of "
+            f"planned for {format_seconds(constraint.latency_s / parts.factor)}, so that the bound "
+            f"of {format_seconds(constraint.latency_s)} is kept with a confidence of "
             f"{constraint.confidence:.0%}: {', '.join(causes)}")
-        return text if self._errors else (
-            f"{text}; the times are computed, not measured: how far they are off is not covered")
+        return replace(parts, sentence=text if self._errors else (
+            f"{text}; the times are computed, not measured: how far they are off is not covered"))
 
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:

@@ -45,8 +45,7 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     they may have to be reckoned with (Doubts.longer), at bounds around the given one, and what it
     finds is judged with the problem's own lengths; without it, at tightened bounds. Bounds are
     tried until one is safe, then others between it and the least unsafe one. The schedule's
-    `latency_bound_s` is the problem's, its `bound_qps` holds for schedules without a margin.
-    """
+    `latency_bound_s` is the problem's, its `bound_qps` holds for schedules without a margin."""
     problem = doubts.problem
     bound_s = problem.constraint.latency_s
     free = search(bound_s)
@@ -119,9 +118,8 @@ class _Tried:
             raise InfeasibleError(
                 f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
                 f"with its margin (without one: {schedule.estimate.policy} at "
-                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). "
-                "With a margin: "
-                f"{self._refusal}") from self._refusal
+                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a "
+                f"margin: {self._refusal}") from self._refusal
         if self._safe:
             found, own = max(self._safe, key=lambda pair: pair[0].estimate.figures.throughput_qps)
         else:

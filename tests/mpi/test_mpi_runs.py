@@ -28,7 +28,7 @@ from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.io.held import read_held  # noqa: E402
+from xrunner.io.results import read_held  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402

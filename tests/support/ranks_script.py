@@ -9,8 +9,7 @@ import torch
 from mpi4py import MPI
 
 from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
-from xrunner.transport.collective import MpiGroup
-from xrunner.transport.torch_group import TorchGroup
+from xrunner.transport.collective import MpiGroup, TorchGroup
 
 
 def check_sums(world: MPI.Comm, group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],

@@ -18,11 +18,10 @@ from xrunner.engine.links import ToDecodePool
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.rules.rra import RraRule
-from xrunner.transport.collective import Group
+from xrunner.transport.collective import Group, TorchGroup
 from xrunner.transport.comm import MpiComm, wait_politely
 from xrunner.transport.courier import LOOK_S
 from xrunner.transport.route import Route, routes
-from xrunner.transport.torch_group import TorchGroup
 from xrunner.world import group_of
 
 

@@ -21,10 +21,9 @@ from xrunner.checkpoint.source import read_spec
 from xrunner.engine.head import Head, Link, Sink
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
-from xrunner.engine.query import Vocabulary
+from xrunner.engine.roster import Vocabulary
 from xrunner.engine.stage import StageExecutor
-from xrunner.io.intake import ModelTokeniser, take_in
-from xrunner.io.prepare import hand_on
+from xrunner.io.intake import ModelTokeniser, hand_on, take_in
 from xrunner.io.tokenizer import TextTokenizer, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
@@ -349,7 +348,7 @@ def lead_decoding(directory: Path, comm: Comm, route: Route, executor: StageExec
     """What the first rank of WAA's decode pool does."""
     assert executor.receiver is not None
     link = FromEncodePool(comm, executor.receiver, encode_head=0)
-    head = head_of(directory, Neighbours(comm, route), executor, rule, link.reports, link)
+    head = head_of(directory, Neighbours(comm, route), executor, rule, link, link)
     head.start()
     head.run()
     executor.close()

@@ -14,7 +14,7 @@ from xgpt.cli.schedule import schedule
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
-from xscheduler.few_queries import plan_with_enough
+from xscheduler.planner import plan_with_enough
 
 NOTE = "batches will not fill"
 

@@ -14,10 +14,9 @@ from xgpt.app.timing import timing_of
 from xgpt.core.schedule import JOB_STATUS, Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
-from xscheduler.evaluator import Evaluator
+from xscheduler.evaluator import Evaluator, predict
 from xscheduler.job_time import SHORT, WORTH, for_the_job
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.prediction import predict
 from xscheduler.search import Scheduler
 from xscheduler.uncertainty import Doubts
 

@@ -16,7 +16,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.rules.order import run_order
-from xscheduler import prediction
+from xscheduler import evaluator
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 
@@ -38,8 +38,8 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
         inputs=inputs, most_outputs=most, outputs=most if forced else None))
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=9, decode_iterations=8))
     taken: dict[str, Any] = {}
-    monkeypatch.setattr(prediction, "predict_job", lambda *args, **kwargs: taken.update(kwargs))
-    prediction.predict(problem, timing, estimate)
+    monkeypatch.setattr(evaluator, "predict_job", lambda *args, **kwargs: taken.update(kwargs))
+    evaluator.predict(problem, timing, estimate)
     usable = np.delete(inputs, 17)
     order = run_order(199, shuffle or 1, 5)
     assert taken["known"].inputs.tolist() == usable[order].tolist()

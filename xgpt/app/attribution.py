@@ -17,7 +17,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.prediction import in_run_order, job_lengths
+from xscheduler.evaluator import in_run_order, job_lengths
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.recorded import load_recording
 

@@ -11,8 +11,8 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xrunner.checkpoint.check import check_weights
-from xrunner.checkpoint.random_model import shape_to_make
+from xrunner.checkpoint.source import shape_to_make
+from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import engine_of, mistake
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 

@@ -19,8 +19,7 @@ from xgpt.core.requests import Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.workload import Request
-from xrunner.checkpoint.random_model import SERVED_BY
-from xrunner.checkpoint.source import ModelFiles, find_model, model_at_hand
+from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
 from xrunner.io.tokenizer import TextTokenizer
 

@@ -18,9 +18,9 @@ from xgpt.report.table import WIDTH
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.results import ResultWriter, answered, count_results
-from xrunner.io.tally import TIMES, percentiles_of
+from xrunner.io.sink import TIMES, percentiles_of
 from xrunner.plan import RunPlan, saved_fingerprint
-from xscheduler.prediction import predict
+from xscheduler.evaluator import predict
 
 TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
               "wrote metrics.json: these results are taken over, and nothing is run again")

@@ -32,12 +32,12 @@ from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
-from xrunner.io.held import HELD_FILE
+from xrunner.io.intake import hand_on
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
-from xrunner.io.prepare import hand_on
+from xrunner.io.results import HELD_FILE
 from xscheduler.beginning import said_of
-from xscheduler.prediction import predict
+from xscheduler.evaluator import predict
 from xsimulator.replay.predict import JobPrediction
 
 

@@ -16,11 +16,10 @@ from xgpt.core.requests import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank
-from xrunner.checkpoint.random_model import write_random_model
-from xrunner.io.held import HELD_FILE
+from xrunner.checkpoint.source import write_random_model
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
-from xrunner.io.results import answered
+from xrunner.io.results import HELD_FILE, answered
 from xrunner.plan import RunPlan, saved_fingerprint
 from xrunner.rules.order import window_of
 

@@ -26,8 +26,8 @@ from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
+from xscheduler.evaluator import in_run_order
 from xscheduler.planner import PlanOptions
-from xscheduler.prediction import in_run_order
 from xscheduler.search import find_schedule
 from xscheduler.spaces.grid import best as best_of_grid
 from xsimulator.policies import make_config, make_policy

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from xgpt.core.spool import num_queries
 from xrunner.io.lock import is_locked
-from xrunner.io.progress import Progress, read_progress
 from xrunner.io.results import answered
+from xrunner.io.sink import Progress, read_progress
 
 _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
                     latency_p50_s=None, latency_p99_s=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from xgpt.core.units import format_seconds
-from xrunner.io.progress import Progress, read_progress
+from xrunner.io.sink import Progress, read_progress
 
 _LOG = logging.getLogger("xgpt")
 _BAR_WIDTH = 16

@@ -23,7 +23,7 @@ from xrunner.io.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.rra import phase_controls
 from xscheduler.beginning import can_settle
 from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Followed, Look
-from xscheduler.live.slots import HEADROOM, headroom, slots_for
+from xscheduler.room import HEADROOM, headroom, slots_for
 
 LOOK_S = 0.5
 _NICENESS = 10

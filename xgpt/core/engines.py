@@ -9,7 +9,7 @@ from xgpt.core.plugins import rows_of_others
 
 OWN_ENGINE = "xgpt"
 _GROUP = "xgpt.engines"
-_ROWS = {OWN_ENGINE: "xrunner.engines.own:ENGINE", "deepspeed": "xrunner.engines.deepspeed:ENGINE"}
+_ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines.deepspeed:ENGINE"}
 
 
 def engine_names() -> tuple[str, ...]:

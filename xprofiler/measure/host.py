@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours
-from xrunner.engine.query import Vocabulary
+from xrunner.engine.roster import Vocabulary
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind

@@ -2,8 +2,7 @@
 
 A rank opens every file it needs but maps and copies only its own stage's tensors, and of those
 only its own rows or columns, so that no rank ever holds the whole model; `bytes_read` counts what
-was taken.
-"""
+was taken."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json, wrong_file
-from xrunner.checkpoint.random_model import shape_to_make
+from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import locate
 from xrunner.models.weights import RandomWeights, TensorPart
 

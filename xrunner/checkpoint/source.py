@@ -1,31 +1,37 @@
 """Where a model's files come from, in this order: local directory, hub cache, converted wheel,
-hub, package wheel. The answer says which one served.
+hub, package wheel. The answer says which one served. Only this module talks to the network, and
+only when nothing local has the model.
 
-Only this module talks to the network, and only when nothing local has the model.
-"""
+A model of random weights, for performance work, is a folder that states a shape and holds nothing.
+It has no tokenizer and names no end of sequence: requests give tokens, answers have no text and run
+to their cap. The weights themselves are xrunner.models.weights.RandomWeights."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.model import ModelSpec, from_hf_config
 from xgpt.core.model_file import load_json
-from xrunner.checkpoint.gguf import convert_gguf
-from xrunner.checkpoint.random_model import random_shape
+from xgpt.core.whole_file import write_atomically
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
 _HUB_TIMEOUT_S = 10.0  # a machine without a way to the hub should move on soon
+_KIND = "xgpt-random"  # in the place of a Hugging Face model_type
+SERVED_BY = "random weights of its shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +164,60 @@ def _download_wheel(wheel: catalog.Wheel, folder: Path) -> Path:
         raise XgptError(f"the wheel {wheel.package}=={wheel.version} could not be downloaded:\n"
                         + done.stderr.strip()[-800:])
     return wheels[0]
+
+
+def convert_gguf(gguf: Path, target: Path) -> None:
+    """A GGUF file of the Llama architecture becomes a plain Hugging Face directory: config.json,
+    model.safetensors (float32), tokenizer and generation_config.json."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # everything needed is in the file
+    # saving imports DeepSpeed where it is installed, which else greets on standard output
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import gguf as _gguf  # noqa: F401
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+        from transformers.utils import logging
+    except ImportError as cause:
+        raise MissingExtraError(str(cause.name), "run", "reading a GGUF model") from None
+    quiet: Any = logging  # its functions carry no annotations
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars of the dequantiser
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,
+                                                      dtype=torch.float32)
+    values = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "transformers_version"):
+        values.pop(key, None)
+    # save_pretrained refuses a model loaded from GGUF; a fresh one takes its tensors
+    model = LlamaForCausalLM(LlamaConfig(**values))
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config.eos_token_id = values.get("eos_token_id")
+    model.generation_config.pad_token_id = values.get("pad_token_id")
+    model.generation_config.bos_token_id = values.get("bos_token_id")
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def write_random_model(folder: Path, spec: ModelSpec) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # any token can be an encoder-decoder model's first
+    config = {"model_type": _KIND, "shape": asdict(spec), "decoder_start_token_id": 0}
+    write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
+
+
+def random_shape(config: dict[str, Any]) -> ModelSpec | None:
+    """The shape that a config.json of `write_random_model` states; None for any other."""
+    if config.get("model_type") != _KIND:
+        return None
+    shape = dict(config["shape"])
+    scaling = shape["rope_scaling"]
+    shape["rope_scaling"] = None if scaling is None else tuple((k, v) for k, v in scaling)
+    return ModelSpec(**shape)
+
+
+def shape_to_make(folder: Path) -> ModelSpec | None:
+    """The shape of a model whose weights are to be made; None for a checkpoint's folder."""
+    return random_shape(json.loads((folder / "config.json").read_text(encoding="utf-8")))

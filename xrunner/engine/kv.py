@@ -24,7 +24,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
 from xrunner.ops.kv import compact
-from xrunner.rules.compaction import apply_moves, compaction_moves
+from xrunner.rules.slots import apply_moves, compaction_moves
 
 
 class KvShape(NamedTuple):

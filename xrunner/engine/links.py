@@ -7,8 +7,7 @@ rule from what it has heard.
 
 The entries themselves go from rank to rank (xrunner.transport.courier), started when a stage has
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
-are forgotten where they arrive.
-"""
+are forgotten where they arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from xrunner.engine.head import Head
-from xrunner.engine.query import ActiveQuery
+from xrunner.engine.roster import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, EncodingRule, Step
 from xrunner.transport.comm import Comm, wait_politely
@@ -145,18 +144,19 @@ class ToDecodePool:
         self._away[query.index] = query
         return HandedQuery(query=replace(query, input_ids=()), input_tokens=active.input_tokens,
                            output_ids=tuple(active.output_ids),
-                           encode_start_s=active.encode_start_s,
-                           first_token_s=active.first_token_s)
+                           encode_start_s=active.encode_start_s, first_token_s=active.first_token_s)
 
 
 class FromEncodePool:
-    """The decode head's link. Queries come with a batch whose entries every rank of it has."""
+    """The decode head's link and its sink. Queries come with a batch whose entries every rank of it
+    has; what is done goes to the encode pool's head, a message a step."""
 
     def __init__(self, comm: Comm, receiver: EntryReceiver, encode_head: int) -> None:
         self._comm, self._receiver, self._encode_head = comm, receiver, encode_head
         self._handed: deque[HandedMessage] = deque()
         self._is_told_to_stop = False
-        self.reports = ResultsToEncodePool(comm, encode_head)
+        self._results: list[FinishedQuery] = []
+        self._told_s = 0.0
 
     def start(self, head: Head, spare_bytes: int) -> StartMessage:
         message, _ = self._comm.receive(self._encode_head)
@@ -175,10 +175,11 @@ class FromEncodePool:
         """The encode pool hears of results alone."""
 
     def committed(self, head: Head, group: int, done: Sequence[ActiveQuery]) -> None:
-        """Results go by `reports`."""
+        """Results go as to any sink."""
 
     def close(self, head: Head) -> bool:
-        self.reports.end(head.output_tokens)
+        self._tell(head.output_tokens)
+        self._comm.send(self._encode_head, StopMessage())
         return True
 
     def _take_in(self, head: Head) -> bool:
@@ -209,15 +210,6 @@ class FromEncodePool:
             assert is_taken, f"{index = } has no room in the decode pool"
         self._comm.send(self._encode_head, ArrivedMessage(batch=message.batch))
 
-
-class ResultsToEncodePool:
-    """The decode head's Sink: what is done goes to the encode pool's head, a message a step."""
-
-    def __init__(self, comm: Comm, encode_head: int) -> None:
-        self._comm, self._encode_head = comm, encode_head
-        self._results: list[FinishedQuery] = []
-        self._told_s = 0.0
-
     def finished(self, result: FinishedQuery) -> None:
         self._results.append(result)
 
@@ -228,10 +220,6 @@ class ResultsToEncodePool:
 
     def should_stop(self) -> bool:
         return False
-
-    def end(self, output_tokens: int) -> None:
-        self._tell(output_tokens)
-        self._comm.send(self._encode_head, StopMessage())
 
     def _tell(self, output_tokens: int) -> None:
         self._comm.send(self._encode_head, FinishedMessage(

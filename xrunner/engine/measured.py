@@ -1,8 +1,7 @@
 """What a run measured: measured.json (figures) and steps.jsonl (every stage's steps).
 
 A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
-steps are those of its first rank, since all of a group take the same ones at the same time.
-"""
+steps are those of its first rank, since all of a group take the same ones at the same time."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 
 from xgpt.core.whole_file import write_atomically
 from xrunner.engine.pipeline import RankReport
-from xrunner.io.tally import Tally
+from xrunner.io.sink import Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +51,12 @@ def write_measured(output: Path, outcome: Outcome, tally: Tally,
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
         "stages": [_of_stage(group) for group in stages],
-        "ranks": [{"rank": r.rank, "stage": r.stage, "pool": r.pool, "role": r.role,
-                   **_figures(r)}
-                  for r in reports],
-    }
+        "ranks": [{"rank": r.rank, **_place(r), "disk_bytes": r.disk_bytes, **_figures([r])}
+                  for r in reports]}
     write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
     lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "pool": group[0].pool,
-                         "role": group[0].role,
-                         **record._asdict()})
-             for group in stages for record in group[0].log]
+                         "role": group[0].role, **record._asdict()}) for group in stages
+             for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
 
 
@@ -80,30 +76,26 @@ def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
         kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
         assert orders[0][-kept:] == orders[1][-kept:], (
             f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
-    return {"stage": first.stage, "pool": first.pool, "role": first.role,
-            "ranks": [r.rank for r in ranks],
-            "busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
-            "bytes_read": sum(r.bytes_read for r in ranks),
-            "rows_compacted": first.rows_compacted,
-            "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
-            **_handover(first.role, sum(r.handover_bytes for r in ranks),
-                        max(r.handover_s for r in ranks))}
+    return {**_place(first), "ranks": [r.rank for r in ranks], **_figures(ranks)}
 
 
-def _figures(report: RankReport) -> dict[str, Any]:
-    return {"busy_s": report.busy_s, "load_s": report.load_s, "bytes_read": report.bytes_read,
-            "disk_bytes": report.disk_bytes,
-            "rows_compacted": report.rows_compacted,
-            "peak_memory_bytes": report.peak_memory_bytes,
-            **_handover(report.role, report.handover_bytes, report.handover_s)}
+def _place(report: RankReport) -> dict[str, Any]:
+    return {"stage": report.stage, "pool": report.pool, "role": report.role}
 
 
-def _handover(role: str, num_bytes: int, seconds: float) -> dict[str, Any]:
-    """What went from one pool to the other; its seconds are known to who sends."""
-    if role == "both":
-        return {}
-    known = {"handover_s": seconds} if role == "encode" else {}
-    return {"handover_bytes": num_bytes, **known}
+def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """The figures of one rank, or of a stage's together. Of what went from one pool to the other
+    the seconds are known to who sends."""
+    first = ranks[0]
+    figures = {"busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
+               "bytes_read": sum(r.bytes_read for r in ranks),
+               "rows_compacted": first.rows_compacted,
+               "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks)}
+    if first.role != "both":
+        figures["handover_bytes"] = sum(r.handover_bytes for r in ranks)
+    if first.role == "encode":
+        figures["handover_s"] = max(r.handover_s for r in ranks)
+    return figures
 
 
 def _order(report: RankReport) -> list[tuple[object, ...]]:

@@ -1,8 +1,7 @@
 """The ranks as a pipeline: what each takes from those before it and gives to those after it.
 
 The head (xrunner.engine.head) decides on the pool's first rank; every other rank serves its stage:
-it executes what arrives and passes it on.
-"""
+it executes what arrives and passes it on."""
 
 from __future__ import annotations
 
@@ -34,12 +33,10 @@ class Executor(Protocol):
 
     def gives_tokens(self, message: StepMessage) -> bool:
         """Whether the step ends with a token of each query."""
-        ...
 
     def awaits_encoded(self, group: int | None = None) -> bool:
         """Whether inputs of the group (None: of any) were encoded, and the encoder's output has
         not come yet."""
-        ...
 
     def take_encoded(self, group: int, encoded: Tensor) -> None: ...
 

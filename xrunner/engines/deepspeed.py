@@ -71,13 +71,9 @@ def _unknown_schedule(job: Job, schedule: Schedule, ranks: int) -> Iterator[Mist
         yield mistake(job, "schedule.policy", estimate.policy,
                       f"{' or '.join(_POLICIES)}: the engine deepspeed works static batches")
     elif [len(stage.ranks) for stage in estimate.deployment.stages] != [ranks]:
-        yield mistake(
-            job,
-            "schedule.stages",
-            len(estimate.deployment.stages),
-            f"one, of all {ranks} "
-            "ranks: the engine deepspeed takes them as one tensor-parallel group",
-        )
+        yield mistake(job, "schedule.stages", len(estimate.deployment.stages),
+                      f"one, of all {ranks} ranks: the engine deepspeed takes them as one "
+                      "tensor-parallel group")
 
 
 def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
@@ -110,8 +106,6 @@ def _float16(job: Job) -> Mistake:
                    "float32 or bfloat16: DeepSpeed has no float16 on CPU ranks")
 
 
-ENGINE = Engine(
-    name=NAME, worker="xrunner.engines.deepspeed_worker",
-    restricted=_restricted, refusals=_refusals, check_installed=_check_installed,
-    note="the times are those of xgpt's own kernels, by which the batch is chosen: DeepSpeed's are "
-         "not predicted")
+ENGINE = Engine(name=NAME, worker="xrunner.engines.deepspeed_worker", restricted=_restricted,
+                refusals=_refusals, check_installed=_check_installed, note="the times are those of "
+                "xgpt's own kernels, by which the batch is chosen: DeepSpeed's are not predicted")

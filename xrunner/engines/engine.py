@@ -1,27 +1,22 @@
-"""A row of the table of engines: what one executes, what it refuses, and what plans for it."""
+"""A row of the table of engines: what one executes, what it refuses, and what plans for it. The
+runner's own (xrunner.worker) executes every policy and every layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from xgpt.core.engines import engine_place
-from xgpt.core.errors import Mistake
+from xgpt.core.engines import OWN_ENGINE, engine_place
+from xgpt.core.errors import Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.plugins import load_row
+from xgpt.core.policies import policies
+from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 
 Restriction = Callable[[Job, Problem, Schedule | None], Problem]
-
-
-def _refuses_nothing(job: Job) -> Iterable[Mistake]:
-    return ()
-
-
-def _needs_nothing(job: Job) -> None:
-    return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +24,16 @@ class Engine:
     """One engine. Its ranks run `python -m WORKER OUT/run.json`: they read run.json, schedule.json
     and the requests, and write results.jsonl, progress.json and measured.json (as xrunner.io does).
 
-    restricted: a job's problem as this engine executes it, its policy
-    and layout among those that the engine knows, for planning or for the schedule given; raises
-    InputError with every mistake. refusals: what is wrong by the job file alone, before anything is
-    fetched. check_installed: raises XgptError where something is missing.
-    """
+    restricted: a job's problem as this engine executes it, its policy and layout among those that
+    the engine knows, for planning or for the schedule given; raises InputError with every mistake.
+    refusals: what is wrong by the job file alone, before anything is fetched.
+    check_installed: raises XgptError where something is missing."""
 
     name: str
     worker: str
     restricted: Restriction
-    refusals: Callable[[Job], Iterable[Mistake]] = _refuses_nothing
-    check_installed: Callable[[Job], None] = _needs_nothing
+    refusals: Callable[[Job], Iterable[Mistake]] = lambda job: ()
+    check_installed: Callable[[Job], None] = lambda job: None
     is_predicted: bool = False  # by the times that xgpt measures: those of its own kernels
     is_changeable: bool = False  # takes up another schedule while it runs
     note: str = ""  # of every schedule, where it is not predicted
@@ -53,3 +47,26 @@ def engine_of(job: Job) -> Engine:
 def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:
     """A Mistake of the job's file."""
     return Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
+
+
+def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
+    """Every policy that its own kind of model allows, every layout."""
+    fixed = problem.fixed
+    policy = fixed.policy if schedule is None else schedule.estimate.policy
+    if policy is not None and row_of(policy).is_decoder_only and problem.model.is_encoder_decoder:
+        able = [row.name for row in policies() if not row.is_decoder_only]
+        raise wrong(job.source, "schedule.policy", policy,
+                    f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
+                    "queries beside decoding others, or again with what they generated, in one "
+                    "pass through the same layers")
+    fixed = replace(fixed, policy=policy)
+    if schedule is not None:
+        fixed = replace(fixed, tp_degree=schedule.estimate.deployment.tp_degree,
+                        tp_gpus=schedule.estimate.deployment.tp_gpus)
+    elif fixed.tp_degree == 1 or fixed.tp_gpus == 0:
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(problem, fixed=fixed)
+
+
+OWN = Engine(name=OWN_ENGINE, worker="xrunner.worker", restricted=_restricted,
+             is_predicted=True, is_changeable=True)

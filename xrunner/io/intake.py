@@ -1,24 +1,30 @@
 """A job's requests taken in by its launcher: read once, tokenised once, a few thousand lines at a
-time, and put into the spool."""
+time, and put into the spool. The launcher says which of them can run by a schedule, a rank takes
+those up as queries; what cannot run becomes an error record, and the job goes on."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.model import ModelSpec
 from xgpt.core.requests import Requests
-from xgpt.core.spool import NUM_PROMPTS, Record, SpoolWriter
+from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xgpt.core.workload import Request, RequestError, read_requests, synthetic_requests
+from xrunner.io.results import write_errors
 from xrunner.io.tokenizer import TextTokenizer
+from xrunner.plan import RunPlan
+from xrunner.query import PreparedQuery, Sampling
 
 _LINES_AT_A_TIME = 4096
 
@@ -31,7 +37,6 @@ class Tokeniser(Protocol):
 
     def tokenise(self, requests: Sequence[Request]) -> Sequence[Tokenised] | None:
         """Tokenises the requests; None where nobody needs to know how long they are."""
-        ...
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -82,10 +87,11 @@ class ModelTokeniser:
         """Token ids of each request, or the sentence that says why there are none."""
         result: list[Tokenised] = [list(r.tokens or ()) for r in requests]
         plain, chat = [], []
+        is_chat = self.is_chat and self.tokenizer.template is not None
         for i, request in enumerate(requests):
             if request.tokens is not None:
                 continue
-            if request.messages is None and not (self.is_chat and self.tokenizer.has_chat_template):
+            if request.messages is None and not is_chat:
                 plain.append((i, request.prompt or ""))
                 continue
             messages = request.messages or ({"role": "user", "content": request.prompt or ""},)
@@ -128,10 +134,9 @@ class _Rows:
             return np.array(values, np.int64)
 
         are_known = len(self._inputs) == len(self._caps)
-        return Requests(
-            input_tokens=column(self._inputs) if are_known else None, caps=column(self._caps),
-            forced=column(self._forced), may_stop=np.array(self._may_stop, bool),
-            unusable=self._unusable)
+        return Requests(input_tokens=column(self._inputs) if are_known else None,
+                        caps=column(self._caps), forced=column(self._forced),
+                        may_stop=np.array(self._may_stop, bool), unusable=self._unusable)
 
 
 def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | None:
@@ -150,8 +155,60 @@ def _record(request: Request, *, is_shown: bool) -> Record:
     text = request.prompt
     if request.messages is not None:
         text = "\n\n".join(message["content"] for message in request.messages)
-    return Record(
-        id=request.id, line=request.line, is_forced=request.forced_tokens is not None,
-        seed=request.seed, temperature=request.temperature, top_k=request.top_k,
-        top_p=request.top_p, stop=request.stop, is_openai=request.is_openai,
-        is_chat=request.messages is not None, prompt=text if is_shown else None)
+    return Record(id=request.id, line=request.line, is_forced=request.forced_tokens is not None,
+                  seed=request.seed, temperature=request.temperature, top_k=request.top_k,
+                  top_p=request.top_p, stop=request.stop, is_openai=request.is_openai,
+                  is_chat=request.messages is not None, prompt=text if is_shown else None)
+
+
+def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
+    """Tells which requests can run: (which request each query is and most tokens that it may
+    generate, [queries, 2]; why each other request cannot run)"""
+    assert requests.input_tokens is not None, "a run tokenises its requests"
+    inputs, caps = requests.input_tokens, requests.output_caps(plan.max_tokens)
+    room = np.maximum(caps, 1) if spec.max_positions is None else spec.max_positions - inputs
+    most = np.minimum(caps, room)
+    why = dict(requests.unusable)
+
+    def refuse(is_so: NDArray[np.bool_], sentence: Callable[[int], str]) -> None:
+        for row in np.flatnonzero(is_so).tolist():
+            why.setdefault(row, sentence(row))
+
+    refuse(room < 1, lambda row: f"{inputs[row]} input tokens leave no room in the model's "
+           f"{spec.max_positions} positions")
+    refuse(requests.forced > room, lambda row: f"forced_tokens {requests.forced[row]} after "
+           f"{inputs[row]} input tokens exceed the model's {spec.max_positions} positions")
+    refuse(inputs + most > plan.query_kv_tokens, lambda row: (
+        f"needs up to {inputs[row] + most[row]} tokens of KV cache ({inputs[row]} of input); the "
+        f"schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
+        "workload's longest lengths in the job"))
+    refuse(inputs > (plan.most_input_tokens or np.inf), lambda row: (
+        f"{inputs[row]} input tokens; the schedule was planned to encode "
+        f"{plan.most_input_tokens} at a time: state the workload's longest lengths in the job"))
+    rows = np.array([row for row in range(len(requests)) if row not in why], np.int64)
+    return np.stack([rows, most[rows]], axis=1), why
+
+
+def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
+    """Puts the requests that can run into the spool of the output folder, the others into its
+    errors.jsonl."""
+    queries, why = runnable(requests, plan, spec)
+    errors = [RequestError(line=record.line, id=record.id, error=sentence)
+              for request, sentence in why.items() for record in [spool.record(request)]]
+    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors])
+    spool.save(plan.output, queries, len(requests.bad_lines) + len(errors))
+
+
+def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
+    """Yields the job's queries in their order, indexed from 0 without gaps."""
+    for index, record in enumerate(spool.records()):
+        sampling = Sampling(
+            temperature=plan.temperature if record.temperature is None else record.temperature,
+            top_k=plan.top_k if record.top_k is None else record.top_k,
+            top_p=plan.top_p if record.top_p is None else record.top_p,
+            # queries without a seed of their own must not all draw the same numbers
+            seed=plan.seed * 1_000_003 + record.line if record.seed is None else record.seed)
+        yield PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
+                            max_new_tokens=spool.most_output_tokens(index),
+                            is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
+                            stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat)

@@ -4,8 +4,7 @@
     adjust.json     launcher -> head   control variables from the next phase on
 
 The runner never imports the planner: it says what it sees, and obeys. Both files are replaced
-whole, so that a reader sees one state of them.
-"""
+whole, so that a reader sees one state of them."""
 
 from __future__ import annotations
 

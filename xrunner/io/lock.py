@@ -26,9 +26,8 @@ def output_lock(output: Path) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if not rest:
-                    raise XgptError(
-                        f"{output}: another run is writing there (see `xgpt status`); wait for it, "
-                        "or give this one another `output`") from None
+                    raise XgptError(f"{output}: another run is writing there (see `xgpt status`); "
+                                    "wait for it, or give this one another `output`") from None
                 time.sleep(_PAUSE_S)
             except OSError as cause:
                 raise XgptError(f"{output}: its file system cannot lock files "

@@ -1,6 +1,6 @@
 """results.jsonl and errors.jsonl. Results are written in the input's order, line by line, so that
-whenever a run ends, what is on disk is a valid prefix; what is done and not in it is in held.jsonl
-(xrunner.io.held)."""
+whenever a run ends, what is on disk is a valid prefix. What is done and waits for one before it
+lies in held.jsonl from that moment, so that a run that is stopped or killed keeps it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import IO, Any, NamedTuple
 
 from xgpt.core.whole_file import write_atomically
 from xgpt.core.workload import RequestError
-from xrunner.io.held import HELD_FILE, HeldFile, read_held
 from xrunner.query import FinishedQuery
+
+HELD_FILE = "held.jsonl"
+_DEAD_CHARS = 2**20  # of lines that are in results.jsonl by now, before the file is written anew
 
 
 class Answered(NamedTuple):
@@ -124,8 +126,7 @@ def write_errors(path: Path, errors: Sequence[RequestError]) -> None:
 def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
     query, tpot_s = result.query, result.tpot_s
     times = {"latency_s": round(result.latency_s, 6),
-             "encode_start_s": round(result.encode_start_s, 6),
-             "ttft_s": round(result.ttft_s, 6),
+             "encode_start_s": round(result.encode_start_s, 6), "ttft_s": round(result.ttft_s, 6),
              "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
     if query.is_openai:
         return _openai_line(result, model, times)
@@ -144,12 +145,78 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
         choice["message"] = {"role": "assistant", "content": result.text}
     else:
         choice["text"] = result.text
-    body = {
-        "id": f"xgpt-{query.index}", "model": model, "choices": [choice],
-        "object": "chat.completion" if query.is_chat else "text_completion",
-        "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
-                  "total_tokens": input_tokens + output_tokens},
-    }
+    body = {"id": f"xgpt-{query.index}", "model": model, "choices": [choice],
+            "object": "chat.completion" if query.is_chat else "text_completion",
+            "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
+                      "total_tokens": input_tokens + output_tokens}}
     return {"id": f"batch_req_{query.index}", "custom_id": query.id, "error": None,
             "response": {"status_code": 200, "request_id": f"xgpt-{query.index}", "body": body},
             "xgpt": {"index": query.index, "output_ids": list(result.output_ids), **times}}
+
+
+class HeldFile:
+    """A file that gets a line a result, each as it will be in results.jsonl. Lines whose turn has
+    come stay until the file is tidied: whoever reads it leaves out what results.jsonl has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+        self._num_chars = 0
+
+    def add(self, line: str) -> None:
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+        self._num_chars += self._file.write(line + "\n")
+        self._file.flush()
+
+    def is_untidy(self, held: Mapping[int, str]) -> bool:
+        """Whether it is mostly of lines that are not `held` any more."""
+        return self._num_chars > _DEAD_CHARS + 2 * sum(map(len, held.values()))
+
+    def tidy(self, held: Mapping[int, str]) -> None:
+        """Writes what is held and nothing else, or removes the file where that is nothing. To be
+        called when the others are safe in results.jsonl."""
+        self.close()
+        if not held:
+            self._path.unlink(missing_ok=True)
+            self._num_chars = 0
+            return
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            self._num_chars = sum(file.write(line + "\n") for _, line in sorted(held.items()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_held(path: Path, first_index: int) -> dict[int, str]:
+    """The line of each query from `first_index` on whose result is held; what is torn is left out.
+    A run may be writing there."""
+    held: dict[int, str] = {}
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                index = _index_of(line)
+                if index is not None and index >= first_index:
+                    held[index] = line.decode().removesuffix("\n")
+    except FileNotFoundError:
+        pass
+    return held
+
+
+def _index_of(line: bytes) -> int | None:
+    """Which query a whole line is of; None for a torn line."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # of UnicodeDecodeError too
+        return None
+    if not isinstance(row, dict):
+        return None
+    own = row.get("xgpt", row)  # of OpenAI's form
+    index = own.get("index") if isinstance(own, dict) else None
+    return index if isinstance(index, int) else None

@@ -1,20 +1,33 @@
 """Where rank 0's head reports: results, progress and the wish to stop, as files of the output
-folder."""
+folder. The ranks' own output goes through the MPI launcher's pipes, so progress travels by a small
+file, replaced at most twice a second, for the progress bar and `xgpt status`."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from xgpt.core.whole_file import write_atomically
 from xrunner.io.launcher_link import LauncherLink
-from xrunner.io.progress import ProgressFile
 from xrunner.io.results import Answered, ResultWriter
-from xrunner.io.tally import Tally
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
 STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
 _LOOK_S = 0.1  # between looks for it: a folder that other machines share answers slowly
+_INTERVAL_S = 0.5  # between states of progress.json
+_WINDOW = 1000  # latencies the running percentile is taken over
+# figures of one query, of which a run's percentiles are told
+TIMES = ("latency", "ttft", "tpot")
 
 
 class RunSink:
@@ -25,8 +38,9 @@ class RunSink:
         self.output, self._stop_path = plan.output, plan.output / STOP_FILE
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
                                     model=plan.model_name)
-        self._progress = ProgressFile(plan.output / "progress.json", total=num_queries,
-                                      done_before=before.total)
+        self._total, self._done_before = num_queries, before.total
+        self._latencies: deque[float] = deque(maxlen=_WINDOW)
+        self._written_s = -_INTERVAL_S  # when progress.json was
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # where the launcher follows the output lengths
         self.tally = Tally()
@@ -34,12 +48,13 @@ class RunSink:
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)
         self.tally.add(result)
-        self._progress.add(result.latency_s)
+        self._latencies.append(result.latency_s)
         if self.launcher is not None:
             self.launcher.finished(result)
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        self._progress.tick(elapsed_s, output_tokens)
+        if elapsed_s - self._written_s >= _INTERVAL_S:
+            self._write_progress(elapsed_s, output_tokens, "running")
         if self.launcher is not None:
             self.launcher.look(elapsed_s)
 
@@ -57,4 +72,72 @@ class RunSink:
     def close(self, wall_s: float, state: str) -> None:
         """`state`: "done" or "stopped"."""
         self._writer.close()
-        self._progress.tick(wall_s, self.tally.output_tokens, state)
+        self._write_progress(wall_s, self.tally.output_tokens, state)
+
+    def _write_progress(self, elapsed_s: float, output_tokens: int, state: str) -> None:
+        self._written_s = elapsed_s
+        p50, p99 = _p50_and_p99(self._latencies)
+        write_progress(self.output / "progress.json", Progress(
+            state=state, total=self._total, done=self._done_before + len(self.tally),
+            output_tokens=output_tokens, elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99,
+            done_before=self._done_before))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One state of a run. Latencies are over the last queries; None before the first is done."""
+
+    state: str  # "loading" | "running" | "done" | "stopped"
+    total: int
+    done: int
+    output_tokens: int
+    elapsed_s: float
+    latency_p50_s: float | None
+    latency_p99_s: float | None
+    done_before: int = 0  # of `done`: by an earlier run, which this one goes on after
+
+
+def write_progress(path: Path, progress: Progress) -> None:
+    write_atomically(path, json.dumps(asdict(progress)) + "\n")
+
+
+def read_progress(path: Path) -> Progress | None:
+    """Reads the progress that a run wrote last; None where there is none that can be read."""
+    try:
+        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+class Tally:
+    """A column a figure: ten million queries take 320 MB."""
+
+    def __init__(self) -> None:
+        self._output_tokens = array("q")
+        self._times = {name: array("d") for name in TIMES}
+
+    def add(self, result: FinishedQuery) -> None:
+        self._output_tokens.append(len(result.output_ids))
+        for name, column in self._times.items():
+            if (value := getattr(result, f"{name}_s")) is not None:
+                column.append(value)
+
+    def __len__(self) -> int:
+        return len(self._output_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self._output_tokens)
+
+    def percentiles(self) -> dict[str, float | None]:
+        return percentiles_of(self._times)
+
+
+def percentiles_of(times: dict[str, Any]) -> dict[str, float | None]:
+    """P50 and P99 of each of TIMES as keys of metrics.json; None of what was never measured."""
+    return {f"{name}_{label}_s": value for name in TIMES
+            for label, value in zip(("p50", "p99"), _p50_and_p99(times[name]), strict=True)}
+
+
+def _p50_and_p99(values: Sequence[float]) -> Sequence[float | None]:
+    return np.quantile(values, (0.5, 0.99)).tolist() if len(values) else (None, None)

@@ -1,18 +1,17 @@
 """Text to tokens and back, with the model's chat template; free of torch.
 
 Uses the `tokenizers` library on tokenizer.json; a checkpoint with only the older vocabulary files
-goes through transformers once.
-"""
+goes through transformers once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
+from xgpt.core.errors import MissingExtraError, XgptError, wrong
 from xgpt.core.model_file import load_json, wrong_file
 
 # Any of these makes a directory one with a tokenizer; without, requests must give tokens.
@@ -30,14 +29,11 @@ class TextTokenizer:
         self.directory = directory
         self._backend = _load_backend(directory)
         settings = _read_json(directory / "tokenizer_config.json")
-        self._template = _find_template(directory, settings)
-        self._special_tokens = {
-            k: _token_text(v) for k, v in settings.items() if k.endswith("_token")}
+        self.template = _find_template(directory, settings)  # of a chat, if there is one
+        self._special_tokens = {  # a token is its text, or has it as its content
+            k: v["content"] if isinstance(v, dict) and "content" in v else v
+            for k, v in settings.items() if k.endswith("_token")}
         self._chat: Any = None  # the template, compiled once
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
 
     def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Tokens of several texts at once (the library works them in parallel)."""
@@ -50,12 +46,12 @@ class TextTokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """`messages` in the model's chat template, up to where the assistant begins to speak.
         Raises XgptError without a template, ValueError if the template refuses the messages."""
-        if self._template is None:
+        if self.template is None:
             raise XgptError(f"{self.directory}: the tokenizer has no chat template")
         from jinja2 import TemplateError
 
         try:
-            self._chat = self._chat or _environment().from_string(self._template)
+            self._chat = self._chat or _environment().from_string(self.template)
             text: str = self._chat.render(messages=messages, add_generation_prompt=True,
                                           **self._special_tokens)
         except (TemplateError, *_IN_TEMPLATES) as cause:
@@ -71,14 +67,11 @@ class TextTokenizer:
 
 def eos_ids(directory: Path) -> frozenset[int]:
     """End-of-sequence tokens: generation_config.json's, else config.json's."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
-        if value is not None:
-            tokens = value if isinstance(value, list) else [value]
-            if not all(_is_token(token) for token in tokens):
-                raise _wrong(directory / name, "eos_token_id", value,
-                             "a token id, or a list of them")
-            return frozenset(tokens)
+    for path, value in _configured(directory, "eos_token_id"):
+        tokens = value if isinstance(value, list) else [value]
+        if not all(_is_token(token) for token in tokens):
+            raise wrong(path, "eos_token_id", value, "a token id, or a list of them")
+        return frozenset(tokens)
     return frozenset()
 
 
@@ -86,22 +79,23 @@ def start_token(directory: Path) -> int:
     """What an encoder-decoder model's decoder is fed first: generation_config.json's, else
     config.json's, else the padding token (T5's). Raises XgptError where none is named."""
     for key in ("decoder_start_token_id", "pad_token_id"):
-        for name in ("generation_config.json", "config.json"):
-            value = _read_json(directory / name).get(key)
-            if value is not None:
-                if not _is_token(value):
-                    raise _wrong(directory / name, key, value, "a token id")
-                return int(value)
-    raise _wrong(directory / "config.json", "decoder_start_token_id", None,
-                 "missing: the token that an encoder-decoder model's decoder is fed first")
+        for path, value in _configured(directory, key):
+            if not _is_token(value):
+                raise wrong(path, key, value, "a token id")
+            return int(value)
+    raise wrong(directory / "config.json", "decoder_start_token_id", None,
+                "missing: the token that an encoder-decoder model's decoder is fed first")
+
+
+def _configured(directory: Path, key: str) -> Iterator[tuple[Path, Any]]:
+    """What each of the model's files says of `key`, with the file, the one that counts first."""
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        if (value := _read_json(path).get(key)) is not None:
+            yield path, value
 
 
 def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _wrong(path: Path, key: str, value: object, allowed: str) -> InputError:
-    return InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)])
 
 
 def _environment() -> Any:
@@ -162,12 +156,8 @@ def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise _wrong(directory / "tokenizer_config.json", "chat_template", template, "text")
+        raise wrong(directory / "tokenizer_config.json", "chat_template", template, "text")
     return template
-
-
-def _token_text(value: object) -> object:
-    return value["content"] if isinstance(value, dict) and "content" in value else value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

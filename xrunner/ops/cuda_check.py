@@ -16,8 +16,7 @@ from xrunner.ops import cuda_kv, reference
 from xrunner.ops.cuda import CudaOps, DistanceBias
 from xrunner.ops.launch import Launcher
 from xrunner.ops.reference import Cache
-from xrunner.rules.compaction import Move
-from xrunner.rules.slots import Span
+from xrunner.rules.slots import Move, Span
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STEPS = 8  # of the type, by which a result may be off; 64 of float32, whose sums differ in order

@@ -22,7 +22,7 @@ from xrunner.ops.launch import (
     numbers,
     refuse,
 )
-from xrunner.rules.compaction import Move
+from xrunner.rules.slots import Move
 
 _THREADS = 256
 _BYTES_OF_BLOCK = 16 * _THREADS * 4  # that a block of threads copies, at least

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xrunner.ops import native
-from xrunner.rules.compaction import Move
+from xrunner.rules.slots import Move
 
 
 def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:

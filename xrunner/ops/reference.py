@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from xrunner.ops.cuda import DistanceBias
-from xrunner.rules.compaction import Move
-from xrunner.rules.slots import Span
+from xrunner.rules.slots import Move, Span
 
 Cache = tuple[Tensor, Tensor]  # keys and values [slots, k, capacity, d]
 

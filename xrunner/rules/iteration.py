@@ -3,8 +3,7 @@
 Every step advances all active queries of a group by one token and encodes at most one waiting
 query with them. There is one group per pipeline stage, several are in flight, and each has an even
 share of the slots and of the KV budget; waiting queries go to groups as their turn comes. KV is
-reserved at admission (input and most output tokens), and a query leaves with its last token.
-"""
+reserved at admission (input and most output tokens), and a query leaves with its last token."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Inputs that are sorted, or grouped by their kind, and outputs that go with them make neighbouring
 batches unlike (paper section 5.2: input lengths randomised across batches). Results are written in
 the input's order all the same, so those of a window wait until its first queries are done: that is
-why the order is random within windows, and not over the whole job.
-"""
+why the order is random within windows, and not over the whole job."""
 
 from __future__ import annotations
 

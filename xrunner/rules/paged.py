@@ -3,8 +3,7 @@ vLLM V1 does). Sources: vLLM, SOSP '23; Sarathi-Serve, OSDI '24.
 
 KV lies in blocks, allocated as a query grows; nothing is reserved for its output. Where a group's
 queries need more blocks than are free, the latest admitted is evicted and waits, first in line, to
-be encoded again: its input and what it generated so far. Groups as in xrunner.rules.iteration.
-"""
+be encoded again: its input and what it generated so far. Groups as in xrunner.rules.iteration."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class _PagedGroup:
 
     All running queries grow together, so a query holds base + clock tokens with a fixed base, and
     begins a block at every clock of one residue: counting the queries by residue makes a step's
-    need of blocks a look-up.
-    """
+    need of blocks a look-up."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

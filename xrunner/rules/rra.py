@@ -5,8 +5,7 @@ Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active q
 B_E queries join a phase; a group whose decode batch has left its mean by more than the workload
 adjustment's threshold takes more or fewer (paper section 5.2), by no more than that adjustment lets
 an encode batch's tokens vary anyway. `max_active` and the KV budget cut off what is far above.
-All of these can change between two phases of a job (`RraRule.change`).
-"""
+All of these can change between two phases of a job (`RraRule.change`)."""
 
 from __future__ import annotations
 
@@ -170,22 +169,20 @@ def rra_rule(estimate: Estimate) -> RraRule:
     """The rule that executes `estimate`."""
     controls, deployment = _controls(estimate), estimate.deployment
     groups = deployment.num_groups
-    return RraRule(
-        encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
-        num_groups=groups, max_active=groups * most_active(estimate),
-        kv_tokens=deployment.kv_tokens, sizer=sizer_of(controls.even),
-        target_active=controls.even.target_active)
+    return RraRule(encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
+                   num_groups=groups, max_active=groups * most_active(estimate),
+                   kv_tokens=deployment.kv_tokens, sizer=sizer_of(controls.even),
+                   target_active=controls.even.target_active)
 
 
 def phase_controls(estimate: Estimate, *, slots: int) -> PhaseControls:
     """What turns a rule of the same groups, with room for `slots`, into that of `estimate`."""
     controls = _controls(estimate)
-    return PhaseControls(
-        encode_batch=controls.encode_batch,
-        decode_iterations=controls.decode_iterations,
-        group_max_active=min(most_active(estimate), slots),
-        group_kv_tokens=estimate.deployment.group_kv_tokens,
-        target_active=controls.even.target_active)
+    return PhaseControls(encode_batch=controls.encode_batch,
+                         decode_iterations=controls.decode_iterations,
+                         group_max_active=min(most_active(estimate), slots),
+                         group_kv_tokens=estimate.deployment.group_kv_tokens,
+                         target_active=controls.even.target_active)
 
 
 def most_active(estimate: Estimate) -> int:
@@ -193,8 +190,7 @@ def most_active(estimate: Estimate) -> int:
 
     They are a sum of independent presences, so their variance is at most their mean: three
     deviations above it are room for a steady state's spread, and none for drift. Every group can
-    always take one phase's new queries.
-    """
+    always take one phase's new queries."""
     controls, groups = _controls(estimate), estimate.deployment.num_groups
     mean = estimate.figures.decode_batch / groups
     new = sizer_of(controls.even).most(math.ceil(controls.encode_batch / groups))

@@ -2,8 +2,7 @@
 Figure 1): a batch is encoded, then decoded until its longest query is done, then comes the next.
 
 FT splits a batch into the same micro-batches for both phases; DSI encodes each decode group in
-several parts. Nobody leaves early: rows that are done keep decoding, and their contexts grow.
-"""
+several parts. Nobody leaves early: rows that are done keep decoding, and their contexts grow."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class StaticRule:
     A head learns that a group is done when it takes up its tokens, so the groups before the one
     with the last token take one step more than needed. The next batch is begun once all tokens
     of the last are there; it waits for none of those superfluous steps, which the stages work
-    before it.
-    """
+    before it."""
 
     slot_use = SlotUse.KEPT
 

@@ -34,8 +34,7 @@ class Step:
     get their first token. A DECODE or MIXED step also advances every query that was active in the
     group before it by one token. `iteration` counts from 1 within a phase and is 0 for ENCODE.
     `chunks` says which tokens are encoded where that is not the whole input of those who joined;
-    `evicted` loses its KV entries before the step, and is encoded again later.
-    """
+    `evicted` loses its KV entries before the step, and is encoded again later."""
 
     kind: StepKind
     group: int
@@ -53,51 +52,41 @@ class BatchingRule(Protocol):
             if rule.needs_tokens:
                 ... take up the tokens of the group's steps; rule.finish(query) for each done
             step = rule.decide()
-            if step is not None: execute it
-    """
+            if step is not None: execute it"""
 
     @property
     def num_groups(self) -> int:
         """Groups the active queries are split into."""
-        ...
 
     @property
     def group_max_active(self) -> int:
         """Most queries a group ever holds."""
-        ...
 
     @property
     def needs_tokens(self) -> bool:
         """Whether the next decision waits for the tokens of the group's steps so far."""
-        ...
 
     @property
     def slot_use(self) -> SlotUse:
         """What becomes of the slot of a query that is done."""
-        ...
 
     @property
     def reserved_tokens(self) -> int:
         """KV entries (tokens) held, over all groups."""
-        ...
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         """Queue a query of `input_tokens`, needing `reserve_tokens` of KV at most; False if it can
         never fit."""
-        ...
 
     def next_group(self) -> int | None:
         """Group the next step concerns; None while there is nothing to do: every query is done, or
         those left are with another pool."""
-        ...
 
     def decide(self) -> Step | None:
         """The step for that group, or None if it has nothing to do at this place."""
-        ...
 
     def finish(self, query: int) -> None:
         """An active query has its last token: its slot and tokens are free from now on."""
-        ...
 
 
 @runtime_checkable
@@ -107,7 +96,6 @@ class EncodingRule(BatchingRule, Protocol):
 
     def release(self, query: int) -> None:
         """A query is done in the other pool: there is room in the system again."""
-        ...
 
 
 def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:

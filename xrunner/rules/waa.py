@@ -4,8 +4,7 @@ Symbols: B_E = encode_batch, B_D = mean of the active queries, N = max_in_system
 nothing but messages: queries go from the encode to the decode pool with their KV entries, and word
 comes back of each that is done. The encode pool keeps what it has sent within N queries and within
 the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure,
-which also holds a decode batch that the encode pool could let grow at its mean.
-"""
+which also holds a decode batch that the encode pool could let grow at its mean."""
 
 from __future__ import annotations
 
@@ -177,11 +176,9 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     controls, deployment = estimate.controls, estimate.deployment
     assert isinstance(controls, WaaControls), f"{estimate.policy = }"
     encoding, groups = deployment.encoding, deployment.num_groups
-    return (
-        WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
-                      sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
-                      kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
-                      target_active=controls.even.target_active),
-        WaaDecodeRule(num_groups=groups,
-                      group_max_active=math.ceil(controls.max_in_system / groups)),
-    )
+    return (WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
+                          sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
+                          kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
+                          target_active=controls.even.target_active),
+            WaaDecodeRule(num_groups=groups,
+                          group_max_active=math.ceil(controls.max_in_system / groups)))

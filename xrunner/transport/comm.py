@@ -2,8 +2,7 @@
 
 Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working rank may need.
 A tensor may be sent from any device and arrives in the host's memory (pinned beside a GPU): a step
-is over, and its GPU idle, before its output is sent, so there is no other work to overlap with.
-"""
+is over, and its GPU idle, before its output is sent, so there is no other work to overlap with."""
 
 from __future__ import annotations
 
@@ -37,20 +36,16 @@ class Comm(Protocol):
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
         """Starts the transfer and returns; `tensor` must not be written to afterwards."""
-        ...
 
     def receive(self, *sources: int) -> tuple[Message, Tensor | None]:
         """The next message from any of `sources`, waiting politely; those of one source come in
         the order in which they were sent. Its tensor lies in the host's memory."""
-        ...
 
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
         """Receives a message; None where nothing comes within `wait_s`."""
-        ...
 
     def flush(self) -> None:
         """Returns when everything sent has left."""
-        ...
 
 
 def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> None:

@@ -4,8 +4,7 @@ An encode rank copies what each decode rank needs of a batch out of its cache, f
 host's memory, and a thread sends it. A thread of each decode rank receives, and tells its pool's
 head, which lets a query join once all ranks have its entries; they lie in the host's memory until
 then. Threads, because a message of this size only moves while both sides call MPI, and a step may
-compute for seconds.
-"""
+compute for seconds."""
 
 from __future__ import annotations
 

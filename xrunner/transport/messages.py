@@ -3,8 +3,7 @@
 The head decides; each message carries which queries joined and which left; later stages obey what
 arrives. Back from the last stage come the sampled tokens, to the head, and an encoder's output, to
 all stages that look at it. Under WAA the two pools' heads tell each other which queries change
-pools, and the queries' entries go straight from rank to rank (xrunner.transport.courier).
-"""
+pools, and the queries' entries go straight from rank to rank (xrunner.transport.courier)."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class StepMessage:
 
     Continuous batching: the first of `joined` take the slots `replaced` as they are, numbered after
     the compaction; what is encoded are `spans`, behind the tokens of those who decode; the queries
-    in the slots `resting`, encoded in part, do not decode in this step.
-    """
+    in the slots `resting`, encoded in part, do not decode in this step."""
 
     kind: StepKind
     group: int
@@ -55,8 +53,7 @@ class StartMessage:
     """The first message: the size of every group's cache, in queries and in tokens of each.
 
     `encoded_capacity`: tokens of an encoder-decoder model's longest input, which lie in a cache of
-    their own; `capacity` is then that of the outputs.
-    """
+    their own; `capacity` is then that of the outputs."""
 
     num_groups: int
     slots: int

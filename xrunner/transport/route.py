@@ -3,8 +3,7 @@
 A stage is a tensor-parallel group, and every rank of it needs the whole hidden state, which every
 rank of the stage before holds. So rank j of a stage takes its steps from rank j mod t of the t
 ranks before it: one hop for every rank, where a message between first ranks and a broadcast behind
-it would move as many bytes in two hops, one after the other, and put all of them on one sender.
-"""
+it would move as many bytes in two hops, one after the other, and put all of them on one sender."""
 
 from __future__ import annotations
 

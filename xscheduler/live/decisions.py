@@ -2,8 +2,7 @@
 7.7).
 
 RRA changes its batch sizes in place. WAA's would need other buffers and, mostly, other layers: for
-it what is decided is what a re-deployment would bring, and the job goes on.
-"""
+it what is decided is what a re-deployment would bring, and the job goes on."""
 
 from __future__ import annotations
 
@@ -29,10 +28,8 @@ from xscheduler.live.observed import (
     joint_of,
     observed_lengths,
 )
-from xscheduler.live.reschedule import Reschedule, reschedule
-from xscheduler.live.revision import Revised, revise
-from xscheduler.live.slots import mean_present
-from xscheduler.room import with_room_for
+from xscheduler.live.reschedule import Reschedule, Revised, reschedule, revise
+from xscheduler.room import mean_present, with_room_for
 
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
 # Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
@@ -59,8 +56,7 @@ class Followed:
 
     threshold: share of the mean output length that counts as drift. is_observing: the plan is no
     expectation, but every query's cap. longest: KV tokens that a query may need. slots: of a
-    group's cache.
-    """
+    group's cache."""
 
     problem: Problem
     schedule: Schedule
@@ -143,9 +139,7 @@ class Decider:
         admitted = max((*written.finished, *written.active), default=-1) + 1
         waiting = self.followed.num_queries - admitted
         at_work = max(len(written.active), max_in_system(self.running.estimate.controls))
-        if waiting <= at_work:  # what is left is the job's drain
-            return None
-        if len(finished) < self.needed:
+        if waiting <= at_work or len(finished) < self.needed:  # what is left is the job's drain
             return None
         seen = Observation(finished=finished, active=active)
         observed = observed_lengths(seen, self._planned, problem.default_max_tokens)
@@ -205,9 +199,8 @@ class Decider:
         """RRA: other batch sizes on the stages there are."""
         now, record = self.running.estimate, look.record()
         is_early = look.is_observing and look.seen.num_finished < LEAST_QUERIES
-        revised = revise(
-            self.running, problem, self._timing, caution=CAUTION if is_early else 1.0,
-            most_present=now.deployment.num_groups * mean_present(self.followed.slots))
+        revised = revise(self.running, problem, self._timing, caution=CAUTION if is_early else 1.0,
+                         most_present=now.deployment.num_groups * mean_present(self.followed.slots))
         record |= {"choice": "keep", "reason": revised.reason, "from": _variables(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
         if revised.estimate is None:
@@ -240,10 +233,9 @@ class Decider:
         """WAA: what a re-deployment would bring."""
         limit_s = problem.constraint.latency_s / self.running.margin.factor
         ways = reschedule(self.running, problem, self._timing, latency_limit_s=limit_s)
-        record = look.record() | {
-            "choice": ways.choice, "reason": ways.sentence,
-            "from": _variables(self.running.estimate),
-            "throughput_qps": {"before": ways.keep.qps or None}}
+        record = look.record() | {"choice": ways.choice, "reason": ways.sentence,
+                                  "from": _variables(self.running.estimate),
+                                  "throughput_qps": {"before": ways.keep.qps or None}}
         if ways.choice in ("adjust", "redeploy"):
             assert ways.chosen is not None
             record |= {"choice": "redeploy", "to": _variables(ways.chosen), "cost_s": ways.cost_s,
@@ -262,11 +254,11 @@ def _figure(value: float) -> str:
 
 
 def _variables(estimate: Estimate) -> dict[str, int]:
-    names = policy(estimate.policy).variable_names
-    return {"encode_batch": estimate.figures.encode_batch,
-            **({"decode_iterations": estimate.figures.decode_iterations}
-               if "decode_iterations" in names else {}),
-            "decode_micro_batches": estimate.deployment.num_groups}
+    own = {"encode_batch": estimate.figures.encode_batch,
+           "decode_iterations": estimate.figures.decode_iterations,
+           "decode_micro_batches": estimate.deployment.num_groups}
+    names = {"encode_batch", "decode_micro_batches", *policy(estimate.policy).variable_names}
+    return {name: value for name, value in own.items() if name in names}
 
 
 def _changed(old: Estimate, new: Estimate) -> str:

@@ -10,19 +10,17 @@ not be loaded again; every other one is, even where another rank of the node hol
                copied on as it comes; a piece that several ranks of a node load is read once
 
 Every node has the model on a drive of its own (or in its DRAM). Only bytes are counted: not the
-start of processes, the parsing of checkpoints, or the first compilation of kernels.
-"""
+start of processes, the parsing of checkpoints, or the first compilation of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.core.units import DTYPE_BYTES
 from xsimulator.allocation import pool_layers
 
@@ -53,10 +51,10 @@ class Loading:
         return sum(self.rank_bytes)
 
 
-def holdings(stages: Sequence[StageAssignment], model: ModelSpec, dtype: str) -> Holdings:
+def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
     """What every rank holds. A rank that serves two pools (none does today) holds both."""
     found: dict[int, dict[Piece, int]] = {}
-    for stage, pieces in _stage_pieces(stages, model):
+    for stage, pieces in _stage_pieces(pools, model):
         degree = stage.tp_degree
         for shard, rank in enumerate(stage.ranks):
             own = found.setdefault(rank, {})
@@ -68,36 +66,28 @@ def holdings(stages: Sequence[StageAssignment], model: ModelSpec, dtype: str) ->
     return found
 
 
-def deployment(stages: Sequence[StageAssignment], model: ModelSpec, dtype: str,
-               cluster: Cluster) -> Loading:
-    """Loading everything, onto empty devices."""
-    return _loading(holdings(stages, model, dtype), cluster)
-
-
-def redeployment(old_stages: Sequence[StageAssignment], new_stages: Sequence[StageAssignment],
-                 model: ModelSpec, dtype: str, cluster: Cluster) -> Loading:
-    """Loading what each rank of `new_stages` does not hold from `old_stages`."""
-    held = holdings(old_stages, model, dtype)
+def redeployment(old: Sequence[Pool], new: Sequence[Pool], model: ModelSpec, dtype: str,
+                 cluster: Cluster) -> Loading:
+    """Loading what each rank of the new pools does not hold from the old ones, all of it where
+    there are none."""
+    held = holdings(old, model, dtype)
     return _loading({
         rank: {piece: size for piece, size in pieces.items() if piece not in held.get(rank, {})}
-        for rank, pieces in holdings(new_stages, model, dtype).items()}, cluster)
+        for rank, pieces in holdings(new, model, dtype).items()}, cluster)
 
 
-def _stage_pieces(stages: Sequence[StageAssignment], model: ModelSpec,
+def _stage_pieces(pools: Sequence[Pool], model: ModelSpec,
                   ) -> Iterator[tuple[StageAssignment, list[tuple[str, int, float]]]]:
-    """Each stage with its (part, index, parameters); pools are runs of stages of one role."""
-    for role, run in groupby(stages, key=lambda stage: stage.role):
-        pool = list(run)
-        has_head = pool_layers(model, role)[0] > 0
-        for stage in pool:
-            pieces = [("layer", stage.first_layer + k, float(model.decoder_layer_params))
-                      for k in range(stage.num_layers)]
-            pieces += [("encoder layer", stage.first_encoder_layer + k,
-                        float(model.encoder_layer_params))
+    """Each stage with its (part, index, parameters)."""
+    layer, encoder_layer = float(model.decoder_layer_params), float(model.encoder_layer_params)
+    for pool in pools:
+        for stage in pool.stages:
+            pieces = [("layer", stage.first_layer + k, layer) for k in range(stage.num_layers)]
+            pieces += [("encoder layer", stage.first_encoder_layer + k, encoder_layer)
                        for k in range(stage.num_encoder_layers)]
-            if stage is pool[0]:
+            if stage is pool.stages[0]:
                 pieces.append(("embedding", 0, float(model.embedding_params)))
-            if stage is pool[-1] and has_head:
+            if stage is pool.stages[-1] and pool_layers(model, pool.role)[0] > 0:
                 pieces.append(("head", 0, float(model.head_params)))
             yield stage, pieces
 
@@ -109,6 +99,5 @@ def _loading(wanted: Holdings, cluster: Cluster) -> Loading:
         of_node[cluster.node_of(rank)].update(pieces)
     node_bytes = [sum(pieces.values()) for pieces in of_node]
     from_dram_s = max(of_rank) / cluster.only.host_bytes_per_s
-    return Loading(
-        rank_bytes=tuple(of_rank), node_bytes=tuple(node_bytes), from_dram_s=from_dram_s,
-        from_ssd_s=max(max(node_bytes) / cluster.only.ssd_bytes_per_s, from_dram_s))
+    return Loading(rank_bytes=tuple(of_rank), node_bytes=tuple(node_bytes), from_dram_s=from_dram_s,
+                   from_ssd_s=max(max(node_bytes) / cluster.only.ssd_bytes_per_s, from_dram_s))

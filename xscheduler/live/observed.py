@@ -8,8 +8,7 @@ estimate (Kaplan and Meier, 1958) of both kinds is unbiased wherever queries hav
 long. Beyond it, lengths are taken to go on as planned.
 
 Symbols: d(k) queries ended with token k of n(k) that were seen to write it; S(k) = P(length > k) =
-product of 1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's.
-"""
+product of 1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's."""
 
 from __future__ import annotations
 
@@ -100,11 +99,10 @@ def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, q
     chance = BEYOND_CHANCE * math.sqrt(beyond * quantile / count)
     above = _exceed(own, math.floor(reach * (1 + threshold))) - beyond
     below = beyond - _exceed(own, math.floor(reach * (1 - threshold)))
-    return Drift(
-        planned_mean=planned.mean, observed_mean=own.mean, planned_reach=reach,
-        observed_reach=own.quantile(quantile), quantile=quantile, num_finished=count,
-        is_mean=away > max(threshold * planned.mean, BEYOND_CHANCE * error),
-        is_reach=max(above, below) > chance)
+    return Drift(planned_mean=planned.mean, observed_mean=own.mean, planned_reach=reach,
+                 observed_reach=own.quantile(quantile), quantile=quantile, num_finished=count,
+                 is_mean=away > max(threshold * planned.mean, BEYOND_CHANCE * error),
+                 is_reach=max(above, below) > chance)
 
 
 def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths) -> JointLengths:

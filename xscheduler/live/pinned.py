@@ -4,8 +4,7 @@ The closed forms place layers by a problem's lengths; here they are held where a
 For each value of the other variables (a line) the largest admissible batch is bisected, all lines
 at once; throughput nearly always grows with the batch, so the batches near that edge are evaluated
 one by one. RRA's lines are thinned out at first, then every one near the best is looked at, and so
-on until none is better: exact on the grid of whole numbers wherever the best lines lie together.
-"""
+on until none is better: exact on the grid of whole numbers wherever the best lines lie together."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from xgpt.core.controls import RraControls, WaaControls
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.policies import policy, searched_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Role, StageAssignment
+from xgpt.core.schedule import Estimate, Pool, Role
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
@@ -51,21 +50,17 @@ class Way:
     @property
     def qps(self) -> float:
         """Throughput of an admissible way, else 0."""
-        is_admissible = self.estimate is not None and self.reason is None
-        return self.estimate.figures.throughput_qps if self.estimate and is_admissible else 0.0
+        return self.estimate.figures.throughput_qps if self.estimate and not self.reason else 0.0
 
 
 class PinnedPlans:
     """Plans of a problem whose layers lie as a schedule has them (a PlanSource)."""
 
-    def __init__(self, problem: Problem, timing: TimingSource,
-                 stages: Sequence[StageAssignment]) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, pools: Sequence[Pool]) -> None:
         plans = Plans(problem, timing)
         self.problem, self.layers = problem, plans.layers
-        self._pools: dict[tuple[tuple[int, ...], ...], Plan] = {}
-        for role in dict.fromkeys(stage.role for stage in stages):
-            pool = tuple(stage for stage in stages if stage.role == role)
-            self._pools[tuple(stage.ranks for stage in pool)] = plans.of_stages(pool, role)
+        self._pools = {tuple(stage.ranks for stage in pool.stages):
+                       plans.of_stages(pool.stages, pool.role) for pool in pools}
 
     def both(self, tp_degree: int, tp_gpus: int) -> Plan:
         """RRA's one pool."""
@@ -77,13 +72,12 @@ class PinnedPlans:
         return self._pools[tuple(ranks)]
 
 
-def pinned_policy(deployed: Estimate, problem: Problem,
-                  timing: TimingSource) -> ClosedForm:
+def pinned_policy(deployed: Estimate, problem: Problem, timing: TimingSource) -> ClosedForm:
     """The closed form of the schedule's policy on its stages (a policy's whose closed form is not
     told its stages: on its own)."""
     if not isinstance(deployed.controls, (RraControls, WaaControls)):
         return make_policy(deployed.policy, problem, timing)
-    plans = PinnedPlans(problem, timing, deployed.deployment.stages)
+    plans = PinnedPlans(problem, timing, deployed.deployment.pools)
     if isinstance(deployed.controls, RraControls):
         return Rra(problem, timing, plans=plans)
     devices = deployed.deployment.encoding.num_devices
@@ -99,16 +93,15 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
 
     if deployed.policy not in searched_policies():
         refuse("policy", deployed.policy,
-               f"one of {', '.join(searched_policies())}: others have no "
-               "schedule to change")
+               f"one of {', '.join(searched_policies())}: others have no schedule to change")
     ranks = sorted(rank for stage in deployed.deployment.stages for rank in stage.ranks)
     if ranks != list(range(problem.cluster.num_devices)):
         refuse("stages", f"{len(ranks)} ranks", f"{problem.cluster.num_devices}, the devices of "
                                                 f"cluster {problem.cluster.name}")
-    for role in dict.fromkeys(stage.role for stage in deployed.deployment.stages):
-        wanted = pool_layers(problem.model, role)
-        pool = [stage for stage in deployed.deployment.stages if stage.role == role]
-        held = (sum(s.num_layers for s in pool), sum(s.num_encoder_layers for s in pool))
+    for pool in deployed.deployment.pools:
+        wanted = pool_layers(problem.model, pool.role)
+        held = (sum(stage.num_layers for stage in pool.stages),
+                sum(stage.num_encoder_layers for stage in pool.stages))
         if held != wanted:
             refuse("stages", f"{held[0]} + {held[1]} layers",
                    f"{wanted[0]} + {wanted[1]} layers of {problem.model.name}, in each pool")
@@ -131,12 +124,10 @@ class PinnedSearch:
 
     def __init__(self, deployed: Estimate, problem: Problem, timing: TimingSource,
                  latency_limit_s: float) -> None:
-        self._deployed, self._problem = deployed, problem
-        self._limit_s = latency_limit_s
+        self._deployed, self._problem, self._limit_s = deployed, problem, latency_limit_s
         self._policy: Any = pinned_policy(deployed, problem, timing)
-        stages = [stage for stage in deployed.deployment.stages if stage.role != "encode"]
-        self._groups = sorted({*group_counts(len(stages)), deployed.deployment.num_groups})
-        fixed = problem.fixed.encode_batch
+        decoding, fixed = deployed.deployment.decoding, problem.fixed.encode_batch
+        self._groups = sorted({*group_counts(len(decoding.stages)), decoding.num_groups})
         self._batches = (fixed, fixed) if fixed else (1, min(problem.num_queries or MAX_BATCH,
                                                              MAX_BATCH))
         self._has_iterations = "decode_iterations" in policy(deployed.policy).variable_names
@@ -146,12 +137,12 @@ class PinnedSearch:
 
     def current(self) -> Way:
         """The control variables as they are."""
-        now = self._deployed
-        line = (now.figures.decode_iterations, now.deployment.num_groups)
-        self._evaluate([(line, now.figures.encode_batch)])
-        reason = self._reason(self._known[line, now.figures.encode_batch])
-        return Way(estimate=self._estimate(line, now.figures.encode_batch),
-                   reason=self._excluded() or reason)
+        figures = self._deployed.figures
+        point = (figures.decode_iterations, self._deployed.deployment.num_groups), (
+            figures.encode_batch)
+        self._evaluate([point])
+        return Way(estimate=self._estimate(*point),
+                   reason=self._excluded() or self._reason(self._known[point]))
 
     def best(self) -> Way:
         """The admissible configuration of highest throughput; else how close one can get."""
@@ -160,16 +151,15 @@ class PinnedSearch:
         lines = self._first_lines()
         seen: set[Line] = set()
         for _ in range(MAX_ROUNDS):
-            new = [line for line in lines if line not in seen]
-            if not new:
+            if not (new := [line for line in lines if line not in seen]):
                 break
             seen.update(new)
             self._look_at(new)
             nearest = self._best_known() or self._tightest(seen)
             lines = [] if nearest is None else self._around(nearest[0])
-        found = self._best_known()
-        return (Way(estimate=self._estimate(*found), reason=None) if found
-                else self._out_of_reach(seen))
+        if (found := self._best_known()) is None:
+            return self._out_of_reach(seen)
+        return Way(estimate=self._estimate(*found), reason=None)
 
     def _excluded(self) -> str | None:
         """Why the job does not allow the policy and plan that are deployed."""
@@ -186,12 +176,12 @@ class PinnedSearch:
         now, fixed = self._deployed, self._problem.fixed
         groups = (self._groups if fixed.decode_micro_batches is None
                   else [fixed.decode_micro_batches])
-        if not self._has_iterations:
-            return [(1, count) for count in groups]
-        most = max(self._policy.flow.max_iterations, 1)
-        iterations = sorted({*geometric(most), min(now.figures.decode_iterations, most)})
-        if fixed.decode_iterations is not None:
+        iterations = [1]
+        if self._has_iterations and fixed.decode_iterations is not None:
             iterations = [fixed.decode_iterations]
+        elif self._has_iterations:
+            most = max(self._policy.flow.max_iterations, 1)
+            iterations = sorted({*geometric(most), min(now.figures.decode_iterations, most)})
         return [(n, count) for n in iterations for count in groups]
 
     def _around(self, line: Line) -> list[Line]:
@@ -233,11 +223,10 @@ class PinnedSearch:
             for line, size in tried.items():
                 if self._known[line, size].limit:
                     spans[line] = (spans[line][0], size)
-                elif size < high:
-                    spans[line] = (size, size)
-                    rising.append(line)
                 else:
-                    spans[line] = (size, size + 1)
+                    spans[line] = (size, size if size < high else size + 1)
+                    if size < high:
+                        rising.append(line)
         while open_lines := [line for line, (a, b) in spans.items() if b - a > 1]:
             middles = {line: sum(spans[line]) // 2 for line in open_lines}
             self._evaluate(list(middles.items()))
@@ -248,8 +237,7 @@ class PinnedSearch:
         return {line: below for line, (below, _) in spans.items()}
 
     def _evaluate(self, points: Sequence[tuple[Line, int]]) -> None:
-        new = sorted(set(points) - self._known.keys())
-        if not new:
+        if not (new := sorted(set(points) - self._known.keys())):
             return
         arrays = self._policy.evaluate([self._config(*point) for point in new])
         limits = forbidding(arrays, Limits(
@@ -262,18 +250,13 @@ class PinnedSearch:
 
     def _reason(self, seen: _Seen) -> str | None:
         """What forbids a configuration, in words, or None."""
-        if seen.limit is Limit.MEMORY:
-            return (f"memory: {format_bytes(seen.memory_bytes)} of "
-                    f"{format_bytes(self._policy.capacity_bytes)} that can be used")
-        if seen.limit is Limit.QUERIES:
-            return (f"number of queries: {seen.present:.0f} present of "
-                    f"{self._problem.num_queries}")
-        if seen.limit is Limit.RANGE:
-            return "measured range: the profile says nothing about such sizes"
-        if seen.limit is Limit.LATENCY:
-            return (f"latency: {format_seconds(seen.latency_s)} of "
-                    f"{format_seconds(self._limit_s)}")
-        return None
+        why = {
+            Limit.MEMORY: f"{format_bytes(seen.memory_bytes)} of "
+                          f"{format_bytes(self._policy.capacity_bytes)} that can be used",
+            Limit.QUERIES: f"{seen.present:.0f} present of {self._problem.num_queries}",
+            Limit.RANGE: "the profile says nothing about such sizes",
+            Limit.LATENCY: f"{format_seconds(seen.latency_s)} of {format_seconds(self._limit_s)}"}
+        return f"{seen.limit.words}: {why[seen.limit]}" if seen.limit else None
 
     # --- results ------------------------------------------------------------------------------
 
@@ -299,9 +282,7 @@ class PinnedSearch:
         found = self._estimate(*point)
         return Way(estimate=found, reason=(
             f"the tightest latency on these stages is {found.figures.latency_s:.4g} s, with "
-            f"encode_batch {found.figures.encode_batch}, {iterations_words(found)}"
-            f"decode_micro_batches {found.deployment.num_groups}; "
-            f"the limit is {self._limit_s:.4g} s"))
+            f"{variables_words(found)}; the limit is {self._limit_s:.4g} s"))
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
         found: Estimate = self._policy.estimate(self._config(line, batch))
@@ -313,8 +294,10 @@ class PinnedSearch:
                        **iterations)
 
 
-def iterations_words(estimate: Estimate) -> str:
-    """The control variable that not every policy has, in words."""
-    controls = estimate.controls
-    return (f"decode_iterations {controls.decode_iterations}, "
-            if isinstance(controls, RraControls) else "")
+def variables_words(estimate: Estimate) -> str:
+    """The control variables, in words; not every policy has iterations."""
+    figures, controls = estimate.figures, estimate.controls
+    iterations = (f"decode_iterations {controls.decode_iterations}, "
+                  if isinstance(controls, RraControls) else "")
+    return (f"encode_batch {figures.encode_batch}, {iterations}"
+            f"decode_micro_batches {estimate.deployment.num_groups}")

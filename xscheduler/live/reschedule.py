@@ -14,7 +14,11 @@ throughput of the best alternative and of the new schedule:
 
 The queries present are finished before layers move; how long the pool drains and fills again is not
 counted, nor is what a running pool takes to swing into new batch sizes.
-"""
+
+An RRA schedule that is running is revised (`revise`): layers, tensor-parallel plan and
+micro-batches stay, and with them the ranks' weights and caches; encode_batch and decode_iterations
+are searched on the stages there are (`pinned.py`), within the bound and its confidence
+(xscheduler.uncertainty), as the schedule itself was."""
 
 from __future__ import annotations
 
@@ -23,16 +27,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule, StageAssignment
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.evaluator import Evaluator
 from xscheduler.live.deployment import Loading, redeployment
-from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, iterations_words
+from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, variables_words
 from xscheduler.search import find_schedule
+from xscheduler.uncertainty import Doubts
+from xscheduler.within import plan_within
 
 WORTH = 0.005  # share of throughput below which two schedules count as equal: the search's gap
 Choice = Literal["keep", "adjust", "redeploy"]
+# Share of throughput from which on a change is made: it costs a few phases in which the pool
+# swings into its new batch sizes, which no estimate counts.
+WORTH_CHANGING = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +63,20 @@ class Reschedule:
     @property
     def chosen(self) -> Estimate | None:
         """The estimate of the way chosen."""
-        way = {"keep": self.keep, "adjust": self.adjust, "redeploy": self.redeploy}
-        return None if self.choice is None else way[self.choice].estimate
+        way: Way | None = None if self.choice is None else getattr(self, self.choice)
+        return None if way is None else way.estimate
 
 
 def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSource, *,
                source: Literal["dram", "ssd"] = "dram", latency_limit_s: float | None = None,
-               best: Schedule | InfeasibleError | None = None) -> Reschedule:
+               best: Schedule | InfeasibleError | InputError | None = None) -> Reschedule:
     """What to do about `problem`, which has the new lengths and the queries that are left, while
     `current` is deployed on its cluster.
 
     source: where weights are loaded from. latency_limit_s: what the latency is held to, where a
     margin makes that less than the bound. best: the best schedule of the problem, or why there is
     none; by default what a search without a margin finds. Raises InputError for a schedule of
-    another model, cluster or policy.
-    """
+    another model, cluster or policy."""
     deployed = current.estimate if isinstance(current, Schedule) else current
     fits_the_job(deployed, problem)
     limit_s = problem.constraint.latency_s if latency_limit_s is None else latency_limit_s
@@ -74,11 +84,17 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     keep, adjust = pinned.current(), pinned.best()
     if keep.qps > adjust.qps:  # it lies off the lines that were looked at
         adjust = keep
-    redeploy = _searched(problem, timing) if best is None else _way_of(best)
+    if best is None:
+        try:
+            best = find_schedule(problem, timing)
+        except (InfeasibleError, InputError) as cause:
+            best = cause
+    redeploy = (Way(estimate=best.estimate, reason=None) if isinstance(best, Schedule) else
+                Way(estimate=None, reason=str(best)))
     loading = None
     if redeploy.estimate is not None:
-        loading = _loading_of(deployed.deployment.stages,
-                              redeploy.estimate.deployment.stages, problem)
+        loading = redeployment(deployed.deployment.pools, redeploy.estimate.deployment.pools,
+                               problem.model, problem.dtype, problem.cluster)
         if loading.total_bytes == 0:  # the best has the layers where they are
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
             redeploy, loading = Way(estimate=None, reason="no layer would move"), None
@@ -97,24 +113,6 @@ def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
     if new_qps <= old_qps:
         return math.inf
     return cost_s * old_qps * new_qps / (new_qps - old_qps)
-
-
-def _searched(problem: Problem, timing: TimingSource) -> Way:
-    try:
-        return _way_of(find_schedule(problem, timing))
-    except (InfeasibleError, InputError) as cause:
-        return Way(estimate=None, reason=str(cause))
-
-
-def _way_of(best: Schedule | InfeasibleError) -> Way:
-    if isinstance(best, InfeasibleError):
-        return Way(estimate=None, reason=str(best))
-    return Way(estimate=best.estimate, reason=None)
-
-
-def _loading_of(old: tuple[StageAssignment, ...], new: tuple[StageAssignment, ...],
-                problem: Problem) -> Loading:
-    return redeployment(old, new, problem.model, problem.dtype, problem.cluster)
 
 
 def _recommend(found: Reschedule) -> Reschedule:
@@ -158,8 +156,78 @@ def _redeploy_words(found: Reschedule) -> str:
 
 
 def variables(estimate: Estimate) -> str:
-    """The control variables in words."""
-    return (f"{estimate.policy}, encode_batch {estimate.figures.encode_batch}, "
-            f"{iterations_words(estimate)}decode_micro_batches "
-            f"{estimate.deployment.num_groups}, tp_degree "
+    """The policy, its control variables and its tensor plan, in words."""
+    return (f"{estimate.policy}, {variables_words(estimate)}, tp_degree "
             f"{estimate.deployment.tp_degree}, tp_gpus {estimate.deployment.tp_gpus}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revised:
+    """`keep`: the control variables as they are, under the new lengths; its reason says why they
+    do not do. `estimate` None: they stay. `reason`: why. `is_kept`: what is left running keeps the
+    bound with its confidence."""
+
+    keep: Way
+    estimate: Estimate | None
+    reason: str
+    is_kept: bool
+
+
+def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
+           most_present: int | None = None, caution: float = 1.0) -> Revised:
+    """What to change for `problem`, which has the new lengths and the queries that are left, while
+    `running` is executed. `most_present`: queries that the caches hold. `caution`: share of the
+    bound that a change is planned for."""
+    now = running.estimate
+    assert policy(now.policy).is_changeable, f"{now.policy = }"
+    fixed = replace(problem.fixed, policy=now.policy, tp_degree=now.deployment.tp_degree,
+                    tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
+    most = [count for count in (problem.num_queries, most_present) if count is not None]
+    problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
+    evaluator = Evaluator(problem, timing)
+    keep = _keep(now, evaluator)
+
+    def find(other: Problem) -> Schedule:
+        way = PinnedSearch(now, other, timing, other.constraint.latency_s).best()
+        if way.estimate is None or way.reason is not None:
+            raise InfeasibleError(way.reason or "nothing is admissible")
+        return running.changed(estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
+
+    def within(latency_s: float) -> Schedule:
+        return find(replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_s)))
+
+    def stays(reason: str) -> Revised:
+        return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
+
+    constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
+    try:
+        planned = plan_within(Doubts(replace(problem, constraint=constraint), evaluator), within,
+                              search_problem=find)
+    except InfeasibleError as cause:
+        return stays(f"no other batch sizes do: {cause}")
+    found = planned.schedule.estimate
+    if keep.qps and found.figures.throughput_qps <= keep.qps * (1 + WORTH_CHANGING):
+        return stays(f"other batch sizes bring no more than {WORTH_CHANGING:.0%}")
+    if not keep.qps and not planned.is_safe and found.figures.latency_s >= _latency_s(keep):
+        return stays(f"no other batch sizes do: {planned.margin.sentence}")
+    gain = (f"{found.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
+            else f"as it was it no longer serves: {keep.reason}")
+    return Revised(keep=keep, estimate=found, reason=gain, is_kept=planned.is_safe)
+
+
+def _keep(now: Estimate, evaluator: Evaluator) -> Way:
+    """Also held to the bound's confidence."""
+    problem = evaluator.problem
+    bound_s = problem.constraint.latency_s
+    keep = PinnedSearch(now, problem, evaluator.timing, bound_s).current()
+    if keep.estimate is None or keep.reason is not None:
+        return keep
+    own = Doubts(problem, evaluator).margin(keep.estimate)
+    if keep.estimate.figures.latency_s * own.factor <= bound_s:
+        return keep
+    return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the "
+                   f"bound of {bound_s:.3g} s with less than the confidence asked for")
+
+
+def _latency_s(way: Way) -> float:
+    return way.estimate.figures.latency_s if way.estimate is not None else float("inf")

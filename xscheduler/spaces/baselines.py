@@ -1,17 +1,22 @@
 """The schedule of a baseline that is to run: the job's control variables, or the best within the
-bound, kept with the same confidence as those that are searched."""
+bound, kept with the same confidence as those that are searched.
+
+An engine whose steps take other times than those that there are works static batches chosen by
+these, without the margin that other times would make meaningless (`plan_untimed`)."""
 
 from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError, wrong
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray
 from xgpt.core.policies import baselines, policy
 from xgpt.core.problem import Problem
@@ -24,8 +29,10 @@ from xscheduler.admissible import Limits, admissible
 from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
 from xscheduler.spaces.space import Selection
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xsimulator.policies import make_policy
+from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.figures import EstimateArrays
+
+_PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of its groups
 
 
 class BaselineSearch:
@@ -38,7 +45,7 @@ class BaselineSearch:
 
     def selections(self, num_queries: int) -> list[Selection]:
         """What the job leaves open of the grid."""
-        return [Selection(policy=self._policy.name, closed_form=self._policy,
+        return [Selection(closed_form=self._policy,
                           configs=self._policy.grid(num_queries, self._plans))]
 
     @property
@@ -123,9 +130,6 @@ class _Pinned:
                          for config in configs], dtype=bool)
 
 
-_PARTS = "encode_micro_batches"  # of a configuration: encode_parts of each of its groups
-
-
 def _given(problem: Problem) -> dict[str, int]:
     """Control variables that the job fixes."""
     assert problem.fixed.policy is not None
@@ -138,3 +142,52 @@ def _value(config: Any, name: str) -> object:
     if name == _PARTS:
         return (config.encode_parts or 1) * config.decode_micro_batches
     return getattr(config, name)
+
+
+def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
+    """The batches that the problem fixes, even beyond its bound, else those of highest throughput
+    within it. `note` is left with the estimate. Raises InfeasibleError."""
+    began, fixed, constraint = time.monotonic(), problem.fixed, problem.constraint
+    policy: Any = make_policy(str(fixed.policy), problem, timing)
+    if fixed.encode_batch is not None:
+        estimate, nodes, status = _given_batch(problem, policy), 1, Status.GIVEN
+    else:
+        (estimate, nodes), status = _best_batch(problem, policy), Status.BEST_SEEN
+    estimate = replace(estimate, notes=(*estimate.notes, note))
+    return schedule_from_flat(
+        estimate=estimate, latency_bound_s=constraint.latency_s, constraint_kind=constraint.kind,
+        quantile=constraint.quantile, status=status, bound_qps=math.inf, gap=math.inf, nodes=nodes,
+        seconds=time.monotonic() - began, fingerprint=problem.fingerprint)
+
+
+def _given_batch(problem: Problem, policy: Any) -> Estimate:
+    fixed = problem.fixed
+    config, _ = make_config(str(fixed.policy), replace(
+        fixed, decode_micro_batches=fixed.decode_micro_batches or 1))
+    estimate: Estimate = policy.estimate(config)
+    if not estimate.figures.fits:
+        raise InfeasibleError(f"schedule.encode_batch = {fixed.encode_batch} does not fit: it "
+                              f"takes {max(estimate.figures.memory_bytes)} bytes of "
+                              f"{estimate.figures.memory_capacity_bytes} a rank")
+    if math.isinf(estimate.figures.latency_s):
+        raise wrong("schedule", "schedule.encode_batch", fixed.encode_batch,
+                    "sizes that the profile does not reach")
+    return estimate
+
+
+def _best_batch(problem: Problem, policy: Any) -> tuple[Estimate, int]:
+    """(the estimate, configurations looked at)"""
+    fixed, bound_s = problem.fixed, problem.constraint.latency_s
+    assert fixed.tp_degree is not None and fixed.tp_gpus is not None, f"{fixed = }"
+    plans = [(fixed.tp_degree, fixed.tp_gpus)]
+    estimate = best(policy, bound_s, plans=plans)
+    if estimate is not None:
+        return estimate, len(policy.grid(problem.num_queries or MOST_QUERIES, plans))
+    single, _ = make_config(policy.name, replace(
+        FixedSchedule(), encode_batch=1, decode_micro_batches=1, tp_degree=fixed.tp_degree,
+        tp_gpus=fixed.tp_gpus))
+    alone: Estimate = policy.estimate(single)
+    raise InfeasibleError(
+        f"no batch of {policy.name} on {problem.cluster.num_devices} ranks fits and keeps the "
+        f"latency bound of {format_seconds(bound_s)}: one query alone takes "
+        f"{format_seconds(alone.figures.latency_s)}, by the times of xgpt's own kernels")

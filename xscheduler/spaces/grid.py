@@ -2,8 +2,7 @@
 points until none is better. What gains are measured against must not be a strawman.
 
 Works for every policy whose configurations are dataclasses: the number of queries first, then other
-whole numbers, and the tensor plan.
-"""
+whole numbers, and the tensor plan."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ class GridPolicy(Protocol):
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> Sequence[Any]:
         """Configurations that cover the space for these (tp_degree, tp_gpus)."""
-        ...
 
     def evaluate(self, configs: Sequence[Any]) -> EstimateArrays: ...
 
@@ -58,7 +56,6 @@ class QuicklyBounded(Protocol):
 
     def limits(self, configs: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
         """(throughput_qps, latency_s) that `evaluate` does not better."""
-        ...
 
 
 def best(policy: GridPolicy, latency_bound_s: float, *,

@@ -78,7 +78,7 @@ class RraSpace:
         batches = spread_sizes(num_queries, fixed.encode_batch, {
             math.ceil(num_queries / count) for count in range(1, _EVEN_BATCHES + 1)})
         iterations = spread_sizes(most, fixed.decode_iterations, {most})
-        return Selection(policy=self.name, closed_form=self.points.rra, configs=[
+        return Selection(closed_form=self.points.rra, configs=[
             RraConfig(encode_batch=batch, decode_iterations=every, tp_degree=plan.tp_degree,
                       tp_gpus=plan.tp_gpus, decode_micro_batches=fixed.decode_micro_batches)
             for plan in self.plans for batch in batches for every in iterations])

@@ -50,7 +50,7 @@ class RraExaminer:
     """Examines boxes under one latency bound."""
 
     def __init__(self, points: RraPoints, latency_bound_s: float, *, gap: float,
-                 floor_qps: float = 0.0) -> None:
+                 floor_qps: float) -> None:
         """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
         """
         self._points, self._bound_s, self._gap = points, latency_bound_s, gap
@@ -59,20 +59,16 @@ class RraExaminer:
         self._best_qps = floor_qps
         # (plan, N_D, least, most batch) -> where the line is split, for it is the last admissible
         self._frontier: dict[tuple[int, int, int, int], int] = {}
-        self._plan_of_root: list[int] = []
+        self.plan_of_root: list[int] = []
         self.roots: list[Box] = []
         for plan in range(len(points.plans)):
             for lower, upper in _root_corners(problem, self._batches,
                                               points.rra.flow.max_iterations):
                 self.roots.append(Box(root=len(self.roots), lower=lower, upper=upper))
-                self._plan_of_root.append(plan)
-
-    def plan_of(self, root: int) -> int:
-        """Index of the tensor plan that a root is of."""
-        return self._plan_of_root[root]
+                self.plan_of_root.append(plan)
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        corners = np.array([(self._plan_of_root[box.root], *box.lower, *box.upper)
+        corners = np.array([(self.plan_of_root[box.root], *box.lower, *box.upper)
                             for box in boxes], np.int64).reshape(-1, 5)
         given = _Boxes(corners[:, 0], corners[:, 1], corners[:, 3], corners[:, 2], corners[:, 4])
         results: list[NodeResult | None] = [None] * len(boxes)
@@ -89,7 +85,7 @@ class RraExaminer:
         """A range of N_D into parts of even ratio; a line at the middle of its batches."""
         (least, first), (most, last) = box.lower, box.upper
         if first == last:
-            middle = self._frontier.get((self._plan_of_root[box.root], first, least, most),
+            middle = self._frontier.get((self.plan_of_root[box.root], first, least, most),
                                         math.isqrt(least * most))
             middle = min(max(middle, least), most - 1)
             return [Box(root=box.root, lower=(low, first), upper=(up, last))
@@ -116,8 +112,7 @@ class RraExaminer:
         results = []
         for row, box in enumerate(boxes):
             if reasons[row]:
-                results.append(NodeResult(upper_bound=-math.inf, best=None, box=box,
-                                          is_settled=True, reason=str(reasons[row])))
+                results.append(NodeResult(box=box, reason=str(reasons[row])))
                 continue
             cut = Box(root=box.root, lower=box.lower, upper=(int(top[row]), box.upper[1]))
             results.append(self._result(cut, float(limit[row]), seen[row]))
@@ -129,8 +124,7 @@ class RraExaminer:
             best = Candidate(objective=seen.throughput_qps, root=cut.root, point=seen.point)
         if seen.is_all:
             upper = seen.throughput_qps * (1 + ROUNDING) or -math.inf
-            return NodeResult(upper_bound=upper, best=best, box=cut, is_settled=True,
-                              reason="each point evaluated")
+            return NodeResult(upper_bound=upper, best=best, box=cut, reason="each point evaluated")
         is_close = limit <= seen.throughput_qps * (1 + self._gap)
         return NodeResult(upper_bound=limit, best=best, box=cut, is_settled=is_close,
                           reason="decided at its corner")
@@ -199,8 +193,7 @@ class RraExaminer:
                     points.configs(part.plan, top[rows], part.first), part.least))
         return np.asarray(limit)
 
-    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray,
-              is_line: bool) -> list[_Seen]:
+    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray, is_line: bool) -> list[_Seen]:
         """[boxes] the best admissible point looked at in each: all of a short line, else some near
         the largest batch; most promising boxes first, none where there is nothing to gain."""
         found = [_NOTHING] * len(top)

@@ -65,9 +65,8 @@ class RraPoints:
             rows = np.array(new, np.int64)
             found = self.rra.evaluate(self.configs(rows[:, 0], rows[:, 1], rows[:, 2]))
             crowding = self._crowding(found.memory_bytes, found.present, found.stretch)
-            self._known.update(zip(new, zip(
-                found.throughput_qps.tolist(), found.latency_s.tolist(), crowding.tolist(),
-                strict=True), strict=True))
+            self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
+                                            crowding.tolist(), strict=True), strict=True))
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return Points(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64))
 

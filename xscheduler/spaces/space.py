@@ -1,7 +1,6 @@
 """What a policy's space of configurations is to the search over policies (xscheduler.search).
 
-A space keeps what it has evaluated, so that several latency bounds share it.
-"""
+A space keeps what it has evaluated, so that several latency bounds share it."""
 
 from __future__ import annotations
 
@@ -24,12 +23,11 @@ class Examiner(Protocol):
     """One policy's boxes under one latency bound."""
 
     roots: list[Box]
+    plan_of_root: list[int]  # index of the tensor plan that each root is of
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]: ...
 
     def split(self, box: Box) -> list[Box]: ...
-
-    def plan_of(self, root: int) -> int: ...
 
 
 class Tight(NamedTuple):
@@ -46,7 +44,6 @@ class Tight(NamedTuple):
 class Selection:
     """Configurations of a policy that are looked at together, and who evaluates them."""
 
-    policy: str
     closed_form: Any
     configs: Sequence[Any]
 
@@ -69,24 +66,19 @@ class Space(Protocol):
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
         """(throughput_qps, latency_s)."""
-        ...
 
     def easiest(self) -> list[Tight]:
         """Configurations among which the tightest latencies are."""
-        ...
 
     def present(self, tight: Tight) -> float:
         """Queries present at a time in a configuration."""
-        ...
 
     def beyond(self, tight: Tight) -> str:
         """In words, sizes of a configuration that the timing source refuses; "" where it cannot
         say."""
-        ...
 
     def selection(self, num_queries: int) -> Selection:
         """Configurations all over the space, for a job of so many queries."""
-        ...
 
 
 class Searched(NamedTuple):
@@ -121,7 +113,7 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
     own = space.examiner(latency_bound_s, effort.gap, floor_qps)
     outcome = maximise(own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes,
                        max_seconds=effort.max_seconds, split=own.split, floor=floor_qps)
-    return Searched(outcome, tuple(own.plan_of(root) for root in range(len(own.roots))))
+    return Searched(outcome, tuple(own.plan_of_root))
 
 
 def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:

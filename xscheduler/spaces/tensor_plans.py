@@ -2,8 +2,7 @@
 
 Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
 monotone in tp_gpus, and there are few values. The other two variables of a policy are searched as
-boxes (xscheduler.spaces.rra, xscheduler.spaces.waa).
-"""
+boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.cluster import Cluster
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
@@ -37,17 +36,13 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
     cluster, fixed = problem.cluster, problem.fixed
     plans, reasons = _allocatable(problem, fixed)
     if not plans:
-        key = "schedule.tp_degree" if fixed.tp_gpus is None else "schedule.tp_gpus"
-        value = fixed.tp_degree if fixed.tp_gpus is None else fixed.tp_gpus
-        allowed = reasons[0] if reasons else f"{cluster.num_devices} devices cannot form a group"
-        raise InputError([Mistake(file="schedule", line=None, key=key, value=value,
-                                  allowed=allowed)])
+        key = "tp_degree" if fixed.tp_gpus is None else "tp_gpus"
+        raise wrong("schedule", f"schedule.{key}", getattr(fixed, key), reasons[0] if reasons else
+                    f"{cluster.num_devices} devices cannot form a group")
     timed = _timed(plans, cluster, timing)
     if not timed:
-        raise InputError([Mistake(
-            file="schedule", line=None, key="schedule.tp_degree",
-            value=sorted({plan.tp_degree for plan in plans}),
-            allowed=f"none of these can be timed by what there is: {timing.provenance()}")])
+        raise wrong("schedule", "schedule.tp_degree", sorted({plan.tp_degree for plan in plans}),
+                    f"none of these can be timed by what there is: {timing.provenance()}")
     return timed
 
 
@@ -77,16 +72,12 @@ def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPla
     return plans, reasons
 
 
-def _timed(plans: Sequence[TensorPlan], cluster: Cluster,
-           timing: TimingSource) -> list[TensorPlan]:
-    """Those of `plans` whose every degree `timing` answers for."""
-    return [plan for plan in plans if all(map(timing.facts.can_time, _degrees_of(plan, cluster)))]
-
-
-def _degrees_of(plan: TensorPlan, cluster: Cluster) -> set[int]:
-    """Of all its stages: the groups', and 1 where devices are left single."""
-    singles = {1} if plan.tp_gpus < cluster.num_devices else set()
-    return singles | ({plan.tp_degree} if plan.tp_gpus else set())
+def _timed(plans: Sequence[TensorPlan], cluster: Cluster, timing: TimingSource) -> list[TensorPlan]:
+    """Those of `plans` whose every degree `timing` answers for: the groups', and 1 where devices
+    are left single."""
+    can_time = timing.facts.can_time
+    return [plan for plan in plans if (not plan.tp_gpus or can_time(plan.tp_degree))
+            and (plan.tp_gpus >= cluster.num_devices or can_time(1))]
 
 
 def batch_range(fixed: FixedSchedule, num_queries: int | None) -> tuple[int, int]:

@@ -1,53 +1,86 @@
 """WAA's space: encode_batch x decode_micro_batches under every tensor plan that leaves devices for
-both pools."""
+both pools; and its boxes examined for branch and bound (paper section 5).
+
+A root is a tensor plan with ranges of encode_batch and decode_micro_batches. A box is bounded from
+its corners (xsimulator.policies.waa.bounds), over every division of the devices that its points may
+have; a few points are evaluated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
+
+import numpy as np
 
 from xgpt.core.controls import max_in_system
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.made_sources import Remembered
 from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limit, beyond_range, crowding
+from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
-from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
-from xscheduler.spaces.waa_examiner import WaaExaminer
-from xscheduler.spaces.waa_points import WaaPoints, group_range
+from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts
 from xsimulator.policies import make_policy
+from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
+FEW_POINTS = 6  # that are evaluated one by one
+SIDE_PARTS = 3  # into which either side of a box is split
+ROOT_PARTS = (8, 4)  # and of a root: encode_batch, decode_micro_batches
+LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
+GROUPS_PER_STAGE = 2  # at most
 
 
 class WaaSpace:
-    """See xscheduler.spaces.space.Space. `name` says how layers are divided."""
+    """See xscheduler.spaces.space.Space. `name` says how layers are divided. Remembers what it was
+    asked, so that searches under several latency bounds share it."""
 
     variables = ("encode_batch", "decode_micro_batches")
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  plans: Sequence[TensorPlan]) -> None:
-        waa: Any = make_policy(name, problem, Remembered(timing))
-        self.name, self.problem = name, problem
+        waa = cast(Waa, make_policy(name, problem, Remembered(timing)))
+        self.name, self.problem, self.waa, self.bounds = name, problem, waa, WaaBounds(waa)
         self.plans = tuple(plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
-        self.points = WaaPoints(waa, self.plans)
+        self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
+        self._known: dict[tuple[int, int, int], tuple[float, float, Limit]] = {}
 
     @property
     def num_evaluated(self) -> int:
-        return self.points.num_evaluated
+        return len(self._known)
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> WaaExaminer:
-        return WaaExaminer(self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
+        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
+
+    def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
+        return WaaConfig(encode_batch=point[0], decode_micro_batches=point[1],
+                         tp_degree=self.plans[plan].tp_degree, tp_gpus=self.plans[plan].tp_gpus)
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
-        return self.points.waa.estimate(self.points.config(plan, point))
+        return self.waa.estimate(self.config(plan, point))
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
-        qps, latency_s, _ = self.points.evaluate([(plan, point[0], point[1])])[0]
-        return qps, latency_s
+        return self.evaluate([(plan, point[0], point[1])])[0][:2]
+
+    def evaluate(self, keys: Sequence[tuple[int, int, int]]) -> list[tuple[float, float, Limit]]:
+        """(throughput_qps, latency_s, what forbids it apart from latency) of each (plan, encode
+        batch, groups)."""
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if new:
+            found = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
+            limits = crowding(found.fits, found.present, found.stretch,
+                              self.problem.num_queries or math.inf)
+            self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
+                                            map(Limit, limits.tolist()), strict=True), strict=True))
+        return [self._known[key] for key in keys]
 
     def beyond(self, tight: Tight) -> str:
         return ""
@@ -59,19 +92,175 @@ class WaaSpace:
         least, most = batch_range(self.problem.fixed, self.problem.num_queries)
         batches = sorted({min(max(size, least), most) for size in SMALL_BATCHES})
         keys = []
-        for plan, split in enumerate(self.points.splits):
+        for plan, split in enumerate(self.splits):
             fewest, highest = group_range(self.problem, split)
             keys += [(plan, batch, groups) for batch in batches
                      for groups in range(fewest, min(highest, fewest + MOST_GROUPS) + 1)]
         return [Tight(latency, limit, qps, plan, (batch, groups))
                 for (qps, latency, limit), (plan, batch, groups) in zip(
-                    self.points.evaluate(keys), keys, strict=True)]
+                    self.evaluate(keys), keys, strict=True)]
 
     def selection(self, num_queries: int) -> Selection:
         """The closed form's grid, moved to what the job fixes."""
-        fixed, waa = self.problem.fixed, self.points.waa
         pins = {name: value for name in self.variables
-                if (value := getattr(fixed, name)) is not None}
-        grid = waa.grid(num_queries, [(plan.tp_degree, plan.tp_gpus) for plan in self.plans])
-        return Selection(policy=self.name, closed_form=waa, configs=list(dict.fromkeys(
-            replace(config, **pins) for config in grid)))
+                if (value := getattr(self.problem.fixed, name)) is not None}
+        return Selection(closed_form=self.waa, configs=list(dict.fromkeys(
+            replace(config, **pins) for config in self.waa.grid(num_queries, self.plans))))
+
+
+class WaaExaminer:
+    """Examines boxes under one latency bound."""
+
+    def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
+                 floor_qps: float) -> None:
+        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
+        """
+        self._space, self._bound_s, self._gap = space, latency_bound_s, gap
+        self._best_qps = floor_qps
+        self.roots: list[Box] = []
+        self.plan_of_root: list[int] = []
+        batches = batch_range(space.problem.fixed, space.problem.num_queries)
+        for plan, split in enumerate(space.splits):
+            groups = group_range(space.problem, split)
+            largest = max(_largest_batch(space.bounds, split, batches[1]), batches[0])
+            whole = Box(root=0, lower=(batches[0], groups[0]), upper=(largest, groups[1]))
+            for part in _grid(whole, ROOT_PARTS):
+                self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
+                self.plan_of_root.append(plan)
+
+    def split(self, box: Box) -> list[Box]:
+        """Either side into parts of even ratio."""
+        return _grid(box, (SIDE_PARTS, SIDE_PARTS))
+
+    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
+        """Plan after plan, the most promising first by a quick bound: boxes that are then no better
+        than what was found are not looked into."""
+        limit, latency, stretch = self._quick(boxes)
+        is_refused = beyond_range(stretch)
+        results: list[NodeResult | None] = [None] * len(boxes)
+        by_plan = sorted(self._by_plan(boxes), key=lambda one: (-limit[one[1]].max(), one[0]))
+        for _, rows in by_plan:
+            left = []
+            for row in rows.tolist():
+                if latency[row] > self._bound_s or is_refused[row]:
+                    results[row] = NodeResult(box=boxes[row], reason=(
+                        Limit.RANGE if is_refused[row] else Limit.LATENCY).words)
+                elif limit[row] <= self._best_qps * (1 + self._gap):
+                    results[row] = NodeResult(upper_bound=float(limit[row]), box=boxes[row],
+                                              is_settled=False, reason="")
+                else:
+                    left.append(row)
+            own = self._examine([boxes[row] for row in left]) if left else []
+            for row, result in zip(left, own, strict=True):
+                results[row] = result
+        return [result for result in results if result is not None]
+
+    def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[boxes] most throughput, least latency, least stretch beyond what was measured."""
+        space, devices = self._space, self._space.problem.cluster.num_devices
+        limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
+        for index, rows in self._by_plan(boxes):
+            plan, own = space.plans[index], _corners(boxes, rows)
+            degrees = sorted({plan.tp_degree} | ({1} if plan.tp_gpus < devices else set()))
+            limit[rows], latency[rows] = space.bounds.quick(space.splits[index], own, degrees)
+            stretch[rows] = space.waa.least_stretch(own.least.astype(float), degrees)
+        return limit, latency, stretch
+
+    def _by_plan(self, boxes: Sequence[Box]) -> list[tuple[int, IntArray]]:
+        plan = np.array([self.plan_of_root[box.root] for box in boxes])
+        return [(int(index), np.flatnonzero(plan == index)) for index in np.unique(plan)]
+
+    def _examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
+        limit, latency, held = self._bounds(boxes)
+        capacity = self._space.waa.capacity_bytes
+        # nothing fits although half a batch would: what decodes with it does not
+        reasons = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
+                             latency > self._bound_s, limit <= 0],
+                            [Limit.MEMORY.words, Limit.MEMORY.words, Limit.LATENCY.words,
+                             Limit.RANGE.words], "")
+        seen = self._look(boxes, np.where(reasons == "", limit, 0.0))
+        results = []
+        for box, most, reason, (best, is_all) in zip(boxes, limit, reasons, seen, strict=True):
+            if reason:
+                results.append(NodeResult(box=box, reason=str(reason)))
+            elif is_all:
+                results.append(NodeResult(upper_bound=-math.inf if best is None else best.objective,
+                                          best=best, box=box, reason="each point evaluated"))
+            else:
+                is_close = best is not None and most <= best.objective * (1 + self._gap)
+                results.append(NodeResult(upper_bound=float(most), best=best, box=box,
+                                          is_settled=is_close, reason="decided at its corner"))
+        return results
+
+    def _bounds(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        space = self._space
+        limit, latency, held = (np.empty(len(boxes)) for _ in range(3))
+        for index, rows in self._by_plan(boxes):
+            limit[rows], latency[rows], held[rows] = space.bounds.bound(
+                space.splits[index], _corners(boxes, rows),
+                worth_qps=self._best_qps * (1 + self._gap))
+        return limit, latency, held
+
+    def _look(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
+        """[boxes] (best admissible point looked at, whether these were all): of boxes that may
+        still have a better one."""
+        found: list[tuple[Candidate | None, bool]] = [(None, False)] * len(boxes)
+        rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
+                if limit[row] > self._best_qps * (1 + self._gap)
+                and (place < LOOKED_AT or boxes[row].num_points <= FEW_POINTS)]
+        points = [_points(boxes[row]) for row in rows]
+        keys = [(self.plan_of_root[boxes[row].root], *point)
+                for row, own in zip(rows, points, strict=True) for point in own]
+        known = dict(zip(keys, self._space.evaluate(keys), strict=True))
+        for row, own in zip(rows, points, strict=True):
+            box, plan = boxes[row], self.plan_of_root[boxes[row].root]
+            admissible = [Candidate(objective=qps, root=box.root, point=point) for point in own
+                          for qps, latency_s, forbidding in [known[plan, point[0], point[1]]]
+                          if not forbidding and qps > 0 and latency_s <= self._bound_s]
+            best = min(admissible, key=lambda one: one.rank, default=None)
+            found[row] = best, len(own) == box.num_points
+            if best is not None:
+                self._best_qps = max(self._best_qps, best.objective)
+        return found
+
+
+def _corners(boxes: Sequence[Box], rows: IntArray) -> WaaBoxes:
+    corners = np.array([(*boxes[row].lower, *boxes[row].upper) for row in rows.tolist()], np.int64)
+    return WaaBoxes(least=corners[:, 0], most=corners[:, 2], fewest=corners[:, 1],
+                    highest=corners[:, 3])
+
+
+def _points(box: Box) -> list[tuple[int, int]]:
+    """All points of a small box, else its corners."""
+    (least, fewest), (most, highest) = box.lower, box.upper
+    if box.num_points <= FEW_POINTS:
+        return [(batch, groups) for batch in range(least, most + 1)
+                for groups in range(fewest, highest + 1)]
+    return list(dict.fromkeys([(most, fewest), (most, highest), (least, fewest), (least, highest)]))
+
+
+def _grid(box: Box, parts: tuple[int, int]) -> list[Box]:
+    """The box cut along both sides, in even ratios."""
+    sides = [even_parts(low, up, count) for low, up, count in zip(box.lower, box.upper, parts,
+                                                             strict=True)]
+    return [Box(root=box.root, lower=(b1, g1), upper=(b2, g2))
+            for b1, b2 in sides[0] for g1, g2 in sides[1]]
+
+
+def _largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
+    """No larger encode_batch up to `largest` can fit; 0 if none can."""
+    low, high = 0, largest + 1
+    while high - low > 1:
+        tried = np.unique(np.rint(np.geomspace(low + 1, high - 1, 16)).astype(np.int64))
+        fits = bounds.least_bytes(split, tried) <= bounds.waa.capacity_bytes
+        low = int(max(tried[fits], default=low))
+        high = int(min(tried[~fits], default=high))
+    return low
+
+
+def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:
+    """Fewest and most decode_micro_batches to consider."""
+    if problem.fixed.decode_micro_batches is not None:
+        return problem.fixed.decode_micro_batches, problem.fixed.decode_micro_batches
+    plan = split.plan(int(split.encode_devices[0]))
+    return 1, max(GROUPS_PER_STAGE * len(plan.decode.stages), 1)

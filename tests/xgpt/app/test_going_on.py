@@ -23,7 +23,7 @@ from xgpt.core.errors import StoppedEarly  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402
-from xrunner.io.held import HELD_FILE  # noqa: E402
+from xrunner.io.results import HELD_FILE  # noqa: E402
 from xrunner.transport.comm import local_comms  # noqa: E402
 from xrunner.world import World  # noqa: E402
 

@@ -25,7 +25,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
-from xscheduler.live.slots import slots_for
+from xscheduler.room import slots_for
 
 PLANNED_MEAN = 30.0
 

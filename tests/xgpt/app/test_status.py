@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from click.testing import CliRunner
 from xgpt.app.telling import progress_line
 from xgpt.cli.main import cli
 from xrunner.io.lock import is_locked, output_lock
-from xrunner.io.progress import Progress, ProgressFile, write_progress
+from xrunner.io.results import Answered
+from xrunner.io.sink import Progress, RunSink, write_progress
 from xrunner.rules.order import run_order
 
 RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
@@ -122,17 +124,20 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
 def test_the_time_left_is_that_of_this_run(tmp_path: Path) -> None:
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
     assert "20m00s left" in progress_line(resumed, 5.0)
-    file = ProgressFile(tmp_path / "progress.json", total=400, done_before=190)
-    file.tick(1.0, 10)
+    plan: Any = SimpleNamespace(output=tmp_path, model_name="toy")
+    sink = RunSink(plan, num_queries=400, before=Answered(190, frozenset()))
+    sink.progress(1.0, 10)
     assert json.loads((tmp_path / "progress.json").read_text())["done_before"] == 190
+    sink.close(2.0, "stopped")
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 from xrunner.io.lock import output_lock
-from xrunner.io.progress import ProgressFile
-from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.io.sink import RunSink
+from xrunner.io.results import answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import run_order
 
@@ -140,20 +145,17 @@ out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
 with output_lock(out):
     count_results(out / "results.jsonl")
     before = answered(out / "results.jsonl")
-    writer = ResultWriter(out / "results.jsonl", first_index=before.written, model="toy")
-    progress = ProgressFile(out / "progress.json", total=400, done_before=before.total)
+    sink = RunSink(SimpleNamespace(output=out, model_name="toy"), num_queries=400, before=before)
     for count, index in enumerate(run_order(400, 64, 3, first=before.written,
                                             without=before.held)):
         if count == kill_after:
-            progress.tick(1e9, 0)
+            sink.progress(1e9, 0)
             os.kill(os.getpid(), signal.SIGKILL)
-        writer.write(FinishedQuery(
+        sink.finished(FinishedQuery(
             query=PreparedQuery(index=index, id=f"q{index}", input_ids=(1,), max_new_tokens=1),
             output_ids=(index,), finish_reason="length", text="x" * (index % 50),
             encode_start_s=0.0, first_token_s=0.0, last_token_s=float(kill_after)))
-        progress.add(1.0)
-    writer.close()
-    progress.tick(1.0, 400, "done")
+    sink.close(1.0, "done")
 """
 
 

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
 
 from xgpt.core.errors import InputError, Mistake
-from xrunner.checkpoint.check import MAX_SHOWN, check_weights
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.checkpoint.tensors import wanted_tensors
+from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, wanted_tensors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 

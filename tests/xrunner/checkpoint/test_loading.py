@@ -11,9 +11,9 @@ import pytest
 import torch
 from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
 
-from xrunner.checkpoint import disk
-from xrunner.checkpoint.disk import DiskMeter, disk_bytes_per_s
+from xrunner import loading
 from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.loading import DiskMeter, disk_bytes_per_s
 from xrunner.models.encoder_decoder import load_stage
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -94,7 +94,7 @@ def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file: Path) -> N
 
 
 def test_without_a_count_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_storage_bytes", lambda: None)
+    monkeypatch.setattr(loading, "_storage_bytes", lambda: None)
     assert DiskMeter().num_bytes is None
 
 

@@ -14,9 +14,8 @@ from toys import random_queries, run_in_process, spec_of, split_stages
 
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
-from xrunner.checkpoint.random_model import write_random_model
 from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weights
-from xrunner.checkpoint.source import read_spec
+from xrunner.checkpoint.source import read_spec, write_random_model
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xrunner.engine.kv import KvCache, kv_shape
-from xrunner.rules.compaction import apply_moves, compaction_moves
-from xrunner.rules.slots import GroupSlots
+from xrunner.rules.slots import GroupSlots, apply_moves, compaction_moves
 
 SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,
                  num_kv_heads=1, vocab_size=11, intermediate_size=8)

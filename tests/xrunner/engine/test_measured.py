@@ -11,7 +11,7 @@ import pytest
 from xrunner.engine.measured import Outcome, write_measured
 from xrunner.engine.pipeline import RankReport
 from xrunner.engine.stage import StepRecord
-from xrunner.io.tally import Tally
+from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xrunner.engine.query import ActiveQuery, Vocabulary
-from xrunner.engine.roster import Roster
+from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.query import PreparedQuery
 from xrunner.rules.slots import SlotUse, Span
 from xrunner.rules.steps import Chunk, Step, StepKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from xrunner.engine.query import ActiveQuery, Vocabulary
+from xrunner.engine.roster import ActiveQuery, Vocabulary
 from xrunner.query import PreparedQuery
 
 # as tokenizers have them: pieces of bytes, of which some are half a character, and silent specials

@@ -24,7 +24,7 @@ from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
-from xrunner.engine.query import Vocabulary
+from xrunner.engine.roster import Vocabulary
 from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule

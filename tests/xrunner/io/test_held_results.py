@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.io import held as held_module
-from xrunner.io.held import HELD_FILE, read_held
-from xrunner.io.results import Answered, ResultWriter, answered, count_results
+from xrunner.io import results as held_module
+from xrunner.io.results import HELD_FILE, Answered, ResultWriter, answered, count_results, read_held
 from xrunner.query import FinishedQuery, PreparedQuery
 
 # a killed run closes nothing

@@ -10,7 +10,7 @@ import pytest
 from toys import spec_of, write_spool
 
 from xgpt.core.spool import Spool
-from xrunner.io.prepare import queries_of
+from xrunner.io.intake import queries_of
 from xrunner.plan import RunPlan
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from xrunner.ops import cuda_check, cuda_kv, launch, reference
 from xrunner.ops.build import source_folder
 from xrunner.ops.cuda import CudaOps, DistanceBias
-from xrunner.rules.compaction import Move
-from xrunner.rules.slots import Span
+from xrunner.rules.slots import Move, Span
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from(cuda_check.DTYPES)

@@ -12,7 +12,7 @@ from implementations import IMPLEMENTATIONS, Implementation
 from torch import Tensor
 
 from xrunner.ops import kv, native
-from xrunner.rules.compaction import Move
+from xrunner.rules.slots import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)

@@ -30,8 +30,8 @@ from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
-from xscheduler.live.revision import revise
-from xscheduler.live.slots import slots_for
+from xscheduler.live.reschedule import revise
+from xscheduler.room import slots_for
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
 

@@ -165,8 +165,8 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     free = reschedule(rra(), problem, roofline_of(problem), best=answer(problem, better))
     assert free.choice == "redeploy" and free.chosen == better and math.isinf(free.queries_left)
     assert free.loading == redeployment(
-        rra().deployment.stages,
-        better.deployment.stages,
+        rra().deployment.pools,
+        better.deployment.pools,
         problem.model,
         problem.dtype,
         problem.cluster,

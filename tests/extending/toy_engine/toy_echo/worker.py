@@ -11,10 +11,9 @@ from pathlib import Path
 
 from xrunner.engine.measured import Outcome, write_measured
 from xrunner.io.sink import RunSink
-from xrunner.lead import order_of, read_work
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery
-from xrunner.rank import Stopwatch, to_the_end
+from xrunner.rank import Stopwatch, order_of, read_work, to_the_end
 from xrunner.world import World, connect
 
 
