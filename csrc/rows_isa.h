@@ -88,7 +88,8 @@ static void gate_rows(const Gate &a, int64_t from, int64_t to) {
         for (int64_t x = 0; x < a.inner; x += W) {
             const int64_t count = a.inner - x;
             const vec g = load(gate + x, count);
-            store(out + x, g / (exp(-g) + 1.0f) * load(up + x, count), count);
+            const vec e = exp(-larger(g, all(-88.0f)));  // more is beyond float32
+            store(out + x, g / (e + 1.0f) * load(up + x, count), count);
         }
     }
 }

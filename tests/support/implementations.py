@@ -48,3 +48,18 @@ def _native(level: str) -> Implementation:
 
 TORCH = Implementation("torch", _torch)
 IMPLEMENTATIONS = [TORCH, *map(_native, native.levels())]
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Operators may use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# What a result in the type may be off, of the largest number that went into it.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
