@@ -40,7 +40,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind
-from xscheduler.infeasible import InfeasibleError
+from xscheduler.alternatives import InfeasibleError
 from xscheduler.search import find_schedule
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import PoolRecords

@@ -20,7 +20,7 @@ from xgpt.core.schedule import Deployment, Pool, Schedule, StageAssignment
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.devices import peak_memory_bytes
-from xrunner.engine.pipeline import RankReport
+from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
@@ -28,7 +28,6 @@ from xrunner.plan import RunPlan
 from xrunner.rank import Stopwatch
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import transfers
-from xrunner.transport.route import Route, routes
 from xrunner.world import World
 
 _BLOCK_BYTES = 4 * 2**20

@@ -1,21 +1,30 @@
 """What every rank's life has in common, whatever it executes: its end, and its clock; and around
-rank 0's head the queries to be answered, and the account of the run."""
+rank 0's head the queries to be answered, and the account of the run: measured.json (figures) and
+steps.jsonl (every stage's steps).
+
+A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
+steps are those of its first rank, since all of a group take the same ones at the same time."""
 
 from __future__ import annotations
 
 import errno
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import Spool
+from xgpt.core.whole_file import write_atomically
 from xrunner.engine.head import Head
-from xrunner.engine.measured import Outcome, write_measured
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.intake import queries_of
 from xrunner.io.results import Answered, answered, count_results
-from xrunner.io.sink import Progress, RunSink, write_progress
+from xrunner.io.sink import Progress, RunSink, Tally, write_progress
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rules.order import run_order
@@ -96,3 +105,89 @@ def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
         num_held=sink.num_held, changes=sink.launcher.taken if sink.launcher is not None else ()),
         sink.tally, reports)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. `num_held`: results in held.jsonl of one that was stopped, since one before
+    them is not done. `changes`: of the control variables while it ran."""
+
+    state: str  # "done" | "stopped"
+    wall_s: float
+    queries_before: int
+    num_errors: int
+    num_held: int = 0
+    changes: Sequence[Mapping[str, Any]] = ()
+
+
+def write_measured(output: Path, outcome: Outcome, tally: Tally,
+                   reports: Sequence[RankReport]) -> None:
+    """`tally`: of the queries of this run."""
+    wall_s, tokens = outcome.wall_s, tally.output_tokens
+    stages = [list(group) for _, group in groupby(
+        sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
+    busiest_s = max((report.busy_s for report in reports), default=0.0)
+    figures = {
+        "version": 1, "state": outcome.state, "queries": len(tally),
+        "queries_before": outcome.queries_before, "queries_held": outcome.num_held,
+        "errors": outcome.num_errors, "wall_s": wall_s,
+        "throughput_qps": len(tally) / wall_s if wall_s > 0 else None,
+        "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
+        **tally.percentiles(),
+        "load_s": max((report.load_s for report in reports), default=0.0),
+        "loaded_bytes": sum(report.bytes_read for report in reports),
+        **_of_disk(reports),
+        # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
+        "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
+        "changes": list(outcome.changes),
+        "stages": [_of_stage(group) for group in stages],
+        "ranks": [{"rank": r.rank, **_place(r), "disk_bytes": r.disk_bytes, **_figures([r])}
+                  for r in reports]}
+    write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
+    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "pool": group[0].pool,
+                         "role": group[0].role, **record._asdict()}) for group in stages
+             for record in group[0].log]
+    write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
+
+
+def _of_disk(reports: Sequence[RankReport]) -> dict[str, float | None]:
+    """What loading took from storage, the rest having been in memory; None where not counted."""
+    taken = [r.disk_bytes for r in reports if r.disk_bytes is not None]
+    rate = next((r.disk_bytes_per_s for r in reports if r.disk_bytes_per_s is not None), None)
+    return {"loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
+            "disk_bytes_per_s": rate}
+
+
+def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """One stage's figures, of the reports of its ranks."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        orders = [_order(first), _order(other)]
+        kept = min(map(len, orders))  # a long log has forgotten its beginning, at uneven places
+        assert orders[0][-kept:] == orders[1][-kept:], (
+            f"ranks {first.rank} and {other.rank} of stage {first.stage} took different steps")
+    return {**_place(first), "ranks": [r.rank for r in ranks], **_figures(ranks)}
+
+
+def _place(report: RankReport) -> dict[str, Any]:
+    return {"stage": report.stage, "pool": report.pool, "role": report.role}
+
+
+def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """The figures of one rank, or of a stage's together. Of what went from one pool to the other
+    the seconds are known to who sends."""
+    first = ranks[0]
+    figures = {"busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
+               "bytes_read": sum(r.bytes_read for r in ranks),
+               "rows_compacted": first.rows_compacted,
+               "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks)}
+    if first.role != "both":
+        figures["handover_bytes"] = sum(r.handover_bytes for r in ranks)
+    if first.role == "encode":
+        figures["handover_s"] = max(r.handover_s for r in ranks)
+    return figures
+
+
+def _order(report: RankReport) -> list[tuple[object, ...]]:
+    """What the rank executed, in which order. Encoder output is taken up as it arrives."""
+    return [record[:6] for record in report.log if record.kind != "cross_kv"]

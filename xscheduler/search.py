@@ -19,8 +19,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
-from xscheduler.alternatives import Best, best_in, rows_beside
-from xscheduler.infeasible import explain
+from xscheduler.alternatives import Best, best_in, explain, rows_beside
 from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
 

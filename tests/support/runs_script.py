@@ -15,13 +15,13 @@ from mpi4py import MPI
 from xgpt.core.schedule import StageAssignment
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
+from xrunner.engine.pipeline import Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.rules.rra import RraRule
 from xrunner.transport.collective import Group, TorchGroup
 from xrunner.transport.comm import MpiComm, wait_politely
 from xrunner.transport.courier import LOOK_S
-from xrunner.transport.route import Route, routes
 from xrunner.world import group_of
 
 

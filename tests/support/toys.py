@@ -20,7 +20,7 @@ from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.engine.head import Head, Link, Sink
 from xrunner.engine.links import FromEncodePool, ToDecodePool
-from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
+from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
 from xrunner.engine.roster import Vocabulary
 from xrunner.engine.stage import StageExecutor
 from xrunner.io.intake import ModelTokeniser, hand_on, take_in
@@ -36,7 +36,6 @@ from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xrunner.transport.comm import Comm, local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import Transfer, transfers
-from xrunner.transport.route import Route, routes
 
 torch.set_num_threads(1)  # ranks are threads or processes already; more than cores is a disaster
 

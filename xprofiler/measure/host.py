@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from xrunner.engine.head import Head
-from xrunner.engine.pipeline import Neighbours
+from xrunner.engine.pipeline import ALONE, Neighbours
 from xrunner.engine.roster import Vocabulary
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms
 from xrunner.transport.messages import StartMessage, StepMessage
-from xrunner.transport.route import ALONE
 
 _QUERIES, _TOKENS, _GROUPS, _ROUNDS = 32, 12, 2, 5
 

@@ -23,7 +23,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xrunner.checkpoint.source import cache_dir, read_spec
 from xrunner.engine.head import Head
-from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
+from xrunner.engine.pipeline import Neighbours, RankReport, await_start, routes, serve_stage
 from xrunner.engine.roster import Vocabulary
 from xrunner.engines.padded_model import PaddedModel
 from xrunner.io.sink import RunSink
@@ -31,7 +31,6 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.rules.static import static_rule
-from xrunner.transport.route import routes
 from xrunner.world import World, connect
 
 _ALL_REDUCE = "deepspeed_shm_comm"  # what DeepSpeed compiles at first use

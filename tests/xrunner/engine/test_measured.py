@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.engine.measured import Outcome, write_measured
 from xrunner.engine.pipeline import RankReport
 from xrunner.engine.stage import StepRecord
 from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rank import Outcome, write_measured
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:

@@ -23,13 +23,12 @@ from xgpt.core.problem import Problem
 from xgpt.core.query_lengths import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.engine.head import Head
-from xrunner.engine.pipeline import Neighbours, await_start, serve_stage
+from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage
 from xrunner.engine.roster import Vocabulary
 from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
 from xrunner.transport.comm import local_comms
-from xrunner.transport.route import Route
 from xsimulator.policies import make_policy
 from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.job import replay_job

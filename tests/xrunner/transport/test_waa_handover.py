@@ -15,13 +15,13 @@ from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.engine.pipeline import routes
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import pack
 from xrunner.transport.messages import BlockMessage, Joined, StepMessage, StopMessage
-from xrunner.transport.route import routes
 
 LAYERS = 6
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from xrunner.engine.measured import Outcome, write_measured
 from xrunner.io.sink import RunSink
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery
-from xrunner.rank import Stopwatch, order_of, read_work, to_the_end
+from xrunner.rank import Outcome, Stopwatch, order_of, read_work, to_the_end, write_measured
 from xrunner.world import World, connect
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from toys import pools_of, split_stages
 
-from xrunner.transport.route import ALONE, Route, routes
+from xrunner.engine.pipeline import ALONE, Route, routes
 
 
 def routes_of(degrees: tuple[int, ...]) -> dict[int, Route]:
