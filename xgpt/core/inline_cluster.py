@@ -30,10 +30,10 @@ def read_inline_cluster(section: Section) -> dict[str, Any]:
     intra = _read_part(section, "intra_link", "link", _read_link)
     needs_inter = num_nodes > 1 or section.has("inter_link")
     inter = _read_part(section, "inter_link", "link", _read_link) if needs_inter else intra
-    cluster: dict[str, Any] = {"device": _read_part(section, "device", "device", _read_device),
+    cluster = {"device": _read_part(section, "device", "device", _read_device),
                "num_nodes": num_nodes, "devices_per_node": per_node,
-               "intra_link": intra, "inter_link": inter}
-    cluster.update({key: _bandwidth(section, key) for key in _LOADING if section.has(key)})
+               "intra_link": intra, "inter_link": inter,
+               **{key: _bandwidth(section, key) for key in _LOADING if section.has(key)}}
     section.finish()
     return cluster
 
@@ -67,23 +67,17 @@ def _read_device(section: Section) -> dict[str, Any]:
         if not rates.has("float32"):
             rates.reject("float32", "required: FLOP/s > 0")
         rates.finish()
-    return {
-        "name": section.text("name", "custom"),
-        "kind": section.choice("kind", "gpu", ("gpu", "cpu")),
-        "memory_bytes": _required_amount(section, "memory_bytes", parse_bytes,
-                                         lambda x: 1 <= x < math.inf, "bytes, or '48 GiB'"),
-        "bandwidth_bytes_per_s": _bandwidth(section),
-        "flops_per_s": flops,
-    }
+    return {"name": section.text("name", "custom"),
+            "kind": section.choice("kind", "gpu", ("gpu", "cpu")),
+            "memory_bytes": _required_amount(section, "memory_bytes", parse_bytes,
+                                             lambda x: 1 <= x < math.inf, "bytes, or '48 GiB'"),
+            "bandwidth_bytes_per_s": _bandwidth(section), "flops_per_s": flops}
 
 
 def _read_link(section: Section) -> dict[str, Any]:
-    return {
-        "name": section.text("name", "custom"),
-        "bandwidth_bytes_per_s": _bandwidth(section),
-        "latency_s": _required_amount(section, "latency_s", parse_seconds,
-                                      lambda x: 0 <= x < math.inf, "seconds >= 0, or '10 us'"),
-    }
+    return {"name": section.text("name", "custom"), "bandwidth_bytes_per_s": _bandwidth(section),
+            "latency_s": _required_amount(section, "latency_s", parse_seconds,
+                                          lambda x: 0 <= x < math.inf, "seconds >= 0, or '10 us'")}
 
 
 def _bandwidth(section: Section, key: str = "bandwidth_bytes_per_s") -> float:
@@ -104,22 +98,13 @@ def build_cluster(mapping: Mapping[str, Any]) -> Cluster:
     device, intra, inter = mapping["device"], mapping["intra_link"], mapping["inter_link"]
     return uniform_cluster(
         name="inline",
-        device=catalog.device(device) if isinstance(device, str) else _build_device(device),
+        device=catalog.device(device) if isinstance(device, str) else Device(**{
+            **device, "memory_bytes": int(device["memory_bytes"]), "source": "job file",
+            "flops_per_s": tuple(device["flops_per_s"].items())}),
         num_nodes=mapping["num_nodes"], devices_per_node=mapping["devices_per_node"],
         intra_link=_build_link(intra), inter_link=_build_link(inter),
-        **{key: mapping[key] for key in _LOADING if key in mapping},
-    )
-
-
-def _build_device(mapping: Mapping[str, Any]) -> Device:
-    return Device(name=mapping["name"], kind=mapping["kind"],
-                  memory_bytes=int(mapping["memory_bytes"]),
-                  bandwidth_bytes_per_s=mapping["bandwidth_bytes_per_s"],
-                  flops_per_s=tuple(mapping["flops_per_s"].items()), source="job file")
+        **{key: mapping[key] for key in _LOADING if key in mapping})
 
 
 def _build_link(row: str | Mapping[str, Any]) -> Link:
-    if isinstance(row, str):
-        return catalog.link(row)
-    return Link(name=row["name"], bandwidth_bytes_per_s=row["bandwidth_bytes_per_s"],
-                latency_s=row["latency_s"], source="job file")
+    return catalog.link(row) if isinstance(row, str) else Link(**row, source="job file")

@@ -54,18 +54,12 @@ def _read_job(top: Section, path: Path) -> Job:
     schedule, adjustment = read_schedule(top)
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
-        model=_read_model(top, folder),
-        cluster=_read_cluster(top),
-        workload=_read_workload(top, folder),
-        constraint=_read_constraint(top),
-        schedule=schedule,
-        adjustment=adjustment,
-        run=read_run(top),
-        slurm=read_slurm(top),
+        model=_read_model(top, folder), cluster=_read_cluster(top),
+        workload=_read_workload(top, folder), constraint=_read_constraint(top),
+        schedule=schedule, adjustment=adjustment, run=read_run(top), slurm=read_slurm(top),
         output=_absolute(top.text("output", "out", "a folder"), folder),
         source=Path(os.path.abspath(path)),
-        profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
-    )
+        profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"))
     top.finish()
     return job
 
@@ -131,8 +125,7 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
     workload = WorkloadSpec(
         requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
         max_tokens=section.integer("max_tokens", None, 1, MAX_LENGTH_TOKENS),
-        chat=section.flag("chat", True),
-    )
+        chat=section.flag("chat", True))
     section.finish()
     return workload
 
@@ -238,14 +231,9 @@ def _read_constraint(top: Section) -> Constraint:
                                   "at least 0.5 and below 1"),
         drift=section.amount("drift", 0.0, parse_share, lambda x: 0 <= x < 1,
                              "a share of the mean output length, '15%' or 0.15, below 1"),
-        memory_bytes=_memory(section),
-        max_gpus=section.integer("max_gpus", None, 1),
-    )
+        memory_bytes=cast("int | None", section.amount(
+            "memory", None, parse_bytes, lambda x: x > 0,
+            "bytes of each device, for example '40 GiB'")),
+        max_gpus=section.integer("max_gpus", None, 1))
     section.finish()
     return constraint
-
-
-def _memory(section: Section) -> int | None:
-    amount = section.amount("memory", None, parse_bytes, lambda x: x > 0,
-                            "bytes of each device, for example '40 GiB'")
-    return None if amount is None else int(amount)

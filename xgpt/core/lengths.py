@@ -158,7 +158,8 @@ def with_moments(lengths: Lengths, *, mean_factor: float = 1.0, std_factor: floa
     is_given = lengths.num_samples is None
     pmf: FloatArray | None = None
     if is_given and not moves and lengths.std > 0:
-        pmf = _skew_normal(wanted, _moved_maximum(lengths, *wanted[:2]),
+        image = wanted[0] + (lengths.max - lengths.mean) * wanted[1] / lengths.std
+        pmf = _skew_normal(wanted, max(lengths.max, int(np.ceil(image))),
                            _ROOM if skewness_change > 0 else _ROOM[:1])
     if pmf is None:
         moved = _moved_lengths(lengths, wanted)
@@ -222,14 +223,7 @@ def _blurred(drawn: IntArray, lengths: Lengths, rng: np.random.Generator) -> Int
 
 def _wanted_moments(lengths: Lengths, mean_factor: float, std_factor: float,
                     skewness_change: float) -> tuple[float, float, float]:
-    """Mean, std, skewness."""
-    return (lengths.mean * mean_factor, lengths.std * std_factor,
-            lengths.skewness + skewness_change)
-
-
-def _moved_maximum(lengths: Lengths, mean: float, std: float) -> int:
-    image = mean + (lengths.max - lengths.mean) * std / lengths.std
-    return max(lengths.max, int(np.ceil(image)))
+    return lengths.mean * mean_factor, lengths.std * std_factor, lengths.skewness + skewness_change
 
 
 def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntArray:
@@ -249,10 +243,8 @@ def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntA
         shape = z if abs(x[2]) < 1e-9 else np.expm1(np.clip(x[2] * z, -50, 50)) / x[2]
         return np.asarray(np.maximum(mean + std * (x[0] + x[1] * shape), 1.0))
 
-    def residual(x: FloatArray) -> FloatArray:
-        return _moment_errors(moved(x, inner), weights, wanted)
-
-    fit = optimize.least_squares(residual, np.array([0.0, 1.0, 0.0]),
+    fit = optimize.least_squares(lambda x: _moment_errors(moved(x, inner), weights, wanted),
+                                 np.array([0.0, 1.0, 0.0]),
                                  bounds=([-9.0, 1e-3, -2.0], [9.0, 9.0, 2.0]))
     return np.rint(moved(fit.x, z)).astype(np.int64)
 
@@ -303,7 +295,6 @@ def _moment_errors(values: FloatArray, weights: FloatArray,
     std = float(np.sqrt(max(float(weights @ (values - mean) ** 2), 1e-12)))
     skewness = float(weights @ ((values - mean) / std) ** 3)
     return np.array([(mean - wanted[0]) / wanted[1], std / wanted[1] - 1, skewness - wanted[2]])
-
 
 
 def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[float, float]:

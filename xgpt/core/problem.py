@@ -126,10 +126,9 @@ def resolve_cluster(job: Job) -> Cluster:
 def limited(cluster: Cluster, constraint: Constraint) -> Cluster:
     """What the constraint leaves of a cluster: memory of each device, and number of devices (the
     largest number of whole or evenly used nodes within it)."""
-    if constraint.memory_bytes is not None and (
-            constraint.memory_bytes < cluster.device.memory_bytes):
-        cluster = cluster.with_nodes(device=replace(cluster.device,
-                                                  memory_bytes=constraint.memory_bytes))
+    memory, device = constraint.memory_bytes, cluster.device
+    if memory is not None and memory < device.memory_bytes:
+        cluster = cluster.with_nodes(device=replace(device, memory_bytes=memory))
     most = constraint.max_gpus
     if most is None or most >= cluster.num_devices:
         return cluster

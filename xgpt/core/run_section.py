@@ -40,8 +40,7 @@ def read_run(top: Section) -> RunSpec:
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
         reschedule=_read_reschedule(section),
         engine=section.choice(
-            "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()),
-    )
+            "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()))
     _check_hosts(section, run, top.get("cluster"))
     section.finish()
     return run

@@ -19,16 +19,10 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
         policy=section.choice("policy", None, policy_names()),
-        encode_batch=section.integer("encode_batch", None, 1),
-        decode_iterations=section.integer("decode_iterations", None, 1),
-        decode_micro_batches=section.integer("decode_micro_batches", None, 1),
-        encode_micro_batches=section.integer("encode_micro_batches", None, 1),
-        max_active=section.integer("max_active", None, 1),
-        token_budget=section.integer("token_budget", None, 1),
-        tp_degree=section.integer("tp_degree", None, 1),
-        tp_gpus=section.integer("tp_gpus", None, 0),
-        others=_read_others(section),
-    )
+        **{name: section.integer(name, None, 0 if name == "tp_gpus" else 1) for name in (
+            "encode_batch", "decode_iterations", "decode_micro_batches", "encode_micro_batches",
+            "max_active", "token_budget", "tp_degree", "tp_gpus")},
+        others=_read_others(section))
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
         section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
@@ -74,9 +68,9 @@ def _check_controls(section: Section, schedule: FixedSchedule, row: Policy) -> N
     for name in sorted({name for each in policies() for name in each.variable_names} - {*own}):
         if schedule.value_of(name) is not None:
             others = [each.name for each in policies() if name in each.variable_names]
-            section.reject(name, f"a variable of {', '.join(others)}; {row.name} has "
-                                 f"{', '.join(own)}")
+            section.reject(
+                name, f"a variable of {', '.join(others)}; {row.name} has {', '.join(own)}")
     parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
     if "encode_micro_batches" in own and parts and groups and parts % groups:
-        section.reject("encode_micro_batches", f"must be a multiple of decode_micro_batches = "
-                                               f"{groups}")
+        section.reject("encode_micro_batches",
+                       f"must be a multiple of decode_micro_batches = {groups}")

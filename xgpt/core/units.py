@@ -6,17 +6,8 @@ import math
 import re
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-_BYTE_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": KIB,
-    "MIB": MIB,
-    "GIB": GIB,
-    "TIB": 2**40,
-}
+_BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+               "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 2**40}
 _SECOND_UNITS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
 

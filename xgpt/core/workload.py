@@ -153,16 +153,18 @@ def _read_request(record: Mapping[str, Any], line: int, name: str) -> Request:
     body = _openai_body(record) if is_openai else record
     if not is_openai:
         _refuse_misspelt(record)
+    # OpenAI's newer name wins where both are given
+    has_new = body.get("max_completion_tokens") is not None
+    max_tokens_key = "max_completion_tokens" if has_new else "max_tokens"
     request = Request(
         line=line, id=name, is_openai=is_openai,
-        max_tokens=_integer(body, _max_tokens_key(body), 1, MAX_INT),
+        max_tokens=_integer(body, max_tokens_key, 1, MAX_INT),
         forced_tokens=_integer(body, "forced_tokens", 1, MAX_LENGTH_TOKENS),
         seed=_seed(body),
         temperature=_number(body, "temperature", lambda x: x >= 0, "a number >= 0"),
         top_k=_integer(body, "top_k", 1, MAX_INT),
         top_p=_number(body, "top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        stop=_stop(body),
-    )
+        stop=_stop(body))
     forced, limit = request.forced_tokens, request.max_tokens
     if forced is not None and limit is not None and forced > limit:
         raise _BadLine(f"forced_tokens = {forced} exceeds max_tokens = {limit}")
@@ -208,17 +210,14 @@ def _message(item: object) -> Message:
     if role not in ROLES:
         raise _BadLine(f"role = {role!r}: known: {', '.join(ROLES)}")
     if isinstance(content, list):  # OpenAI's list of parts, of which we know text
-        content = "".join(_text_part(part) for part in content)
+        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(
+                part.get("text"), str) for part in content):
+            raise _BadLine("content parts other than text are not supported")
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise _BadLine("content of a message must be text")
     _check_encodable(content, "content")
     return {"role": str(role), "content": content}
-
-
-def _text_part(part: object) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise _BadLine("content parts other than text are not supported")
 
 
 def _tokens(value: object, key: str) -> tuple[int, ...]:
@@ -243,12 +242,6 @@ def _check_encodable(value: str, key: str) -> None:
         value.encode("utf-8")
     except UnicodeEncodeError:
         raise _BadLine(f"{key} holds a lone surrogate, which is no character") from None
-
-
-def _max_tokens_key(body: Mapping[str, Any]) -> str:
-    """OpenAI's newer name wins where both are given."""
-    has_new = body.get("max_completion_tokens") is not None
-    return "max_completion_tokens" if has_new else "max_tokens"
 
 
 def _integer(body: Mapping[str, Any], key: str, minimum: int, maximum: int) -> int | None:

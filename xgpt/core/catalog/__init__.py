@@ -69,10 +69,10 @@ def names(kind: Kind) -> list[str]:
 
 @cache
 def model(name: str) -> ModelSpec:
-    row = dict(_row("model", name))
-    scaling = row.pop("rope_scaling", None)
+    row = _row("model", name)
+    scaling = row.get("rope_scaling")
     pairs = tuple(sorted(scaling.items())) if scaling else None
-    return ModelSpec(name=name, rope_scaling=pairs, **row)
+    return ModelSpec(**{"name": name, **row, "rope_scaling": pairs})
 
 
 @cache
@@ -89,8 +89,7 @@ def device(name: str) -> Device:
         name=name, kind="gpu", memory_bytes=round(row["memory_gb"] * 1e9),
         bandwidth_bytes_per_s=row["bandwidth_gb_per_s"] * 1e9,
         flops_per_s=tuple((dtype, rate * 1e12) for dtype, rate in row["tflops"].items()),
-        source=row["source"],
-    )
+        source=row["source"])
 
 
 @cache
@@ -121,9 +120,8 @@ def cluster(name: str) -> Cluster:
 
 def task_row(name: str) -> TaskRow:
     row = _row("task", name)
-    return TaskRow(name=name, description=row["description"],
-                   input_tokens=LengthRow(**row["input_tokens"]),
-                   output_tokens=LengthRow(**row["output_tokens"]))
+    return TaskRow(name=name, description=row["description"], **{
+        side: LengthRow(**row[side]) for side in ("input_tokens", "output_tokens")})
 
 
 @cache
