@@ -1,11 +1,11 @@
 /* CUDA C++ executed on the CPU, for tests: what a kernel of ours uses of it.
  *
  * A launch's blocks run one after the other. The threads of a block are fibers of one OS thread,
- * each with a stack of its own: one runs until it comes to a barrier (__syncthreads, __syncwarp or a
- * shuffle), then the next one does. They run in rising order, or in falling order where the launch
- * asks for it: a barrier that is missing shows in one of the two. A launch whose threads do not all
- * come to a barrier ends with an error. AddressSanitizer is told of every change of stack; shared
- * memory is of exactly the size asked for, and filled with NaN before each block.
+ * each with a stack of its own: one runs until it comes to a barrier (__syncthreads or a shuffle),
+ * then the next one does. A launch says in which order: rising or falling, all threads in turn or a
+ * warp as far as it gets before the next one; a barrier that is missing shows in one of the four. A
+ * launch whose threads do not all come to a barrier ends with an error. AddressSanitizer is told of
+ * every change of stack; shared memory is of exactly the size asked for, NaN before each block.
  */
 #ifndef XGPT_CPU_CUDA_H
 #define XGPT_CPU_CUDA_H
@@ -35,10 +35,11 @@ struct Dim {
     unsigned x, y, z;
 };
 
-/* How a kernel is launched; `shared_bytes` a multiple of four. */
+/* How a kernel is launched; `shared_bytes` a multiple of four. `order`: FALLING, BY_WARP or both. */
 struct Launch {
-    int64_t grid_x, grid_y, grid_z, threads, shared_bytes, is_backwards;
+    int64_t grid_x, grid_y, grid_z, threads, shared_bytes, order;
 };
+enum { FALLING = 1, BY_WARP = 2 };
 enum { DONE = 0, WRONG_LAUNCH = 1, BARRIER_LEFT_OUT = 2 };
 
 constexpr int LANES = 32;
@@ -123,16 +124,25 @@ inline int run_block(const Launch &launch) {
         thread.turn = 0;
         thread.is_done = false;
     }
+    const int together = launch.order & BY_WARP ? LANES : threads;
     for (int left = threads; left > 0;) {
-        block.has_progressed = false;
-        for (int i = 0; i < threads; ++i) {
-            thread_index.x = static_cast<unsigned>(launch.is_backwards ? threads - 1 - i : i);
-            Thread &thread = here();
-            if (thread.is_done) continue;
-            change(block.scheduler, thread.fiber);
-            left -= thread.is_done;
+        const int before = left;
+        bool has_progressed = false;
+        for (int first = 0; first < threads; first += together) {
+            do {
+                block.has_progressed = false;
+                for (int i = first; i < first + together; ++i) {
+                    thread_index.x = static_cast<unsigned>(
+                        launch.order & FALLING ? threads - 1 - i : i);
+                    Thread &thread = here();
+                    if (thread.is_done) continue;
+                    change(block.scheduler, thread.fiber);
+                    left -= thread.is_done;
+                }
+                has_progressed |= block.has_progressed;
+            } while (block.has_progressed);
         }
-        if (!block.has_progressed) return BARRIER_LEFT_OUT;
+        if (!has_progressed && left == before) return BARRIER_LEFT_OUT;
     }
     return DONE;
 }
@@ -215,7 +225,6 @@ inline float __uint_as_float(unsigned bits) {
     return x;
 }
 inline void __syncthreads() { cpu_cuda::wait(cpu_cuda::block.barrier); }
-inline void __syncwarp() { cpu_cuda::wait(cpu_cuda::own_warp().barrier); }
 inline float __shfl_xor_sync(unsigned, float x, int offset) {
     const int lane = static_cast<int>(threadIdx.x) % cpu_cuda::LANES;
     return __uint_as_float(cpu_cuda::shuffle(__float_as_uint(x), lane ^ offset));

@@ -72,7 +72,6 @@ __device__ inline void score_tile(const Tiles &tiles, i64 from, int dim, Tokens 
 #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] *= rescale;
     }
-    __syncwarp();
 }
 
 __device__ inline void add_values(const Tiles &tiles, int dim, Tokens &own) {

@@ -6,12 +6,16 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from xrunner.ops import cuda_modules
 from xrunner.ops.build import BuildError, find_compiler, source_folder
+from xrunner.ops.cuda import CudaOps
 from xrunner.ops.launch import Launch
 
 SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
@@ -19,6 +23,8 @@ SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
 FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Of a block's threads (csrc/cpu_cuda.h): all in turn, or a warp as far as it gets.
+ORDERS = {"rising": 0, "falling": 1, "by warp": 2, "by warp, falling": 3}
 WORDS = {1: "sizes of the launch that no GPU takes", 2: "not all threads come to a barrier"}
 
 
@@ -26,7 +32,7 @@ class _Launch(ctypes.Structure):
     """Launch of csrc/cpu_cuda.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in (
-        "grid_x", "grid_y", "grid_z", "threads", "shared_bytes", "is_backwards")]
+        "grid_x", "grid_y", "grid_z", "threads", "shared_bytes", "order")]
 
 
 def build(folder: Path, extra: Sequence[str] = (), sources: Path | None = None,
@@ -79,16 +85,29 @@ def sanitizer_environment() -> dict[str, str]:
 
 
 class CpuLauncher:
-    """Carries launches out on the CPU, threads in rising or in falling order."""
+    """Carries launches out on the CPU, the threads of a block in the `order` of ORDERS."""
 
     def __init__(self, libraries: dict[str, Path]) -> None:
         self._libraries = {name: ctypes.CDLL(str(path)) for name, path in libraries.items()}
-        self.is_backwards = False
+        self.order = 0
         self.launched: list[Launch] = []
 
     def __call__(self, launch: Launch) -> None:
         self.launched.append(launch)
-        shape = _Launch(*launch.grid, launch.threads, launch.shared_bytes, self.is_backwards)
+        shape = _Launch(*launch.grid, launch.threads, launch.shared_bytes, self.order)
         run = getattr(self._libraries[launch.source], f"run_{launch.kernel}")
         code = run(ctypes.byref(shape), ctypes.byref(launch.arguments))
         assert code == 0, f"{launch.kernel}: {WORDS[code]}"
+
+
+@contextmanager
+def using(launcher: CpuLauncher) -> Iterator[None]:
+    """While it lasts, the operators' public functions take the CUDA kernels for tensors on the
+    CPU, as they do for those on a GPU."""
+    before = dict(cuda_modules._gpus)
+    cuda_modules._gpus[torch.device("cpu")] = cuda_modules.Gpu(CudaOps(launcher, 1), launcher)
+    try:
+        yield
+    finally:
+        cuda_modules._gpus.clear()
+        cuda_modules._gpus.update(before)

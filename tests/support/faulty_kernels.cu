@@ -17,6 +17,18 @@ __device__ inline void next(const Numbers &p) {
     p.out[threadIdx.x] = shared[(threadIdx.x + 1) % blockDim.x];
 }
 
+/* The same, and then the shared memory is used anew: without a barrier before that, a warp that runs
+ * ahead, past a shuffle, takes from another what it has not read yet. */
+__device__ inline void overwritten(const Numbers &p) {
+    XGPT_SHARED(shared);
+    shared[threadIdx.x] = static_cast<float>(threadIdx.x);
+    __syncthreads();
+    const float next = shared[(threadIdx.x + 1) % blockDim.x];
+    const float sum = xgpt::warp_sum(next);
+    shared[threadIdx.x] = sum - sum - 1.f;
+    p.out[threadIdx.x] = next;
+}
+
 __device__ inline void only_some_wait(const Numbers &p) {
     if (threadIdx.x > 3) __syncthreads();
     p.out[threadIdx.x] = 1.f;
@@ -45,6 +57,7 @@ __device__ inline void sums(const Numbers &p) {
 
 KERNEL_AS(next_thread, faulty::Numbers, faulty::next<true>)
 KERNEL_AS(next_without_barrier, faulty::Numbers, faulty::next<false>)
+KERNEL_AS(overwritten, faulty::Numbers, faulty::overwritten)
 KERNEL_AS(barrier_left_out, faulty::Numbers, faulty::only_some_wait)
 KERNEL_AS(write_at, faulty::Numbers, faulty::write_at)
 KERNEL_AS(write_shared_at, faulty::Numbers, faulty::write_shared_at)

@@ -30,7 +30,7 @@ from xrunner.ops.launch import (
     filled,
     is_wide,
     numbers,
-    refuse,
+    refusal,
 )
 from xrunner.rules.slots import Span
 
@@ -68,14 +68,14 @@ class CudaOps:
         """
         n, heads, dim = query.shape
         slots_there, kv_heads, capacity = _check_cache(query, cache)
-        check_numbers(query, n, slots, lengths)
+        check_numbers(query.device, n, slots, lengths)
         if bias is not None:
-            check_plain(query, bias.values)
-            refuse(bias.values.dtype != torch.float32 or bias.values.dim() != 2
-                   or bias.values.shape[0] != heads
-                   or not 0 <= bias.center < bias.values.shape[1],
-                   f"a bias {list(bias.values.shape)} {bias.values.dtype} with distance 0 at "
-                   f"{bias.center} for {heads} heads")
+            check_plain(query.device, bias.values)
+            width = bias.values.shape[-1]
+            if (bias.values.dtype != torch.float32 or bias.values.shape != (heads, width)
+                    or not 0 <= bias.center < width):
+                raise refusal(f"a bias {list(bias.values.shape)} {bias.values.dtype} with distance "
+                              f"0 at {bias.center} for {heads} heads")
         out = torch.empty((n, heads, dim), dtype=query.dtype, device=query.device)
         if n == 0:
             return out
@@ -87,15 +87,15 @@ class CudaOps:
             parts = max(1, min(wanted, capacity // 128, _MOST_PARTS))
         work = torch.empty((n, heads, parts, dim + 2), dtype=torch.float32,
                            device=query.device) if parts > 1 else None
-        arguments = filled(DECODE, {
-            "out": out, "query": query, "keys": cache[0], "values": cache[1], "slots": slots,
-            "lengths": lengths, "bias": None if bias is None else bias.values, "parts": work,
-            "query_stride": query.stride(0), "n": n, "heads": heads, "kv_heads": kv_heads,
-            "dim": dim, "num_slots": slots_there, "capacity": capacity,
-            "bias_width": 0 if bias is None else bias.values.shape[1],
-            "bias_center": 0 if bias is None else bias.center, "num_parts": parts,
-            "is_wide": is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0,
-            "scale": scale})
+        arguments = filled(
+                DECODE, out=out, query=query, keys=cache[0], values=cache[1], slots=slots,
+            lengths=lengths, bias=None if bias is None else bias.values, parts=work,
+            query_stride=query.stride(0), n=n, heads=heads, kv_heads=kv_heads,
+            dim=dim, num_slots=slots_there, capacity=capacity,
+            bias_width=0 if bias is None else bias.values.shape[1],
+            bias_center=0 if bias is None else bias.center, num_parts=parts,
+            is_wide=is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0,
+            scale=scale)
         name = DTYPES[query.dtype]
         shared = _THREADS // 32 * together * (dim + 2) * 4
         self._launch(Launch("decode_attention", f"decode_attention_{together}_{name}",
@@ -114,12 +114,13 @@ class CudaOps:
         """
         tokens, heads, dim = query.shape
         slots_there, kv_heads, capacity = _check_cache(query, cache)
-        refuse(sum(s.tokens for s in spans) != tokens, f"spans of {sum(s.tokens for s in spans)} "
-               f"tokens for {tokens}")
+        if sum(s.tokens for s in spans) != tokens:
+            raise refusal(f"spans of {sum(s.tokens for s in spans)} " f"tokens for {tokens}")
         for span in spans:
-            refuse(not 0 <= span.slot < slots_there, f"slot {span.slot} of {slots_there}")
-            refuse(span.tokens < 1 or span.first < 0 or span.first + span.tokens > capacity,
-                   f"{span} beyond the capacity {capacity}")
+            if not 0 <= span.slot < slots_there:
+                raise refusal(f"slot {span.slot} of {slots_there}")
+            if span.tokens < 1 or span.first < 0 or span.first + span.tokens > capacity:
+                raise refusal(f"{span} beyond the capacity {capacity}")
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
         start = 0
         for at in range(0, len(spans), _MAX_GRID):
@@ -139,12 +140,12 @@ class CudaOps:
             start += span.tokens
         table = numbers(query.device, [s.slot for s in spans], [s.first for s in spans],
                         [s.tokens for s in spans], starts)
-        arguments = filled(ENCODE, {
-            "out": out, "query": query, "keys": cache[0], "values": cache[1], "slots": table[0],
-            "first": table[1], "tokens_of": table[2], "starts": table[3],
-            "query_stride": query.stride(0), "spans": len(spans), "heads": heads,
-            "kv_heads": kv_heads, "dim": dim, "num_slots": slots_there, "capacity": capacity,
-            "is_wide": is_wide(*cache, row=dim), "scale": scale})
+        arguments = filled(
+                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], slots=table[0],
+            first=table[1], tokens_of=table[2], starts=table[3],
+            query_stride=query.stride(0), spans=len(spans), heads=heads,
+            kv_heads=kv_heads, dim=dim, num_slots=slots_there, capacity=capacity,
+            is_wide=is_wide(*cache, row=dim), scale=scale)
         shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
         tiles = -(-max(s.tokens for s in spans) // _ENCODE_TOKENS)
         self._launch(Launch("encode_attention", f"encode_attention_{DTYPES[query.dtype]}",
@@ -167,15 +168,16 @@ class CudaOps:
         weight, bias = weight_bias
         check_alike(hidden, hidden, added, weight, bias)
         tokens, size = hidden.shape
-        refuse(added is not None and added.shape != hidden.shape, "added is of another shape")
-        refuse(any(w is not None and w.shape != (size,) for w in weight_bias),
-               f"a weight that is not [{size}]")
+        if added is not None and added.shape != hidden.shape:
+            raise refusal("added is of another shape")
+        if any(w is not None and w.shape != (size,) for w in weight_bias):
+            raise refusal(f"a weight that is not [{size}]")
         normed = torch.empty_like(hidden)
         if tokens:
-            arguments = filled(ADD_NORM, {
-                "normed": normed, "hidden": hidden, "added": added, "weight": weight, "bias": bias,
-                "tokens": tokens, "size": size, "eps": eps,
-                "is_wide": is_wide(normed, hidden, added, weight, bias, row=size)})
+            arguments = filled(
+                ADD_NORM, normed=normed, hidden=hidden, added=added, weight=weight, bias=bias,
+                tokens=tokens, size=size,
+                is_wide=is_wide(normed, hidden, added, weight, bias, row=size), eps=eps)
             threads = min(512, 32 * -(-size // 256))
             self._launch(Launch("rows", f"{name}_{DTYPES[hidden.dtype]}", (tokens, 1, 1), threads,
                                 0, arguments))
@@ -190,33 +192,35 @@ class CudaOps:
         keys, values = cache
         slots_there, kv_heads, capacity, dim = keys.shape
         tokens, heads = joint.shape[0], joint.shape[1] // dim - 2 * kv_heads
-        refuse(values.shape != keys.shape or heads < 1 or joint.shape[1] % dim != 0,
-               f"rows of {joint.shape[1]} for {kv_heads} KV heads of {dim}")
-        check_numbers(joint, tokens, slots, positions)
+        if values.shape != keys.shape or heads < 1 or joint.shape[1] % dim != 0:
+            raise refusal(f"rows of {joint.shape[1]} for {kv_heads} KV heads of {dim}")
+        check_numbers(joint.device, tokens, slots, positions)
         cos, sin = rotation or (None, None)
         for angles in rotation or ():
-            check_plain(joint, angles)
-            refuse(angles.dtype != torch.float32 or angles.shape != (tokens, dim // 2)
-                   or dim % 2 != 0,
-                   f"a rotation {list(angles.shape)} {angles.dtype} for {tokens} tokens of {dim}")
+            check_plain(joint.device, angles)
+            if (angles.dtype != torch.float32 or angles.shape != (tokens, dim // 2)
+                    or dim % 2 != 0):
+                raise refusal(f"a rotation {list(angles.shape)} {angles.dtype} for {tokens} "
+                              f"tokens of {dim}")
         if tokens:
-            arguments = filled(PLACE, {
-                "joint": joint, "cos": cos, "sin": sin, "keys": keys, "values": values,
-                "slots": slots, "positions": positions, "tokens": tokens, "heads": heads,
-                "kv_heads": kv_heads, "dim": dim, "num_slots": slots_there, "capacity": capacity})
+            arguments = filled(
+                PLACE, joint=joint, cos=cos, sin=sin, keys=keys, values=values,
+                slots=slots, positions=positions, tokens=tokens, heads=heads,
+                kv_heads=kv_heads, dim=dim, num_slots=slots_there, capacity=capacity)
             self._launch(Launch("rows", f"place_{DTYPES[joint.dtype]}", (tokens, 1, 1), 256, 0,
                                 arguments))
 
     def silu_mul(self, joint: Tensor) -> Tensor:
         """silu(gate) * up of joint [T, 2 I]: gate, then up, of each token. Returns [T, I]."""
         check_alike(joint, joint)
-        refuse(joint.shape[1] % 2 != 0, f"rows of {joint.shape[1]} do not have two halves")
+        if joint.shape[1] % 2 != 0:
+            raise refusal(f"rows of {joint.shape[1]} do not have two halves")
         tokens, inner = joint.shape[0], joint.shape[1] // 2
         out = torch.empty((tokens, inner), dtype=joint.dtype, device=joint.device)
         if tokens and inner:
-            arguments = filled(SILU_MUL, {
-                "out": out, "joint": joint, "tokens": tokens, "inner": inner,
-                "is_wide": is_wide(joint, out, row=inner)})
+            arguments = filled(
+                SILU_MUL, out=out, joint=joint, tokens=tokens, inner=inner,
+                is_wide=is_wide(joint, out, row=inner))
             self._launch(Launch("rows", f"silu_mul_{DTYPES[joint.dtype]}",
                                 (tokens, min(-(-inner // 2048), _MAX_GRID), 1), 256, 0, arguments))
         return out
@@ -227,10 +231,13 @@ def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[int, int,
     check_alike(query, *cache)
     keys, values = cache
     n, heads, dim = query.shape
-    refuse(keys.dim() != 4 or keys.shape != values.shape or keys.shape[3] != dim,
-           f"keys {list(keys.shape)} and values {list(values.shape)} for heads of {dim}")
-    refuse(not 1 <= dim <= MAX_DIM, f"heads of {dim}: 1 to {MAX_DIM} are served")
+    if keys.dim() != 4 or keys.shape != values.shape or keys.shape[3] != dim:
+        raise refusal(f"keys {list(keys.shape)} and values {list(values.shape)} for heads of {dim}")
+    if not 1 <= dim <= MAX_DIM:
+        raise refusal(f"heads of {dim}: 1 to {MAX_DIM} are served")
     slots, kv_heads, capacity, _ = keys.shape
-    refuse(kv_heads < 1 or heads % kv_heads != 0, f"{heads} heads for {kv_heads} KV heads")
-    refuse(n > 0 and query.stride(1) != dim, "the heads of a query are apart")
+    if kv_heads < 1 or heads % kv_heads != 0:
+        raise refusal(f"{heads} heads for {kv_heads} KV heads")
+    if n > 0 and query.stride(1) != dim:
+        raise refusal("the heads of a query are apart")
     return slots, kv_heads, capacity

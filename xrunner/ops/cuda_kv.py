@@ -20,7 +20,7 @@ from xrunner.ops.launch import (
     Struct,
     filled,
     numbers,
-    refuse,
+    refusal,
 )
 from xrunner.rules.slots import Move
 
@@ -33,7 +33,8 @@ def compact(launch: Launcher, store: Tensor, moves: Sequence[Move],
             lengths: Sequence[int]) -> None:
     """The first `lengths[i]` entries of each move's source onto its target, as if one after the
     other: moves that meet the same slot go into launches of their own."""
-    refuse(len(moves) != len(lengths), f"{len(lengths)} lengths for {len(moves)} moves")
+    if len(moves) != len(lengths):
+        raise refusal(f"{len(lengths)} lengths for {len(moves)} moves")
     _check_slots(store, [slot for move in moves for slot in move], [*lengths, *lengths])
     for wave in _waves(moves):
         taken = [i for i in wave if lengths[i] and moves[i].source != moves[i].target]
@@ -42,8 +43,8 @@ def compact(launch: Launcher, store: Tensor, moves: Sequence[Move],
         table = numbers(store.device, [moves[i].source for i in taken],
                         [moves[i].target for i in taken], [lengths[i] for i in taken])
         rows, kept = _rows(store)
-        arguments = filled(KV_COMPACT, {**rows, "sources": table[0], "targets": table[1],
-                                        "lengths": table[2], "moves": len(taken)})
+        arguments = filled(KV_COMPACT, **rows, sources=table[0], targets=table[1],
+                                        lengths=table[2], moves=len(taken))
         _launch_rows(launch, "kv_compact", store, [lengths[i] for i in taken], arguments)
         del kept
 
@@ -62,27 +63,30 @@ def gather(launch: Launcher, store: Tensor, slots: Sequence[int],
 def scatter(launch: Launcher, store: Tensor, slots: Sequence[int], lengths: Sequence[int],
             block: Tensor) -> None:
     """The tokens of a block to the slots of their queries."""
-    refuse(len(set(slots)) != len(slots), f"a slot is named twice: {list(slots)}")
+    if len(set(slots)) != len(slots):
+        raise refusal(f"a slot is named twice: {list(slots)}")
     _pack(launch, "kv_scatter", store, (slots, lengths), block)
 
 
 def _pack(launch: Launcher, kernel: str, store: Tensor,
           queries: tuple[Sequence[int], Sequence[int]], block: Tensor) -> None:
     slots, lengths = queries
-    refuse(len(slots) != len(lengths), f"{len(lengths)} lengths for {len(slots)} slots")
+    if len(slots) != len(lengths):
+        raise refusal(f"{len(lengths)} lengths for {len(slots)} slots")
     _check_slots(store, slots, lengths)
     layers, pair, _, kv_heads, _, dim = store.shape
-    refuse(block.shape != (layers, pair, kv_heads, sum(lengths), dim) or block.dtype != store.dtype
-           or block.device != store.device or not block.is_contiguous(),
-           f"a block {list(block.shape)} {block.dtype} for {sum(lengths)} tokens of {store.dtype}")
+    if (block.shape != (layers, pair, kv_heads, sum(lengths), dim) or block.dtype != store.dtype
+            or block.device != store.device or not block.is_contiguous()):
+        raise refusal(f"a block {list(block.shape)} {block.dtype} for {sum(lengths)} tokens of "
+                      f"{store.dtype}")
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for at in range(0, len(slots), _MAX_GRID):
         part = slice(at, at + _MAX_GRID)
         table = numbers(store.device, list(slots[part]), list(lengths[part]), starts[part])
         rows, kept = _rows(store)
-        arguments = filled(KV_PACK, {**rows, "slots": table[0], "lengths": table[1],
-                                     "starts": table[2], "block": block,
-                                     "queries": len(slots[part]), "tokens": sum(lengths)})
+        arguments = filled(KV_PACK, **rows, slots=table[0], lengths=table[1],
+                                     starts=table[2], block=block,
+                                     queries=len(slots[part]), tokens=sum(lengths))
         _launch_rows(launch, kernel, store, list(lengths[part]), arguments)
         del kept
 
@@ -105,14 +109,19 @@ def _waves(moves: Sequence[Move]) -> Iterator[list[int]]:
 
 
 def _check_slots(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> None:
-    refuse(store.dim() != 6, f"a store {list(store.shape)} of {store.dim()} dimensions, not 6")
+    if store.dim() != 6:
+        raise refusal(f"a store {list(store.shape)} of {store.dim()} dimensions, not 6")
     _, _, num_slots, kv_heads, capacity, dim = store.shape
-    refuse(store.stride()[-2:] != (dim, 1), "the entries of a head are apart")
-    refuse(store.element_size() % 2 != 0, f"elements of {store.dtype}")
+    if store.stride()[-2:] != (dim, 1):
+        raise refusal("the entries of a head are apart")
+    if store.element_size() % 2 != 0:
+        raise refusal(f"elements of {store.dtype}")
     for slot in slots:
-        refuse(not 0 <= slot < num_slots, f"slot {slot} of {num_slots}")
+        if not 0 <= slot < num_slots:
+            raise refusal(f"slot {slot} of {num_slots}")
     for length in lengths:
-        refuse(not 0 <= length <= capacity, f"{length} entries of {capacity}")
+        if not 0 <= length <= capacity:
+            raise refusal(f"{length} entries of {capacity}")
 
 
 def _rows(store: Tensor) -> tuple[dict[str, Tensor | int | float | None], Tensor]:

@@ -185,7 +185,8 @@ class CupyLauncher:
 
     def _run(self, launch: Launch) -> None:
         kernel = self._kernels.get(launch.kernel) or self._loaded(launch.source, launch.kernel)
-        if launch.shared_bytes > max(_USUAL_SHARED_BYTES, kernel.max_dynamic_shared_size_bytes):
+        if (launch.shared_bytes > _USUAL_SHARED_BYTES
+                and launch.shared_bytes > kernel.max_dynamic_shared_size_bytes):
             kernel.max_dynamic_shared_size_bytes = launch.shared_bytes
         # the struct's address is the only argument: cupy's own call takes numbers and arrays alone
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))

@@ -7,7 +7,7 @@ the `.cu` files in the same order (a test compares them).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ _POINTERS = {"out", "query", "keys", "values", "slots", "lengths", "bias", "part
              "positions", "arrays", "sources", "targets", "block"}
 
 Struct = ctypes.Structure
+_MEMBERS: dict[type[Struct], tuple[str, ...]] = {}
 
 
 class Launch(NamedTuple):
@@ -42,8 +43,10 @@ def struct(name: str, members: str) -> type[Struct]:
     """The struct `name` of these members."""
     kinds: dict[str, Any] = {**dict.fromkeys(_FLOATS, ctypes.c_float),
                              **dict.fromkeys(_POINTERS, ctypes.c_void_p)}
-    return type(name, (Struct,), {
-        "_fields_": [(member, kinds.get(member, ctypes.c_int64)) for member in members.split()]})
+    made = type(name, (Struct,), {"_fields_": [
+        (member, kinds.get(member, ctypes.c_int64)) for member in members.split()]})
+    _MEMBERS[made] = tuple(members.split())
+    return made
 
 
 ADD_NORM = struct("AddNorm", "normed hidden added weight bias tokens size is_wide eps")
@@ -60,13 +63,11 @@ KV_COMPACT = struct("KvCompact", _ROWS + "sources targets lengths moves")
 KV_PACK = struct("KvPack", _ROWS + "slots lengths starts block queries tokens")
 
 
-def filled(kind: type[Struct], values: Mapping[str, Tensor | int | float | None]
-           ) -> Struct:
-    """The struct with these members, all of them; of a tensor its address."""
-    names = [name for name, *_ in kind._fields_]
-    assert set(names) == set(values), f"{kind.__name__}: {set(names) ^ set(values)}"
-    return kind(**{name: value.data_ptr() if isinstance(value, Tensor) else value
-                   for name, value in values.items()})
+def filled(kind: type[Struct], **values: Tensor | float | None) -> Struct:
+    """The struct with these members, all of them in its order; of a tensor its address."""
+    assert tuple(values) == _MEMBERS[kind], f"{kind.__name__}: {tuple(values)}"
+    return kind(*[value.data_ptr() if isinstance(value, Tensor) else value
+                  for value in values.values()])
 
 
 def is_wide(*tensors: Tensor | None, row: int) -> bool:
@@ -75,37 +76,41 @@ def is_wide(*tensors: Tensor | None, row: int) -> bool:
     return row % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def refuse(wrong: bool, words: str) -> None:
-    """Raises ValueError where an argument cannot be served."""
-    if wrong:
-        raise ValueError(f"CUDA operator: {words}")
+def refusal(words: str) -> ValueError:
+    """What is raised where an argument cannot be served."""
+    return ValueError(f"CUDA operator: {words}")
 
 
 def check_alike(first: Tensor, *others: Tensor | None) -> None:
     """All are of one type that the kernels know, on one device, and contiguous but for `first`,
     whose rows alone must be."""
-    refuse(first.dtype not in DTYPES, f"elements are {first.dtype}, not float32, bfloat16 or "
-           "float16")
-    refuse(first.dim() > 0 and first.stride(-1) != 1, "the elements of a row are apart")
+    dtype, device = first.dtype, first.device
+    if dtype not in DTYPES:
+        raise refusal(f"elements are {dtype}, not float32, bfloat16 or float16")
+    if first.dim() > 0 and first.stride(-1) != 1:
+        raise refusal("the elements of a row are apart")
     for other in others:
         if other is not None:
-            refuse(other.dtype != first.dtype, f"{other.dtype} beside {first.dtype}")
-            check_plain(first, other)
+            if other.dtype != dtype:
+                raise refusal(f"{other.dtype} beside {dtype}")
+            check_plain(device, other)
 
 
-def check_plain(first: Tensor, *others: Tensor) -> None:
-    """All are where `first` is, and contiguous."""
-    for other in others:
-        refuse(other.device != first.device, f"a tensor on {other.device} beside {first.device}")
-        refuse(not other.is_contiguous(), "a tensor that is not contiguous")
+def check_plain(device: torch.device, *tensors: Tensor) -> None:
+    """All are on the device, and contiguous."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise refusal(f"a tensor on {tensor.device} beside {device}")
+        if not tensor.is_contiguous():
+            raise refusal("a tensor that is not contiguous")
 
 
-def check_numbers(first: Tensor, count: int, *others: Tensor) -> None:
-    """All are [count] int64 where `first` is."""
-    check_plain(first, *others)
-    for other in others:
-        refuse(other.dtype != torch.int64 or other.shape != (count,),
-               f"{list(other.shape)} {other.dtype} where [{count}] int64 belongs")
+def check_numbers(device: torch.device, count: int, *tensors: Tensor) -> None:
+    """All are [count] int64 on the device."""
+    check_plain(device, *tensors)
+    for tensor in tensors:
+        if tensor.dtype != torch.int64 or tensor.shape != (count,):
+            raise refusal(f"{list(tensor.shape)} {tensor.dtype} where [{count}] int64 belongs")
 
 
 def numbers(device: torch.device, *columns: list[int]) -> Tensor:

@@ -44,10 +44,10 @@ def run(launcher: cpu_cuda.CpuLauncher, kernel: str, out: torch.Tensor, threads:
                     NUMBERS(out.data_ptr(), 0)))
 
 
-@pytest.mark.parametrize("is_backwards", [False, True])
+@pytest.mark.parametrize("order", cpu_cuda.ORDERS)
 def test_a_barrier_holds_until_all_threads_came(launcher: cpu_cuda.CpuLauncher,
-                                                is_backwards: bool) -> None:
-    launcher.is_backwards = is_backwards
+                                                order: str) -> None:
+    launcher.order = cpu_cuda.ORDERS[order]
     out = torch.zeros(96)
     run(launcher, "next_thread", out)
     assert out.tolist() == [*range(1, 96), 0]
@@ -55,14 +55,25 @@ def test_a_barrier_holds_until_all_threads_came(launcher: cpu_cuda.CpuLauncher,
 
 def test_a_missing_barrier_shows_in_one_of_the_orders(launcher: cpu_cuda.CpuLauncher) -> None:
     found = []
-    for launcher.is_backwards in (False, True):
+    for launcher.order in (0, 1):
         found.append(torch.zeros(96))
         run(launcher, "next_without_barrier", found[-1])
     assert any(out.tolist() != [*range(1, 96), 0] for out in found)
 
 
+def test_a_warp_that_runs_ahead_shows_what_it_overwrites(launcher: cpu_cuda.CpuLauncher) -> None:
+    found = []
+    for launcher.order in cpu_cuda.ORDERS.values():
+        found.append(torch.zeros(96))
+        run(launcher, "overwritten", found[-1])
+    is_right = [out.tolist() == [*range(1, 96), 0] for out in found]
+    assert is_right[:2] == [True, True] and not all(is_right[2:])
+
+
+@pytest.mark.parametrize("order", cpu_cuda.ORDERS)
 def test_a_barrier_that_some_threads_leave_out_is_an_error(
-        launcher: cpu_cuda.CpuLauncher) -> None:
+        launcher: cpu_cuda.CpuLauncher, order: str) -> None:
+    launcher.order = cpu_cuda.ORDERS[order]
     out = torch.zeros(96)
     with pytest.raises(AssertionError, match="not all threads come to a barrier"):
         run(launcher, "barrier_left_out", out)
@@ -76,7 +87,7 @@ def test_a_launch_that_no_gpu_takes_is_an_error(launcher: cpu_cuda.CpuLauncher) 
 
 
 def test_sums_and_float16_are_torchs(launcher: cpu_cuda.CpuLauncher) -> None:
-    launcher.is_backwards = False
+    launcher.order = 0
     special = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e9, 6e-8, 2.9e-8, 3.1e-8, 6.1e-5,
                6.0976e-5, 1.00048828125, 1.00146484375, float("inf")]
     given = torch.cat([torch.tensor(special), torch.randn(1024 - len(special)) * 3])

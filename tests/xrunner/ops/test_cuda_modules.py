@@ -52,6 +52,13 @@ class Refusing(cpu_cuda.CpuLauncher):
         raise XgptError("this card takes no launch")
 
 
+def test_a_public_function_would_take_them_while_a_test_wants_it(
+        launcher: cpu_cuda.CpuLauncher) -> None:
+    with cpu_cuda.using(launcher):
+        assert cuda_modules.ops_for("place", torch.zeros(1)) is not None
+    assert cuda_modules.ops_for("place", torch.zeros(1)) is None
+
+
 def load(launch: cpu_cuda.CpuLauncher) -> None:
     cuda_modules._gpus[CPU] = cuda_modules.compared(CudaOps(launch, 1), launch, CPU)
 

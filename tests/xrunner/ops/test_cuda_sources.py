@@ -21,7 +21,7 @@ from xrunner.rules.slots import Move, Span
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from(cuda_check.DTYPES)
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
-some = settings(deadline=None, max_examples=25,
+some = settings(deadline=None, max_examples=20,
                 suppress_health_check=[HealthCheck.function_scoped_fixture,
                                        HealthCheck.too_slow])
 
@@ -31,11 +31,11 @@ def launcher(pytestconfig: pytest.Config) -> cpu_cuda.CpuLauncher:
     return cpu_cuda.CpuLauncher(cpu_cuda.built(pytestconfig))
 
 
-@pytest.fixture(params=["rising", "falling"])
+@pytest.fixture(params=cpu_cuda.ORDERS)
 def ops(launcher: cpu_cuda.CpuLauncher, request: pytest.FixtureRequest) -> Iterator[CudaOps]:
-    launcher.is_backwards = request.param == "falling"
+    launcher.order = cpu_cuda.ORDERS[request.param]
     yield CudaOps(launcher, multiprocessors=1)
-    launcher.is_backwards = False
+    launcher.order = 0
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
