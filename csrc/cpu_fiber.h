@@ -1,6 +1,6 @@
 /* Fibers: stacks that take turns on one OS thread, for csrc/cpu_cuda.h. On x86-64 a change of stack
- * is a dozen instructions; elsewhere (or with XGPT_UCONTEXT) the C library's, which asks the system
- * at every change and takes twenty times as long. AddressSanitizer is told of every change. */
+ * is a dozen instructions; elsewhere (or with XGPT_UCONTEXT) it is the C library's, which asks the
+ * system at every change. AddressSanitizer is told of every change. */
 #ifndef XGPT_CPU_FIBER_H
 #define XGPT_CPU_FIBER_H
 
