@@ -21,16 +21,6 @@ class Implementation(NamedTuple):
         return self.name
 
 
-@contextmanager
-def _torch() -> Iterator[None]:
-    before = native._native
-    native._native = native.Native(None, reason="a test asks for torch's")
-    try:
-        yield
-    finally:
-        native._native = before
-
-
 def _native(level: str) -> Implementation:
     @contextmanager
     def using() -> Iterator[None]:
@@ -46,7 +36,7 @@ def _native(level: str) -> Implementation:
     return Implementation(f"native-{level}", using)
 
 
-TORCH = Implementation("torch", _torch)
+TORCH = Implementation("torch", native.left_aside)
 IMPLEMENTATIONS = [TORCH, *map(_native, native.levels())]
 
 

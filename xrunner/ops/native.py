@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,6 +111,17 @@ def use_level(name: str) -> None:
     lib = library()
     assert lib is not None, f"{name = } of no library"
     check(lib.xgpt_use_level(LEVELS.index(name)))
+
+
+@contextmanager
+def left_aside() -> Iterator[None]:
+    """Torch serves meanwhile: to compare the two."""
+    global _native
+    before, _native = _native, Native(None, reason="left aside")
+    try:
+        yield
+    finally:
+        _native = before
 
 
 def open_native(wish: str) -> Native:
