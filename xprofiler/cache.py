@@ -19,9 +19,9 @@ _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrun
 
 def model_shape(spec: ModelSpec) -> str:
     """Fingerprint of what a layer's cost depends on; names and sources do not."""
-    labels = ("name", "hub_id", "wheel", "source")
+    # norm_eps: a checkpoint's config rounds it differently, and it costs nothing
+    labels = ("name", "hub_id", "wheel", "source", "norm_eps")
     shape = {k: v for k, v in asdict(spec).items() if k not in labels}
-    shape.pop("norm_eps")  # a checkpoint's config rounds it differently; it costs nothing
     return _digest(json.dumps(shape, sort_keys=True))
 
 

@@ -100,8 +100,7 @@ NETWORK = LinkConstants(launch_s=9.5e-6, hop_share=1.0, small_ratio=0.44, large_
 #   engines need more (Vidur's host profiles: 0.1..0.9 ms for each of four tasks a step).
 GPU = RooflineConstants(
     gemm_flops_share=0.78, gemm_half_rows=48.0, gemm_bytes_share=0.79, gemm_overlap=3.0,
-    gemm_launch_s=4.4e-6,
-    elementwise_bytes_share=0.50, elementwise_launch_s=2.8e-6,
+    gemm_launch_s=4.4e-6, elementwise_bytes_share=0.50, elementwise_launch_s=2.8e-6,
     encode_attention_flops_share=0.56, encode_attention_half_tokens=660.0,
     encode_attention_tail_s=18e-9, decode_attention_bytes_share=0.78,
     decode_attention_extra_tokens=60.0, encode_attention_launch_s=12e-6,
@@ -123,8 +122,7 @@ _HOST = LinkConstants(launch_s=0.0, hop_share=1.0, small_ratio=1.0, large_launch
 # step overhead: Python, header and slot bookkeeping of one micro-batch.
 CPU = RooflineConstants(
     gemm_flops_share=0.75, gemm_half_rows=12.0, gemm_bytes_share=0.80, gemm_overlap=8.0,
-    gemm_launch_s=10e-6,
-    elementwise_bytes_share=0.50, elementwise_launch_s=10e-6,
+    gemm_launch_s=10e-6, elementwise_bytes_share=0.50, elementwise_launch_s=10e-6,
     encode_attention_flops_share=0.60, encode_attention_half_tokens=64.0,
     encode_attention_tail_s=0.0, decode_attention_bytes_share=0.80,
     decode_attention_extra_tokens=0.0, encode_attention_launch_s=30e-6,

@@ -63,17 +63,13 @@ class RowKernels:
         """A decoder layer, of an encoder-decoder model without the cross-attention's key and value
         projections (done once, at encode)."""
         if not self._model.is_encoder_decoder:
-            return self._block_s(tokens, 1, tp_degree)
+            return self.block_s(tokens, tp_degree)
         query_s = self._kernels.gemm_s(tokens, self._width / tp_degree, self._model.hidden_size)
-        return self._block_s(tokens, 2, tp_degree) + query_s
+        return self.block_s(tokens, tp_degree, attentions=2) + query_s
 
-    def encoder_rest_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
-        """An encoder layer."""
-        return self._block_s(tokens, 1, tp_degree)
-
-    def _block_s(self, tokens: FloatArray, attentions: int, tp_degree: int) -> FloatArray:
-        """One self-attention's projections, every attention's output projection, the MLP, and the
-        elementwise kernels around them."""
+    def block_s(self, tokens: FloatArray, tp_degree: int, attentions: int = 1) -> FloatArray:
+        """A layer, of one attention an encoder layer: one self-attention's projections, every
+        attention's output projection, the MLP, and the elementwise kernels around them."""
         model, gemm_s = self._model, self._kernels.gemm_s
         hidden, width = model.hidden_size, self._width / tp_degree
         inner = model.intermediate_size / tp_degree

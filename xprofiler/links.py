@@ -25,10 +25,6 @@ class LinkTimes:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._constants = kernels, kernels.constants
 
-    def all_reduce_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
-        """A collective and the skew of the group's ranks before it."""
-        return self.collective_s(num_bytes, tp_degree, link) + self.synchronisation_s(tp_degree)
-
     def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
         """All-reduce between ranks that start together, what nccl-tests measures: a ring moves
         2 (t - 1) / t of the bytes; the quicker of two protocols, each latency plus bytes."""

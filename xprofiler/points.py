@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -75,9 +75,8 @@ class Needs:
         most = model.max_positions
         if most is None:
             return self
-        return Needs(input_tokens=min(self.input_tokens, most), queries=self.queries,
-                     context_tokens=max(min(self.context_tokens, most - 1), 2),
-                     tokens=self.tokens)
+        return replace(self, input_tokens=min(self.input_tokens, most),
+                       context_tokens=max(min(self.context_tokens, most - 1), 2))
 
 
 def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
@@ -118,8 +117,8 @@ def refinement(tables: Mapping[Operator, Iterable[Sample]], done: set[Point],
     return max(candidates, key=lambda c: c[0])[1] if candidates else None
 
 
-def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[float, float,
-                                                                             Point]]:
+def _candidates(
+        tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[float, float, Point]]:
     """(error, weight, point) of every interval that could be split."""
     is_encoder_decoder = bool(tables.get(Operator.CROSS_ATTENTION))
     decode = Kind.CROSS if is_encoder_decoder else Kind.DECODE
@@ -135,15 +134,12 @@ def _candidates(tables: Mapping[Operator, Iterable[Sample]]) -> Iterator[tuple[f
         yield error, 1.0, (Point(decode, rows, int(usual)) if is_decode else Point(Kind.REST, rows))
     for low, high, error in _intervals(_medians(tables.get(Operator.HEAD, ()))):
         yield error, _HEAD_SHARE, Point(decode, _between(low, high), int(usual))
-    by_context: dict[float, dict[float, float]] = {}
-    by_queries: dict[float, dict[float, float]] = {}
-    for sample in attention:
-        by_context.setdefault(sample.y, {})[sample.x] = sample.median_s
-        by_queries.setdefault(sample.x, {})[sample.y] = sample.median_s
-    for context, row in by_context.items():
+    for context in dict.fromkeys(s.y for s in attention):
+        row = {s.x: s.median_s for s in attention if s.y == context}
         for low, high, error in _intervals(row):
             yield error, weight, Point(decode, _between(low, high), int(context))
-    for queries, column in by_queries.items():
+    for queries in dict.fromkeys(s.x for s in attention):
+        column = {s.y: s.median_s for s in attention if s.x == queries}
         for low, high, error in _intervals(column):
             yield error, weight, Point(decode, int(queries), _between(low, high))
     alone = {s.x: s.median_s for s in tables.get(Operator.ENCODE_ATTENTION, ()) if s.y <= 1}

@@ -151,13 +151,11 @@ def merge(first: Profile, second: Profile) -> Profile:
     if unequal:
         raise XgptError("these profiles measured different things and cannot be merged; "
                         + "; ".join(unequal))
-    keys = [*first.tables, *(key for key in second.tables if key not in first.tables)]
     tables = {key: _merge_points((*first.tables.get(key, ()), *second.tables.get(key, ())))
-              for key in keys}
-    refused = {**first.refused, **second.refused}
-    return replace(first, tables=tables, refused={k: refused[k] for k in sorted(refused)},
-                   spent_s=first.spent_s + second.spent_s, model=first.model or second.model,
-                   peaks=first.peaks or second.peaks)
+              for key in {**first.tables, **second.tables}}
+    refused = dict(sorted({**first.refused, **second.refused}.items()))
+    return replace(first, tables=tables, refused=refused, spent_s=first.spent_s + second.spent_s,
+                   model=first.model or second.model, peaks=first.peaks or second.peaks)
 
 
 def _merge_points(points: Iterable[Sample]) -> tuple[Sample, ...]:

@@ -33,9 +33,7 @@ AXES = {
     Operator.CROSS_KV.value: ("tokens", ""), Operator.EMBED.value: ("tokens", ""),
     Operator.HEAD.value: ("queries", ""), Operator.KV_COMPACTION.value: ("rows moved", "tokens"),
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
-    "kv_handover_direct": ("bytes", ""),
-    "step_overhead": ("", ""),
-}
+    "kv_handover_direct": ("bytes", ""), "step_overhead": ("", "")}
 Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s"]
 _LARGEST = 1e30  # no size and no time is as large
@@ -101,8 +99,8 @@ def _line(point: Sample) -> str:
     def short(value: float) -> float | int:
         return int(value) if value == int(value) else value
 
-    return json.dumps([short(point.x), short(point.y), [float(f"{s:.4g}") for s in
-                                                        point.samples_s]])
+    samples_s = [float(f"{s:.4g}") for s in point.samples_s]
+    return json.dumps([short(point.x), short(point.y), samples_s])
 
 
 def _metadata(raw: object, faults: Faults) -> ProfileMetadata | None:

@@ -13,15 +13,7 @@ from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
-from xprofiler.profile import (
-    ALL_REDUCE,
-    HANDOVER,
-    HANDOVER_DIRECT,
-    STEP_OVERHEAD,
-    Profile,
-    Sample,
-    TableKey,
-)
+from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
 # a query's share of a batch settles as the batch grows
@@ -52,7 +44,9 @@ class ProfileTiming:
         """`marks`: how the profile differs from what will run; every provenance shows them."""
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
         self._borrowed: set[str] = set()  # what the fallback was asked for, in words
-        self._grids = {key: _grid(profile, key) for key in profile.tables}
+        self._grids = {key: Grid([p.x for p in points], [p.y for p in points],
+                                 [p.median_s for p in points], table_shape(key))
+                       for key, points in profile.tables.items()}
         self._sharing = profile.metadata.sharing
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
@@ -62,10 +56,7 @@ class ProfileTiming:
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource. Raises XgptError for a degree or operator that was not measured."""
-        grid = self._grids.get(TableKey(operator.value, tp_degree))
-        if grid is None:
-            raise XgptError(self._missing(operator.value, tp_degree))
-        return grid(x, y) * self._sharing
+        return self._grid(operator, tp_degree)(x, y) * self._sharing
 
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> FloatArray:
@@ -89,12 +80,10 @@ class ProfileTiming:
     def _can_reduce(self, tp_degree: int) -> bool:
         """Whether all-reduces of this degree were measured, or can be had elsewhere."""
         return tp_degree == 1 or self._fallback is not None or any(
-            key.name == ALL_REDUCE and key.tp_degree == tp_degree for key in self._grids)
+            key[:2] == (MessageKind.ALL_REDUCE.value, tp_degree) for key in self._grids)
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
-        grid = self._grids.get(TableKey(operator.value, tp_degree))
-        if grid is None:
-            raise XgptError(self._missing(operator.value, tp_degree))
+        grid = self._grid(operator, tp_degree)
         is_open = len(grid.ys) == 1 or operator is Operator.ENCODE_ATTENTION
         return Reach(float(grid.xs[-1]), float("inf") if is_open else float(grid.ys[-1]))
 
@@ -114,16 +103,19 @@ class ProfileTiming:
             text += f"; NOT OF WHAT WILL RUN: {'; '.join(self._marks)}"
         return text
 
-    def _missing(self, name: str, tp_degree: int) -> str:
-        reason = self.profile.refused.get(tp_degree)
+    def _grid(self, operator: Operator, tp_degree: int) -> Grid:
+        grid = self._grids.get(TableKey(operator.value, tp_degree))
+        if grid is not None:
+            return grid
+        reason, degrees = self.profile.refused.get(tp_degree), self.profile.tp_degrees
         if reason is not None:
-            return f"tensor-parallel degree {tp_degree}: {reason}"
-        degrees = self.profile.tp_degrees
+            raise XgptError(f"tensor-parallel degree {tp_degree}: {reason}")
         if tp_degree not in degrees:
             measured = ", ".join(str(d) for d in degrees)
-            return (f"this profile has no tensor-parallel degree {tp_degree}; it has: {measured}. "
-                    "`xgpt profile` measures more")
-        return f"this profile ({self.profile.metadata.origin}) has no table {name!r}"
+            raise XgptError(f"this profile has no tensor-parallel degree {tp_degree}; it has: "
+                            f"{measured}. `xgpt profile` measures more")
+        raise XgptError(f"this profile ({self.profile.metadata.origin}) has no table "
+                        f"{operator.value!r}")
 
     def _other(self, name: str, tp_degree: int, link: Link) -> TimingSource:
         if self._fallback is not None:
@@ -163,9 +155,3 @@ def _missed(key: TableKey, points: Sequence[Sample]) -> Iterator[FloatArray]:
         for row in map(sorted, lines.values()):
             yield interpolation_errors([at for at, _ in row], [s for _, s in row],
                                        is_power=is_power)
-
-
-def _grid(profile: Profile, key: TableKey) -> Grid:
-    points = profile.tables[key]
-    return Grid([p.x for p in points], [p.y for p in points], [p.median_s for p in points],
-                table_shape(key))

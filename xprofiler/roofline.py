@@ -33,7 +33,7 @@ class Roofline:
         self.links = LinkTimes(self.kernels)
         rows, attention = RowKernels(model, self.kernels), AttentionKernels(model, self.kernels)
         self._rows: dict[Operator, Callable[[FloatArray, int], FloatArray]] = {
-            Operator.LAYER_REST: rows.layer_rest_s, Operator.ENCODER_REST: rows.encoder_rest_s,
+            Operator.LAYER_REST: rows.layer_rest_s, Operator.ENCODER_REST: rows.block_s,
             Operator.CROSS_KV: rows.cross_kv_s, Operator.HEAD: rows.head_s,
             Operator.EMBED: rows.embed_s}
         self._attention: dict[Operator, Callable[[FloatArray, FloatArray, int], FloatArray]] = {
@@ -62,7 +62,8 @@ class Roofline:
                   tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
         if kind is MessageKind.ALL_REDUCE:
-            return self.links.all_reduce_s(num_bytes, tp_degree, link)
+            return (self.links.collective_s(num_bytes, tp_degree, link)
+                    + self.links.synchronisation_s(tp_degree))
         if kind is MessageKind.TRANSFER:
             return self.links.transfer_s(num_bytes, link)
         return self.links.handover_s(num_bytes, link)

@@ -56,13 +56,11 @@ def judge(profile: Profile) -> Judgement:
     points = [p for key, table in profile.tables.items() if key.name in _JUDGED for p in table]
     noisy = sum(p.spread > SPREAD_LIMIT for p in points)
     outliers = sum(_outliers(p) for p in points)
-    too_short = sum(p.median_s < _TOO_SHORT_S for key, table in profile.tables.items()
-                    if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value)
-                    for p in table)
+    main = [table for key, table in profile.tables.items()
+            if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value)]
+    too_short = sum(p.median_s < _TOO_SHORT_S for table in main for p in table)
     moved = sum(Grid([p.x for p in table], [p.y for p in table],
-                      [p.median_s for p in table]).moved
-                 for key, table in profile.tables.items()
-                 if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value))
+                     [p.median_s for p in table]).moved for table in main)
     coarse = sum(bool(error / 4 > ERROR_LIMIT) for error in _errors(profile))
     unknown = sum(len(p.samples_s) < 3 for p in points)
     share = noisy / len(points) if points else 1.0

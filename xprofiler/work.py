@@ -16,7 +16,7 @@ weights do not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,8 +27,7 @@ from xprofiler.profile import Peaks
 from xprofiler.timing import Operator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastWork:
+class LeastWork(NamedTuple):
     """Operations and bytes, arrays of one shape; no work at x = 0."""
 
     flops: FloatArray
@@ -44,7 +43,7 @@ def work(model: ModelSpec, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0,
     xs, ys = np.broadcast_arrays(np.asarray(x, float), np.asarray(y, float))
     counted = _COUNTS[operator](model, xs, ys, tp_degree)
     return LeastWork(flops=np.where(xs > 0, counted.flops, 0.0),
-                num_bytes=np.where(xs > 0, counted.num_bytes * item_bytes, 0.0))
+                     num_bytes=np.where(xs > 0, counted.num_bytes * item_bytes, 0.0))
 
 
 def floor_s(work: LeastWork, peaks: Peaks) -> FloatArray:
@@ -87,21 +86,18 @@ def _layer_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> Least
     queries, keys and values out and attention's result in, b x (2 A + K) / t (with
     cross-attention, 2 A more)."""
     del y
-    crossing = 2 * _heads_width(model) if model.is_encoder_decoder else 0
-    return _layer(model, x, t, crossing)
+    return _layer(model, x, t, attentions=2 if model.is_encoder_decoder else 1)
 
 
 def _encoder_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """An encoder layer: as LAYER_REST of a decoder-only model."""
     del y
-    return _layer(model, x, t, crossing=0)
+    return _layer(model, x, t, attentions=1)
 
 
-def _layer(model: ModelSpec, x: FloatArray, t: int, crossing: int) -> LeastWork:
-    """`crossing`: elements of a token that pass to and from cross-attention; as many times H
-    weights make and take them."""
+def _layer(model: ModelSpec, x: FloatArray, t: int, attentions: int) -> LeastWork:
     hidden = model.hidden_size
-    passing = 2 * _heads_width(model) + model.kv_elements_per_token_layer + crossing
+    passing = 2 * attentions * _heads_width(model) + model.kv_elements_per_token_layer
     matrices = 3 if model.is_gated_mlp else 2
     weights = hidden * (passing + matrices * model.intermediate_size)
     moved = weights / t + x * (2 * hidden + passing / t)
@@ -114,7 +110,7 @@ def _cross_kv(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWo
     del y
     kv, hidden = model.kv_elements_per_token_layer, model.hidden_size
     return LeastWork(flops=2 * x * hidden * kv / t,
-                num_bytes=hidden * kv / t + x * hidden + x * kv / t)
+                     num_bytes=hidden * kv / t + x * hidden + x * kv / t)
 
 
 def _embed(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
@@ -137,7 +133,7 @@ def _head(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
 def _kv_compaction(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
     """x rows of y tokens read and written: 2 b x y K / t bytes, no operations."""
     return LeastWork(flops=np.zeros_like(x),
-                num_bytes=2 * x * y * model.kv_elements_per_token_layer / t)
+                     num_bytes=2 * x * y * model.kv_elements_per_token_layer / t)
 
 
 def _heads_width(model: ModelSpec) -> int:

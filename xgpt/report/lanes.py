@@ -134,8 +134,8 @@ def _merged(left: FloatArray, right: FloatArray, kinds: IntArray,
 def _lane(lane: Lane, boxes: _Boxes, time: TimeAxis, height: float) -> Iterator[str]:
     font = min(FONT, height + 1)
     middle = height / 2 + 0.35 * font
-    label = (lane.label if len(lane.label) <= _LONGEST_LABEL
-             else lane.label[:_LONGEST_LABEL - 1] + "…")
+    is_short = len(lane.label) <= _LONGEST_LABEL
+    label = lane.label if is_short else lane.label[:_LONGEST_LABEL - 1] + "…"
     yield text_at(time.left - 8, middle, label, "end", "ink", font)
     yield (f'<rect x="{number(time.left)}" width="{number(time.right - time.left)}" '
            f'height="{number(height)}" fill="var(--line)"/>')

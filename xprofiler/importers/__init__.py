@@ -13,12 +13,8 @@ from xgpt.core.errors import UnknownNameError
 from xgpt.core.model import ModelSpec
 from xprofiler.profile import Profile
 
-# name -> module with `import_folder(folder, model, device, dtype)`
-IMPORTERS = {
-    "vidur": "xprofiler.importers.vidur",
-    "distserve": "xprofiler.importers.distserve",
-    "aiconfigurator": "xprofiler.importers.aiconfigurator",
-}
+# modules of this folder with `import_folder(folder, model, device, dtype)`
+IMPORTERS = ("vidur", "distserve", "aiconfigurator")
 
 
 def import_folder(source: str, folder: Path, model: ModelSpec, device: Device,
@@ -27,5 +23,6 @@ def import_folder(source: str, folder: Path, model: ModelSpec, device: Device,
     InputError listing what is there where the folder has no tables for this model and device."""
     if source not in IMPORTERS:
         raise UnknownNameError("source of profiles", source, IMPORTERS)
-    profile: Profile = import_module(IMPORTERS[source]).import_folder(folder, model, device, dtype)
+    importer = import_module(f"{__name__}.{source}")
+    profile: Profile = importer.import_folder(folder, model, device, dtype)
     return profile

@@ -170,9 +170,11 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
         rows = ((table.num_heads == heads[0]) & (table.kv_heads == heads[1])
                 & (table.head_dim == heads[2]))
         if not rows.any():
-            _drop(draft, degree, f"{table.path.name} lacks attention of {heads[0]} heads and "
+            draft.refuse(degree, f"{table.path.name} lacks attention of {heads[0]} heads and "
                                  f"{heads[1]} key-value heads of {heads[2]}; "
                                  f"{_geometries(table, heads[0])}")
+            for of in OPERATORS:
+                draft.tables.pop(TableKey(of.value, degree), None)
             continue
         queries, tokens, seconds = table.queries[rows], table.tokens[rows], table.seconds[rows]
         is_encode = operator is Operator.ENCODE_ATTENTION
@@ -189,12 +191,6 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
     if beyond_peak:
         draft.notes.append(f"{operator.value} not taken where points are quicker than the "
                            f"device's peaks allow ({', '.join(beyond_peak)})")
-
-
-def _drop(draft: ProfileDraft, degree: int, reason: str) -> None:
-    draft.refuse(degree, reason)
-    for operator in OPERATORS:
-        draft.tables.pop(TableKey(operator.value, degree), None)
 
 
 def _completed(table: list[TablePoint]) -> list[TablePoint]:
@@ -215,8 +211,7 @@ def _completed(table: list[TablePoint]) -> list[TablePoint]:
 def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> None:
     """The analytic skew of the ranks is added: the kernel was timed with all ranks ready. Of
     kernels launched singly and from a CUDA graph, the graph's are taken."""
-    kernel = np.array(table.kernel)
-    wanted = np.char.endswith(kernel, "_graph") if any(table.kernel) else np.ones(len(kernel), bool)
+    wanted = np.char.endswith(table.kernel, "_graph") | ~(table.kernel != "").any()
     for degree in draft.degrees:
         rows = wanted & (table.ranks == degree)
         if rows.any():

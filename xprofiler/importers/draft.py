@@ -137,14 +137,11 @@ class ProfileDraft:
             peaks=self.peaks)
 
     def _analytic_points(self, operator: Operator, degree: int) -> list[TablePoint]:
-        most = self._model.max_positions or MAX_TOKENS
-        xs, ys = _ladder(MAX_TOKENS), np.zeros(1)
-        if operator is Operator.ENCODE_ATTENTION:
-            xs, ys = _ladder(most), _TOGETHER
-        elif operator is Operator.DECODE_ATTENTION:
-            xs, ys = _ladder(MAX_QUERIES), _ladder(most)
-        elif operator is Operator.HEAD:
-            xs = _ladder(MAX_QUERIES)
+        positions = _ladder(self._model.max_positions or MAX_TOKENS)
+        xs, ys = {Operator.ENCODE_ATTENTION: (positions, _TOGETHER),
+                  Operator.DECODE_ATTENTION: (_ladder(MAX_QUERIES), positions),
+                  Operator.HEAD: (_ladder(MAX_QUERIES), np.zeros(1)),
+                  }.get(operator, (_ladder(MAX_TOKENS), np.zeros(1)))
         return [TablePoint(float(x), float(y), (float(s),)) for y in ys for x, s in zip(
             xs, self.roofline.operator_s(operator, xs, y, tp_degree=degree), strict=True)]
 

@@ -54,20 +54,19 @@ class AllReduceTable:
     ranks: IntArray
     num_bytes: IntArray
     seconds: FloatArray
-    kernel: tuple[str, ...]
+    kernel: NDArray[np.str_]
 
 
 def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
     """The rows of one dtype; a file without the column has bfloat16 alone."""
     table = read_table(path, [
         *(Column(name, "count", least=1) for name in "mnk"), Column("latency", "ms"),
-        Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True)])
-    dtypes = (table["gemm_dtype"] if "gemm_dtype" in table
-              else np.full(len(table.lines), "bfloat16"))
-    rows = dtypes == dtype
+        Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True,
+               default="bfloat16")])
+    rows = table["gemm_dtype"] == dtype
     if not rows.any():
         fail(path, [Fault(None, "gemm_dtype", dtype,
-                          f"one of {', '.join(np.unique(dtypes).tolist())}")])
+                          f"one of {', '.join(np.unique(table['gemm_dtype']).tolist())}")])
     m, n, k = (table[name][rows] for name in "mnk")
     return GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
 
@@ -89,23 +88,17 @@ def read_generation_attention(path: Path) -> AttentionTable:
 
 def read_custom_all_reduce(path: Path) -> AllReduceTable:
     """The framework's own all-reduce kernels."""
-    table = read_table(path, [
-        Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
-        Column("latency", "ms"), Column("allreduce_dtype", "text", allowed=("bfloat16",)),
-        Column("kernel_source", "text", may_lack=True)], "backend|implementation")
-    kernels = table["kernel_source"].tolist() if "kernel_source" in table else (
-        [""] * len(table.lines))
-    return _all_reduce(table, np.ones(len(table.lines), bool), kernels)
+    return _read_all_reduce(path, [
+        Column("allreduce_dtype", "text", allowed=("bfloat16",)),
+        Column("kernel_source", "text", may_lack=True, default="")], "backend|implementation")
 
 
 def read_nccl_all_reduce(path: Path) -> AllReduceTable:
     """NCCL's all-reduces; its other collectives are left out."""
-    table = read_table(path, [
-        Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
-        Column("latency", "ms"), Column("nccl_dtype", "text", allowed=("half", "bfloat16")),
+    return _read_all_reduce(path, [
+        Column("nccl_dtype", "text", allowed=("half", "bfloat16")),
         Column("op_name", "text",
                allowed=("all_reduce", "all_gather", "alltoall", "reduce_scatter"))])
-    return _all_reduce(table, table["op_name"] == "all_reduce", [""] * len(table.lines))
 
 
 class GemmTimes:
@@ -158,23 +151,26 @@ def _read_attention(path: Path, *more: Column) -> Table:
     names = ("batch_size", "num_heads", "num_key_value_heads")
     return read_table(path, [
         *(Column(name, "count", least=1) for name in names), *more,
-        Column("head_dim", "count", least=1, may_lack=True), Column("step", "count"),
+        Column("head_dim", "count", least=1, may_lack=True, default=128), Column("step", "count"),
         Column("attn_dtype", "text", allowed=("bfloat16",), may_lack=True),
         Column("kv_cache_dtype", "text", allowed=("bfloat16",), may_lack=True),
         Column("latency", "ms")], _UNUSED_ATTENTION)
 
 
 def _attention(table: Table, tokens: IntArray) -> AttentionTable:
-    dims = table["head_dim"] if "head_dim" in table else np.full(len(table.lines), 128)
     return AttentionTable(
         path=table.path, queries=table["batch_size"], tokens=tokens,
         num_heads=table["num_heads"], kv_heads=table["num_key_value_heads"],
-        head_dim=dims, seconds=table["latency"])
+        head_dim=table["head_dim"], seconds=table["latency"])
 
 
-def _all_reduce(table: Table, rows: NDArray[np.bool_], kernels: list[str]) -> AllReduceTable:
+def _read_all_reduce(path: Path, more: list[Column], unused: str = "") -> AllReduceTable:
+    table = read_table(path, [
+        Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
+        Column("latency", "ms"), *more], unused)
+    rows = (table["op_name"] == "all_reduce" if "op_name" in table
+            else np.ones(len(table.lines), bool))
+    kernel = table["kernel_source"] if "kernel_source" in table else np.full(len(rows), "")
     return AllReduceTable(
-        path=table.path, ranks=table["num_gpus"][rows],
-        num_bytes=table["message_size"][rows] * ELEMENT_BYTES,
-        seconds=table["latency"][rows],
-        kernel=tuple(k for k, wanted in zip(kernels, rows, strict=True) if wanted))
+        path=path, ranks=table["num_gpus"][rows], kernel=kernel[rows],
+        num_bytes=table["message_size"][rows] * ELEMENT_BYTES, seconds=table["latency"][rows])

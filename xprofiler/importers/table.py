@@ -23,7 +23,8 @@ _SHOWN = 20  # faults of one column that are listed; the rest are counted
 
 class Column(NamedTuple):
     """One column that is read. `least`: of a count. `allowed`: of a text. `may_lack`: files
-    without the column are good. `may_blank`: an empty cell is good, and reads as NaN."""
+    without the column are good; with a `default`, they read as if every row had it. `may_blank`:
+    an empty cell is good, and reads as NaN."""
 
     name: str
     kind: Literal["ms", "count", "flag", "text"]
@@ -31,6 +32,7 @@ class Column(NamedTuple):
     allowed: tuple[str, ...] = ()
     may_lack: bool = False
     may_blank: bool = False
+    default: int | str | None = None
 
 
 class Fault(NamedTuple):
@@ -74,7 +76,8 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
                for n in short[:_SHOWN]]
     if short:
         fail(path, faults)
-    read = {}
+    read = {column.name: np.full(len(rows), column.default) for column in columns
+            if column.default is not None and column.name not in header}
     for at, name in enumerate(header):
         if name in wanted:
             read[name], bad = _column(wanted[name], [row[at] for row in rows], lines)

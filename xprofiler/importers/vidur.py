@@ -223,9 +223,10 @@ def _find_mlp(compute: Path, model: ModelSpec) -> Path:
     own = [path for path in equal if f"{path.parent.parent.name}/{path.parent.name}"
            == model.hub_id]
     if not equal:
-        known = "; ".join(f"{path.parent.name} {_shown(shape)}" for path, shape in shapes.items())
+        known = "; ".join(f"{path.parent.name} {tuple(shape) if shape else '(unreadable)'}"
+                          for path, shape in shapes.items())
         fail(compute, [Fault(None, "model", model.name, f"a layer of shape "
-                             f"{_shown(_shape_of(model))}; there are: {known or 'no tables'}")])
+                             f"{tuple(_shape_of(model))}; there are: {known or 'no tables'}")])
     return (own or equal)[0]
 
 
@@ -244,10 +245,6 @@ def _peek_shape(path: Path) -> LayerShape | None:
 def _shape_of(model: ModelSpec) -> LayerShape:
     return LayerShape(model.num_heads, model.kv_heads, model.hidden_size,
                       model.intermediate_size, model.is_gated_mlp)
-
-
-def _shown(shape: LayerShape | None) -> str:
-    return "(unreadable)" if shape is None else str(tuple(shape))
 
 
 def _check_shape(table: MlpTable, model: ModelSpec) -> None:

@@ -45,22 +45,22 @@ class Places:
 
     def near_groups(self, size: int) -> list[tuple[int, ...]]:
         """Disjoint groups of `size` consecutive ranks, each within a node."""
-        groups = []
-        for node in sorted(set(self.node_of)):
-            ranks = [r for r, n in enumerate(self.node_of) if n == node]
-            groups += [tuple(ranks[i:i + size]) for i in range(0, len(ranks) - size + 1, size)]
-        return groups
+        return [ranks[i:i + size] for _, ranks in sorted(self._ranks_of().items())
+                for i in range(0, len(ranks) - size + 1, size)]
 
     def far_groups(self, size: int) -> list[tuple[int, ...]]:
         """One group of `size` ranks spread evenly over as many nodes as divide it."""
-        nodes: dict[int, list[int]] = {}
-        for rank, node in enumerate(self.node_of):
-            nodes.setdefault(node, []).append(rank)
+        nodes = list(self._ranks_of().values())
         for count in range(min(size, len(nodes)), 1, -1):
             each = size // count
-            if size % count == 0 and all(len(r) >= each for r in list(nodes.values())[:count]):
-                return [tuple(rank for r in list(nodes.values())[:count] for rank in r[:each])]
+            if size % count == 0 and all(len(ranks) >= each for ranks in nodes[:count]):
+                return [tuple(rank for ranks in nodes[:count] for rank in ranks[:each])]
         return []
+
+    def _ranks_of(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each node, nodes in the order of their first ranks."""
+        return {node: tuple(r for r, n in enumerate(self.node_of) if n == node)
+                for node in dict.fromkeys(self.node_of)}
 
 
 def places(world: Any) -> Places:
@@ -96,11 +96,9 @@ class Subject:
 def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], near: str,
                     far: str) -> dict[TableKey, tuple[Sample, ...]]:
     """Every table of messages that these ranks can measure; `near`, `far`: the links' names."""
-    where = places(world)
-    can_go_direct = has_own_gpu_each(world, subject.device)
-    ways: dict[str, type[_Channel]] = {HANDOVER: _ThroughHosts}
-    if can_go_direct:
-        ways[HANDOVER_DIRECT] = _Directly
+    where, can_go_direct = places(world), has_own_gpu_each(world, subject.device)
+    ways: dict[str, type[_Channel]] = {
+        HANDOVER: _ThroughHosts, **({HANDOVER_DIRECT: _Directly} if can_go_direct else {})}
     tables: dict[TableKey, tuple[Sample, ...]] = {}
     for link, groups in _scopes(where, 2, near, far):
         tables[TableKey(TRANSFER, 1, link)] = tuple(
@@ -186,28 +184,16 @@ _Channel = _ThroughHosts | _Directly  # blocks of memory between ranks 0 and 1 o
 
 def _transfer(comm: Any, num_bytes: int, device: torch.device) -> list[float]:
     """One-way time of a step's header and tensor, from device to device, by ping-pong."""
-    channel = MpiComm(comm)
-    tensor, other = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 1 - channel.rank
-
-    def receive() -> None:
-        _, block = channel.receive(other)
-        assert block is not None
-        block.to(device)
-
-    return _ping_pong(channel.rank, lambda: channel.send(other, TokensMessage(group=0), tensor),
-                      receive, channel.flush)
+    channel, tensor = _ThroughHosts(comm), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return _ping_pong(channel.rank, lambda: channel.send(tensor), lambda: channel.receive(tensor),
+                      channel.close)
 
 
 def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> list[float]:
     """Seconds from one rank's cache to the other's: entries are packed, sent and unpacked."""
-    channel = way(comm)
-    spec, device = subject.spec, subject.device
-
-    def cache() -> KvCache:
-        return KvCache(kv_shape(spec, subject.dtype, slots=2, capacity=tokens), device,
-                       is_resident=True)
-
-    source, target, clock = cache(), cache(), clock_of(device)
+    channel, clock = way(comm), clock_of(subject.device)
+    shape = kv_shape(subject.spec, subject.dtype, slots=2, capacity=tokens)
+    source, target = (KvCache(shape, subject.device, is_resident=True) for _ in range(2))
     source.allocate([tokens])
     like = pack(source, [0])
 

@@ -80,7 +80,7 @@ class Recorder:
         overhead = TableKey(STEP_OVERHEAD)
         besides = [s for key, places in self._tables.items() if key.name == STEP_OVERHEAD
                    for values in places.values() for s in values]
-        known = [s for p in self._profile.tables.get(overhead, ()) for s in p.samples_s]
+        known = [s for p in self._profile.table(STEP_OVERHEAD) for s in p.samples_s]
         host = float(np.median(host_s)) if host_s else 0.0
         if samples_s := [*known, *_ordered([host + s for s in besides])]:
             tables[overhead] = (Sample(x=0, samples_s=_ordered(samples_s)),)

@@ -16,19 +16,17 @@ from typing import Any
 
 import torch
 
-from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import DRAWN, GREEDY, LayerBench, Measurement, ordinary_inputs, ragged
+from xprofiler.measure.clock import measure_peaks
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network
-from xprofiler.measure.peaks import measure_peaks
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.points import Kind, Needs, Point, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
-from xrunner.query import Sampling
 
 STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
 _COMPACTIONS = 5  # times each is measured
@@ -36,6 +34,7 @@ _SAVE_EVERY_S = 2.0
 _REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION,
             Operator.HEAD, Operator.CROSS_ATTENTION)
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
+Bench = LayerBench | EncoderDecoderBench  # one shard: a stage's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +94,16 @@ class _Session:
         self._total = self._left = sum(_effort(p) for _, p in todo)
         self._points_begin_s = time.monotonic()
         for index, degree in enumerate(degrees):
-            bench = _Benches(self._spec, self._dtype, self._known.metadata.ranks, degree,
-                             self._device, self._sampling)
+            bench = (EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench)(
+                self._spec, self._dtype, num_stages=self._known.metadata.ranks, tp_degree=degree,
+                device=self._device, sampling=self._sampling)
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
                 break
         self._save(force=True)
 
-    def _measure_degree(self, bench: _Benches, degree: int, points: Sequence[Point],
+    def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
         for point in points:
@@ -126,9 +126,9 @@ class _Session:
             self._save()
         return True
 
-    def _measure(self, bench: _Benches, degree: int, point: Point) -> None:
+    def _measure(self, bench: Bench, degree: int, point: Point) -> None:
         if point.kind is Kind.COMPACTION:
-            move = bench.whole.compaction(point.x, point.y)
+            move = bench.compaction(point.x, point.y)
             move()
             seconds = self._ranks.together(lambda: [move() for _ in range(_COMPACTIONS)])
             self._recorder.add(TableKey(Operator.KV_COMPACTION.value, degree), point.x, point.y,
@@ -136,8 +136,8 @@ class _Session:
             return
         lengths = _lengths(point, self._spec.max_positions)
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
-        steps = self._ranks.steady(bench.step(point.kind, lengths))
-        self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.whole.num_layers)
+        steps = self._ranks.steady(_step(bench, point.kind, lengths))
+        self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.num_layers)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -163,11 +163,8 @@ class _Session:
         return self._known.spent_s + time.monotonic() - self._begin_s
 
     def _has_time(self, share: float) -> bool:
-        budget_s = self._request.budget_s
-        if budget_s is None:
-            return False
         # what earlier sessions spent counts, so the same command with the same budget is done
-        return self._spent_s() < budget_s * share
+        return self._spent_s() < (self._request.budget_s or 0.0) * share
 
     def _save(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -192,29 +189,15 @@ class _Session:
         return self._ranks.agree(Path(self._request.stop).exists())
 
 
-class _Benches:
-    """One shard of `degree`: a stage's layers, and the step that each kind of point is."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, num_stages: int, degree: int,
-                 device: torch.device, sampling: Sampling) -> None:
-        self.whole: LayerBench | EncoderDecoderBench
-        if spec.is_encoder_decoder:
-            self.whole = EncoderDecoderBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
-                                             device=device, sampling=sampling)
-        else:
-            self.whole = LayerBench(spec, dtype, num_stages=num_stages, tp_degree=degree,
-                                    device=device, sampling=sampling)
-
-    def step(self, kind: Kind, lengths: list[int]) -> Measurement:
-        whole = self.whole
-        if isinstance(whole, EncoderDecoderBench):
-            # self-attention over as many tokens as cross-attention: one step serves both tables
-            return (whole.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
-                    else whole.encode(lengths))
-        if kind is Kind.DECODE:
-            return whole.decode(lengths)
-        return whole.encode(lengths, most_layers=(
-            _ATTENTION_LAYERS if kind is Kind.ENCODE else None))
+def _step(bench: Bench, kind: Kind, lengths: list[int]) -> Measurement:
+    """The step that a kind of point is."""
+    if isinstance(bench, EncoderDecoderBench):
+        # self-attention over as many tokens as cross-attention: one step serves both tables
+        return (bench.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
+                else bench.encode(lengths))
+    if kind is Kind.DECODE:
+        return bench.decode(lengths)
+    return bench.encode(lengths, most_layers=_ATTENTION_LAYERS if kind is Kind.ENCODE else None)
 
 
 def _lengths(point: Point, most: int | None) -> list[int]:

@@ -8,8 +8,11 @@ torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.clock import CudaClock, clock_of  # noqa: E402
-from xprofiler.measure.peaks import measure_peaks  # noqa: E402
+from xprofiler.measure.clock import (  # noqa: E402
+    CudaClock,
+    clock_of,
+    measure_peaks,  # noqa: E402
+)
 
 pytestmark = pytest.mark.gpu
 SPEC = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=512, num_heads=8,
