@@ -145,13 +145,11 @@ def _table_error(key: TableKey, points: Sequence[Sample]) -> TableError:
 def _missed(key: TableKey, points: Sequence[Sample]) -> Iterator[FloatArray]:
     """Leave-one-out errors along the rows, and along the columns of tables that grow with y."""
     shape = table_shape(key)
-    for along, across, is_power in ((0, 1, shape.is_power), (1, 0, False)):
-        if along == 1 and not shape.grows_with_y:
-            continue
+    places = [((p.x, p.y), p.median_s) for p in points]
+    for along, across in ((0, 1), (1, 0)) if shape.grows_with_y else ((0, 1),):
         lines: dict[float, list[tuple[float, float]]] = {}
-        for p in points:
-            place = (p.x, p.y)
-            lines.setdefault(place[across], []).append((place[along], p.median_s))
+        for place, seconds in places:
+            lines.setdefault(place[across], []).append((place[along], seconds))
         for row in map(sorted, lines.values()):
             yield interpolation_errors([at for at, _ in row], [s for _, s in row],
-                                       is_power=is_power)
+                                       is_power=shape.is_power and along == 0)

@@ -44,6 +44,9 @@ class Fault(NamedTuple):
     allowed: str
 
 
+_Read = tuple[NDArray[Any], list[Fault]]  # a column's values, and what is wrong with its cells
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
     """`lines` [rows]: where in the file each row is."""
@@ -118,8 +121,7 @@ def _rows(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
     return header, [n for n, _ in numbered], [row for _, row in numbered]
 
 
-def _column(column: Column, cells: list[str],
-            lines: Sequence[int]) -> tuple[NDArray[Any], list[Fault]]:
+def _column(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
     if column.kind in ("ms", "count"):
         return _numbers(column, cells, lines)
     texts = np.array([cell.strip() for cell in cells])
@@ -129,8 +131,7 @@ def _column(column: Column, cells: list[str],
     return (texts == "True" if column.kind == "flag" else texts), faults
 
 
-def _numbers(column: Column, cells: list[str],
-             lines: Sequence[int]) -> tuple[NDArray[Any], list[Fault]]:
+def _numbers(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
     values = np.array([_number(cell) for cell in cells])
     if column.kind == "count":
         bad = ~(np.isfinite(values) & (values >= column.least) & (values == np.floor(values)))

@@ -69,13 +69,11 @@ class Ranks:
     def steady(self, step: Callable[[], StepParts]) -> list[StepParts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree: the least disturbed attempt counts."""
-        first = self.gather(self._in_turn(step))
-        once_s = max(parts.whole_s for parts in first)
-        is_slow = once_s >= _SLOW_STEP_S
-        if not is_slow:
-            # the first was a warm-up
+        first, count = self.gather(self._in_turn(step)), _SLOW_STEPS
+        is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
+        if not is_slow:  # the first was a warm-up
             once_s = max(parts.whole_s for parts in self.gather(self._in_turn(step)))
-        count = _SLOW_STEPS if is_slow else int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
+            count = int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
         attempts: list[list[StepParts]] = []
         for _ in range(_ATTEMPTS):
             steps = self.together(lambda: [step() for _ in range(count)])
