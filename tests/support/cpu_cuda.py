@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from xrunner.ops.build import BuildError, find_compiler, source_folder
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.launch import Launch
 
+_ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
 # Hidden: what executes a library's kernels is that library's own, however others were compiled.
 FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing",
@@ -55,16 +57,16 @@ def build(folder: Path, extra: Sequence[str] = (), sources: Path | None = None,
     return {target.stem: target for target, _ in started}
 
 
-def built(config: pytest.Config) -> dict[str, Path]:
+@cache
+def built() -> dict[str, Path]:
     """The libraries of the sources as they are now, compiled once and kept in pytest's cache."""
     digest = hashlib.sha256("\0".join(FLAGS).encode())
     for path in sorted([*source_folder().glob("*.cu"), *source_folder().glob("c*.h")]):
         digest.update(path.read_bytes())
-    assert config.cache is not None
-    folder = Path(config.cache.mkdir("cpu_cuda")) / digest.hexdigest()[:16]
+    folder = _ROOT / ".pytest_cache" / "cpu_cuda" / digest.hexdigest()[:16]
     if not folder.is_dir():
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
-        made.mkdir()
+        made.mkdir(parents=True)
         build(made)
         if folder.is_dir():  # another process was quicker
             return {name: made / f"{name}.so" for name in SOURCES}

@@ -1,5 +1,6 @@
 """Every implementation of the operators that this machine has: torch's, native on each instruction
-set. A test of an operator calls its public function within `using()`, on tensors of `device`."""
+set, the CUDA sources executed on the CPU. A test of an operator calls its public function within
+`using()`, on tensors of `device`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+import cpu_cuda
 import torch
 
 from xrunner.ops import native
@@ -36,8 +38,15 @@ def _native(level: str) -> Implementation:
     return Implementation(f"native-{level}", using)
 
 
+@contextmanager
+def _cuda() -> Iterator[None]:
+    """The CUDA sources, executed on the CPU; whatever has none goes the usual way."""
+    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
+        yield
+
+
 TORCH = Implementation("torch", native.left_aside)
-IMPLEMENTATIONS = [TORCH, *map(_native, native.levels())]
+IMPLEMENTATIONS = [TORCH, *map(_native, native.levels()), Implementation("cuda-source", _cuda)]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.ops import native
+from xrunner.ops import cuda_kv, cuda_modules, native
 from xrunner.rules.slots import Move
 
 
@@ -24,6 +24,9 @@ def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> Non
     sources, targets = [move.source for move in moves], [move.target for move in moves]
     _check(store, sources, lengths)
     _check(store, targets, lengths)
+    if (launch := cuda_modules.launch_for("kv_compact", store)) is not None:
+        cuda_kv.compact(launch, store, moves, lengths)
+        return
     form, lib = _form_of(store), native.library()
     if form is None or lib is None:
         compact_torch(store, moves, lengths)
@@ -41,6 +44,8 @@ def compact_torch(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) 
 def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """The first `lengths[i]` entries of each of the `slots`, as a block."""
     _check(store, slots, lengths)
+    if (launch := cuda_modules.launch_for("kv_gather", store)) is not None:
+        return cuda_kv.gather(launch, store, slots, lengths)
     form, lib = _form_of(store), native.library()
     if form is None or lib is None:
         return gather_torch(store, slots, lengths)
@@ -64,6 +69,10 @@ def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: 
     if block.shape != _block_shape(store, sum(lengths)) or len(set(slots)) < len(slots):
         raise ValueError(f"a block {list(block.shape)} for tokens {list(lengths)} in the slots "
                          f"{list(slots)} of a store {list(store.shape)}")
+    launch = cuda_modules.launch_for("kv_scatter", store)
+    if launch is not None and block.device == store.device and block.dtype == store.dtype:
+        cuda_kv.scatter(launch, store, slots, lengths, block.contiguous())
+        return
     form, lib = _form_of(store), native.library()
     if form is None or lib is None or not block.is_cpu or block.dtype != store.dtype:
         scatter_torch(store, slots, lengths, block)

@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def launcher(pytestconfig: pytest.Config) -> cpu_cuda.CpuLauncher:
-    return cpu_cuda.CpuLauncher(cpu_cuda.built(pytestconfig))
+def launcher() -> cpu_cuda.CpuLauncher:
+    return cpu_cuda.CpuLauncher(cpu_cuda.built())
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ some = settings(deadline=None, max_examples=20,
 
 
 @pytest.fixture(scope="module")
-def launcher(pytestconfig: pytest.Config) -> cpu_cuda.CpuLauncher:
-    return cpu_cuda.CpuLauncher(cpu_cuda.built(pytestconfig))
+def launcher() -> cpu_cuda.CpuLauncher:
+    return cpu_cuda.CpuLauncher(cpu_cuda.built())
 
 
 @pytest.fixture(params=cpu_cuda.ORDERS)
