@@ -30,22 +30,17 @@ class StageCost:
 def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int) -> str | None:
     """Why (tp_degree, tp_gpus) cannot be allocated on this cluster, or None if it can."""
     devices = cluster.num_devices
-    if tp_degree == 1 or tp_gpus == 0:
-        consistent = tp_degree == 1 and tp_gpus == 0
-        return _refuse_depth(model, devices) if consistent else (
-            f"tp_degree {tp_degree} with tp_gpus {tp_gpus}: degree 1 goes with 0 GPUs")
+    if (tp_degree == 1) != (tp_gpus == 0):
+        return f"tp_degree {tp_degree} with tp_gpus {tp_gpus}: degree 1 goes with 0 GPUs"
     if tp_degree < 1 or tp_gpus < 0 or tp_gpus % tp_degree or tp_gpus > devices:
         return f"tp_gpus {tp_gpus} is no multiple of tp_degree {tp_degree} within {devices} devices"
-    if (reason := refuse_tp_degree(model, tp_degree)) is not None:
+    if tp_degree > 1 and (reason := refuse_tp_degree(model, tp_degree)) is not None:
         return reason
     for first in range(0, tp_gpus, tp_degree):
         if cluster.node_of(first) != cluster.node_of(first + tp_degree - 1):
             return (f"a group of {tp_degree} would span nodes of "
                     f"{cluster.devices_per_node} devices")
-    return _refuse_depth(model, devices - tp_gpus + tp_gpus // tp_degree)
-
-
-def _refuse_depth(model: ModelSpec, stages: int) -> str | None:
+    stages = devices - tp_gpus + tp_gpus // tp_degree
     if stages > model.num_layers:
         return f"{stages} stages for {model.num_layers} layers: more stages than layers"
     return None

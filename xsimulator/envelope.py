@@ -39,35 +39,31 @@ class PairEnvelope:
         self._function = function
         self._top = (0.0, 0.0)
         self._counts = self._lengths = np.empty(0)
-        self._factors: dict[str, FloatArray | None] = {}
+        self._factors: dict[bool, FloatArray | None] = {}  # by of_more
         self._rates = np.empty((0, 0))
 
-    def of_fewer(self, count: FloatArray, length: FloatArray) -> FloatArray | float:
-        """The factor with which seconds / count bounds that of every smaller count and no smaller
-        length."""
-        return self._factor("fewer", count, length)
-
-    def of_more(self, count: FloatArray, length: FloatArray) -> FloatArray | float:
-        """The factor with which seconds bound those of every larger count and length."""
-        return self._factor("more", count, length)
-
-    def least_rate(self, count: FloatArray, length: FloatArray) -> FloatArray:
-        """Seconds / (count x length) of no smaller pair is below this."""
-        self._reach(float(np.max(count, initial=1.0)), float(np.max(length, initial=1.0)))
-        row = np.minimum(np.searchsorted(self._counts, count), len(self._counts) - 1)
-        column = np.minimum(np.searchsorted(self._lengths, length), len(self._lengths) - 1)
-        return np.asarray(self._rates[row, column])
-
-    def _factor(self, kind: str, count: FloatArray, length: FloatArray) -> FloatArray | float:
-        self._reach(float(np.max(count, initial=1.0)), float(np.max(length, initial=1.0)))
-        table = self._factors[kind]
+    def factor(self, count: FloatArray, length: FloatArray, *,
+               of_more: bool) -> FloatArray | float:
+        """The factor with which seconds bound those of every larger count and length (`of_more`),
+        or seconds / count those of every smaller count and no smaller length."""
+        self._reach(count, length)
+        table = self._factors[of_more]
         if table is None:
             return 1.0
         row = np.clip(np.searchsorted(self._counts, count) - 1, 0, len(self._counts) - 2)
         column = np.clip(np.searchsorted(self._lengths, length) - 1, 0, len(self._lengths) - 2)
         return np.asarray(table[row, column])
 
-    def _reach(self, count: float, length: float) -> None:
+    def least_rate(self, count: FloatArray, length: FloatArray) -> FloatArray:
+        """Seconds / (count x length) of no smaller pair is below this."""
+        self._reach(count, length)
+        row = np.minimum(np.searchsorted(self._counts, count), len(self._counts) - 1)
+        column = np.minimum(np.searchsorted(self._lengths, length), len(self._lengths) - 1)
+        return np.asarray(self._rates[row, column])
+
+    def _reach(self, counts: FloatArray, lengths: FloatArray) -> None:
+        """The grid covers these sizes."""
+        count, length = (float(np.max(sizes, initial=1.0)) for sizes in (counts, lengths))
         if count <= self._top[0] and length <= self._top[1]:
             return
         self._top = (max(2 * count, self._top[0], FIRST_TOP),
@@ -82,7 +78,7 @@ class PairEnvelope:
         share = longer / self._counts[:, None]
         fewer = np.minimum.accumulate(share, axis=0) * self._counts[:, None]
         more = np.minimum.accumulate(longer[::-1], axis=0)[::-1]
-        self._factors = {"fewer": _cells(fewer, seconds), "more": _cells(more, seconds)}
+        self._factors = {False: _cells(fewer, seconds), True: _cells(more, seconds)}
         rate = finite / (self._counts[:, None] * self._lengths[None, :])
         self._rates = np.minimum.accumulate(np.minimum.accumulate(rate, axis=0), axis=1)
 

@@ -107,5 +107,4 @@ class LayerTimes:
         rows = np.asarray(rows, float)
         reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, rows * self.row_bytes, self._link,
                                          tp_degree=degree)
-        total: FloatArray = rest_s + all_reduces * np.where(rows > 0, reduce_s, 0.0)
-        return total
+        return np.asarray(rest_s + all_reduces * np.where(rows > 0, reduce_s, 0.0))

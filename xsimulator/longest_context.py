@@ -1,5 +1,8 @@
 """The longest context among the queries of a micro-batch: what attention over padded caches charges
-each of them."""
+each of them.
+
+Symbols: D = decode iterations a query needs, k = iteration of a query, from 1 on.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.query_course import QueryCourse
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 
 MAX_CONTEXT_BINS = 512  # resolution of the histograms of contexts
 MAX_DOUBLINGS = 12  # maxima are tabulated over 1, 2, 4, ... 4096 queries
@@ -18,13 +20,14 @@ MAX_PAIRS = 4096  # observed (input, output) pairs used for the histograms; more
 class LongestContext:
     """Expected maxima, from a histogram of the contexts at each decode iteration of a query."""
 
-    def __init__(self, course: QueryCourse) -> None:
-        self._course, self._lengths = course, course.lengths
+    def __init__(self, lengths: JointLengths, survival: FloatArray, iterations_fewer: int) -> None:
+        """`survival`: [D max] P(D >= k); D is `iterations_fewer` less than the output tokens."""
+        self._lengths, self._survival, self._fewer = lengths, survival, iterations_fewer
 
     @cached_property
     def _histogram(self) -> tuple[FloatArray, float]:
         """([D max, bins] P(D >= k, context in bin), width of a bin in tokens)."""
-        steps = self._course.max_iterations
+        steps = len(self._survival)
         top = self._lengths.inputs.max + steps
         width = -(-top // MAX_CONTEXT_BINS)
         histogram = np.zeros((steps, top // width + 1))
@@ -32,11 +35,11 @@ class LongestContext:
         if pairs is None:
             support, weights = self._lengths.inputs.support, self._lengths.inputs.pmf
             for k in range(1, steps + 1):
-                histogram[k - 1] = self._course.survival[k - 1] * np.bincount(
+                histogram[k - 1] = self._survival[k - 1] * np.bincount(
                     (support + k) // width, weights, minlength=histogram.shape[1])
         else:
             thinned = pairs[:: -(-len(pairs) // MAX_PAIRS)]
-            iterations = thinned[:, 1] - self._course.iterations_fewer
+            iterations = thinned[:, 1] - self._fewer
             for k in range(1, steps + 1):
                 present = thinned[iterations >= k, 0]
                 histogram[k - 1] = np.bincount(
@@ -69,5 +72,4 @@ def expected_maximum(table: FloatArray, queries: FloatArray) -> FloatArray:
     lower = np.minimum(position.astype(np.int64), table.shape[-1] - 2)
     at = np.arange(len(table)) * table.shape[-1] + lower
     left, right = table.take(at), table.take(at + 1)
-    between: FloatArray = left + (position - lower) * (right - left)
-    return between
+    return np.asarray(left + (position - lower) * (right - left))

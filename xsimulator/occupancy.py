@@ -9,14 +9,15 @@ encoded per phase, u = iteration within a phase, j = phases a query has already 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import numpy as np
 from scipy import special
 
-from xgpt.core.lengths import FloatArray, JointLengths
-from xsimulator.absence import Absence
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xsimulator.longest_context import LongestContext, expected_maximum
-from xsimulator.query_course import QueryCourse
+
+GROUP_OCTAVES = np.arange(-6, 9)  # queries encoded in a group, as powers of 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,34 +45,57 @@ class Occupancy:
 
 
 class QueryFlow:
-    """Derives an Occupancy for any N_D from the joint distribution of lengths; keeps each."""
+    """Derives an Occupancy for any N_D from the joint distribution of lengths; keeps each. Arrays
+    [D max] are over a query's own iterations k = 1..max D."""
 
     def __init__(self, lengths: JointLengths, *, is_encoder_decoder: bool,
                  reserved_output_tokens: int = 0) -> None:
         """`reserved_output_tokens`: output tokens a query may generate, and so reserves, where that
         is more than the distribution's longest."""
-        self.lengths = lengths
-        self.course = QueryCourse(lengths, is_encoder_decoder=is_encoder_decoder,
-                                  reserved_output_tokens=reserved_output_tokens)
-        self.longest = LongestContext(self.course)
-        # more decode iterations a phase than `max_iterations` change nothing
-        self.max_iterations, self.iterations_of = (
-            self.course.max_iterations, self.course.iterations_of)
-        self.mean_iterations = float(self.course.survival.sum())  # E[D]
-        self.max_reserve_tokens = self.course.max_reserve_tokens
+        self.lengths, pmf = lengths, lengths.outputs.pmf
+        self.iterations_fewer = 0 if is_encoder_decoder else 1
+        # largest D, at least 1: more decode iterations a phase change nothing
+        self.max_iterations = max(lengths.outputs.max - self.iterations_fewer, 1)
         # no mean context at an iteration is larger
         self.largest_context = float(lengths.inputs.max + self.max_iterations)
-        self._known: dict[tuple[int, bool], Occupancy] = {}
-        # of the N_D last asked for: one is worked out at a time
-        self._last_absence: tuple[int, Absence] | None = None
-        self._read_until: dict[int, FloatArray] = {}
-        self._last_own: tuple[tuple[int, int], tuple[FloatArray, FloatArray]] | None = None
+        most_output = max(reserved_output_tokens, lengths.outputs.max)
+        # KV tokens that the longest query reserves at admission
+        self.max_reserve_tokens = lengths.inputs.max + most_output
+        self._survival: FloatArray = np.minimum(self._tail(pmf), 1.0)  # P(D >= k)
+        self.mean_iterations = float(self._survival.sum())  # E[D]
+        mean = lengths.mean_input_given_output()
+        # E[(input + k) 1{D >= k}]: tokens of KV read at a query's k-th decode iteration
+        self.context: FloatArray = self._tail(pmf * mean) + self._survival * np.arange(
+            1, self.max_iterations + 1)
+        square = inputs_given_output(lengths, power=2)
+        reserve = pmf * (mean + most_output)
+        reserve_squared = pmf * (square + 2 * most_output * mean + most_output**2)
+        # what is reserved, and its square, over all queries, those with D = 0 included
+        self._all_reserve = float(reserve.sum()), float(reserve_squared.sum())
+        # [4, D max] P(D >= k), context, and what is reserved, with its square
+        self._by_iteration = np.stack([
+            self._survival, self.context, self._tail(reserve), self._tail(reserve_squared)])
+        self.longest = LongestContext(lengths, self._survival, self.iterations_fewer)
+        self._derived = cache(self._derive)
+        self._absence = lru_cache(maxsize=1)(lambda n_d: Absence(  # one is asked for at a time
+            self._by_phase(self._survival[None], n_d)[0]))
+        self.own_absent = lru_cache(maxsize=1)(self._find_own_absent)
+        self.context_read_until = cache(self._find_context_read)
+
+    def iterations_of(self, output_tokens: int) -> int:
+        """D of a query with that many output tokens."""
+        return output_tokens - self.iterations_fewer
+
+    def _tail(self, per_output: FloatArray) -> FloatArray:
+        """Sums over D >= k, k = 1..max, of what `per_output` gives for each output length."""
+        tail = np.cumsum(per_output[::-1])[::-1][self.iterations_fewer:]
+        return tail if tail.size else np.zeros(1)
 
     def least_variance(self, fewest: int, most: int, count: int) -> FloatArray:
         """[count] no N_D from `fewest` to `most` has a lower `variance_active` at iterations
         1..count: a query's share, S (1 - S) of its survival S, rises and then falls with the
         iteration, so that over a range of iterations it is least at an end."""
-        share = self.course.survival * (1 - self.course.survival)
+        share = self._survival * (1 - self._survival)
         total: FloatArray = np.zeros(count)
         for phase in range(-(-len(share) // fewest)):
             first, last = (np.zeros(count), np.zeros(count))
@@ -81,34 +105,28 @@ class QueryFlow:
             total += np.minimum(first, last)
         return total
 
-    def context_read_until(self, iterations: int) -> FloatArray:
+    def _find_context_read(self, iterations: int) -> FloatArray:
         """[N_D = 1..max] tokens of context that are read while a query goes through that many
         decode iterations, by all queries present, per query encoded in each phase."""
-        known = self._read_until.get(iterations)
-        if known is None:
-            n_d = np.arange(1, self.max_iterations + 1)
-            before, left = np.divmod(iterations - 1, n_d)
-            left += 1  # of the last phase
-            read = np.append(0.0, np.cumsum(self.course.context))
-            last = len(read) - 1
-            known = before * read[-1]
-            for phase in range(last):
-                begin = phase * n_d
-                is_there = begin < last
-                if not is_there.any():
-                    break
-                known = known + np.where(is_there, read[np.minimum(begin + left, last)]
-                                         - read[np.minimum(begin, last)], 0.0)
-            self._read_until[iterations] = known
-        return known
+        n_d = np.arange(1, self.max_iterations + 1)
+        before, left = np.divmod(iterations - 1, n_d)
+        left += 1  # of the last phase
+        read = np.append(0.0, np.cumsum(self.context))
+        last = len(read) - 1
+        tokens: FloatArray = before * read[-1]
+        for phase in range(last):
+            begin = phase * n_d
+            is_there = begin < last
+            if not is_there.any():
+                break
+            tokens = tokens + np.where(is_there, read[np.minimum(begin + left, last)]
+                                       - read[np.minimum(begin, last)], 0.0)
+        return tokens
 
     def occupancy(self, decode_iterations: int, *, padded: bool) -> Occupancy:
         """The steady state with `decode_iterations` between two encodings."""
         assert decode_iterations >= 1, f"{decode_iterations = }"
-        key = (decode_iterations, padded)
-        if key not in self._known:
-            self._known[key] = self._derive(decode_iterations, padded)
-        return self._known[key]
+        return self._derived(decode_iterations, padded)
 
     def charged_context(self, queries: FloatArray, *, padded: bool) -> FloatArray:
         """[configs] tokens of context that each of so many queries decoding together is charged,
@@ -122,11 +140,11 @@ class QueryFlow:
 
     def _derive(self, n_d: int, padded: bool) -> Occupancy:
         # [phases, N_D] P(D >= j N_D + u), context, and what is reserved, with its square
-        survival, context, reserve, reserve_squared = self._by_phase(self.course.by_iteration, n_d)
+        survival, context, reserve, reserve_squared = self._by_phase(self._by_iteration, n_d)
         entering = survival[:, 0]  # who is present when phase j begins
         reserve, reserve_squared = reserve[:, 0].copy(), reserve_squared[:, 0].copy()
         # at j = 0 every query is there, those that will end with their first token too
-        reserve[0], reserve_squared[0] = self.course.all_reserve
+        reserve[0], reserve_squared[0] = self._all_reserve
         active = survival.sum(axis=0)
         staying = active.copy()
         staying[0] -= survival[0, 0]  # those new at u do not
@@ -139,30 +157,16 @@ class QueryFlow:
             mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
             variance_reserved=float((reserve_squared - reserve**2).sum()),
             max_present=len(entering),
-            maximum_context=(
-                self.longest.expected(n_d, np.arange(n_d)) if padded else None),
-        )
+            maximum_context=self.longest.expected(n_d, np.arange(n_d)) if padded else None)
 
-    def own_absent(self, decode_iterations: int, phases_before: int) -> tuple[FloatArray,
-                                                                               FloatArray]:
+    def _find_own_absent(self, decode_iterations: int,
+                         phases_before: int) -> tuple[FloatArray, FloatArray]:
         """[N_D, octaves] chances that nobody else is active in the group of a query that is in its
         phase number `phases_before`: in the mean of the phases before, and in that one. (Of any
         group, log_absent has their logarithms.)"""
-        key = (decode_iterations, phases_before)
-        if self._last_own is None or self._last_own[0] != key:
-            absence = self._absence(decode_iterations)
-            always = absence.of_multiples
-            before, last = (np.stack([*absence.mean_of(phases), *always], axis=1) for phases in (
-                np.arange(max(phases_before, 1)), np.array([phases_before])))
-            self._last_own = key, (before, last)
-        return self._last_own[1]
-
-    def _absence(self, n_d: int) -> Absence:
-        """The chances at this N_D, kept until another is asked for."""
-        if self._last_absence is None or self._last_absence[0] != n_d:
-            survival = self._by_phase(self.course.survival[None], n_d)[0]
-            self._last_absence = n_d, Absence(survival)
-        return self._last_absence[1]
+        absence = self._absence(decode_iterations)
+        return (absence.mean_of(np.arange(max(phases_before, 1))),
+                absence.mean_of(np.array([phases_before])))
 
     @staticmethod
     def _by_phase(rows: FloatArray, n_d: int) -> FloatArray:
@@ -171,6 +175,62 @@ class QueryFlow:
         padded = np.zeros((len(rows), phases * n_d))
         padded[:, : rows.shape[1]] = rows
         return padded.reshape(len(rows), phases, n_d)
+
+
+class Absence:
+    """Chances that none of a group's queries is active, at each iteration of a phase, by how many
+    queries the group encodes (GROUP_OCTAVES) and, where that is one every so many phases, by how
+    many phases ago it last did: its offset."""
+
+    def __init__(self, survival: FloatArray) -> None:
+        """survival: [phases, N_D] P(D >= j N_D + u)."""
+        with np.errstate(divide="ignore"):
+            logs = np.log1p(-np.minimum(survival, 1.0))
+        # [N_D] for the octaves from 0 on: offsets make no difference there
+        self._log_multiples = [logs.sum(axis=0) * 2.0**k for k in GROUP_OCTAVES if k >= 0]
+        self._multiples = list(np.exp(self._log_multiples))
+        self._strides: list[tuple[int, FloatArray]] = []  # (2^-octave, [offsets, N_D]) below 0
+        for stride in (2 ** -GROUP_OCTAVES[GROUP_OCTAVES < 0]).tolist():
+            # sums over the phases of one offset; offsets without a phase are certain, left out
+            logs = _folded(logs, stride)
+            self._strides.append((stride, np.exp(logs)))
+
+    def log_mean(self) -> FloatArray:
+        """[N_D, octaves] logarithm of the mean over offsets."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            octaves = [np.log((rows.sum(axis=0) + stride - len(rows)) / stride)
+                       for stride, rows in self._strides]
+        return np.stack([*octaves, *self._log_multiples], axis=1)
+
+    def mean_of(self, phases: IntArray) -> FloatArray:
+        """[N_D, octaves] mean over the offsets that these phases are at."""
+        means = []
+        for stride, rows in self._strides:
+            at = phases % stride
+            certain = int((at >= len(rows)).sum())
+            means.append((rows[at[at < len(rows)]].sum(axis=0) + certain) / len(phases))
+        return np.stack([*means, *self._multiples], axis=1)
+
+
+def _folded(rows: FloatArray, stride: int) -> FloatArray:
+    """Sums of rows that are `stride` apart: at most `stride` of them."""
+    sums = rows[:stride].copy()
+    for begin in range(stride, len(rows), stride):
+        part = rows[begin:begin + stride]
+        sums[: len(part)] += part
+    return sums
+
+
+def inputs_given_output(lengths: JointLengths, power: int) -> FloatArray:
+    """E[input ** power | output = k], k = 1..max; the overall value where P(k) = 0."""
+    inputs = lengths.inputs.support.astype(float) ** power
+    overall = np.full(lengths.outputs.max, float(lengths.inputs.pmf @ inputs))
+    if lengths.pairs is None:
+        return overall
+    outputs, size = lengths.pairs[:, 1], lengths.outputs.max + 1
+    counts = np.bincount(outputs, minlength=size)[1:]
+    sums = np.bincount(outputs, lengths.pairs[:, 0].astype(float) ** power, minlength=size)[1:]
+    return np.where(counts > 0, sums / np.maximum(counts, 1), overall)
 
 
 def expected_maximum_z(count: FloatArray) -> FloatArray:

@@ -98,32 +98,30 @@ def least_timeline(work: Sequence[StageWork], blocks: IntArray,
 
 class _Round:
     """A round of one kind: [configs] seconds per stage of the first's step and all others', and
-    what w - 1 rounds before it add to every stage's end (`skip_s`) and to the first group's
-    return (`around_s`)."""
+    what w - 1 rounds before it (`before`) add to every stage's end (`skip`) and to the first
+    group's return (`around_s`). Seconds are given by kind of stage."""
 
-    def __init__(self, one_s: list[FloatArray], rest_s: list[FloatArray],
-                 before: FloatArray | IntArray | None = None) -> None:
-        self.one_s, self.rest_s = one_s, rest_s
-        self.skip_s: list[FloatArray] | None = None
-        if before is not None:
-            self.around_s = before * _sum(one_s)
-            shared: dict[tuple[int, int], FloatArray] = {}
-            self.skip_s = []
-            for one, rest in zip(one_s, rest_s, strict=True):
-                key = (id(one), id(rest))
-                if key not in shared:
-                    shared[key] = before * (one + rest)
-                self.skip_s.append(shared[key])
-            # the last stage's end is the last group's return: it may also go around
-            self.skip_s[-1] = np.maximum(self.skip_s[-1], self.around_s)
-
-    def stack(self) -> None:
-        """Whole arrays [stages, configs] serve few configurations over many stages."""
-        self.one = np.stack(self.one_s)
-        self.rest = np.stack(self.rest_s)
-        self.through = np.cumsum(self.one, axis=0)
-        self.lead = self.one - self.through
-        self.skip = None if self.skip_s is None else np.stack(self.skip_s)
+    def __init__(self, one_s: list[FloatArray], rest_s: list[FloatArray], kind_of: list[int],
+                 before: FloatArray | IntArray | None, *, is_stacked: bool) -> None:
+        self.one_s, self.rest_s = ([own[kind] for kind in kind_of] for own in (one_s, rest_s))
+        if is_stacked:  # whole arrays [stages, configs] serve few configurations over many stages
+            one, self.rest = (np.stack(own).take(kind_of, axis=0) for own in (one_s, rest_s))
+            self.through = np.cumsum(one, axis=0)
+            self.lead = one - self.through
+        self.skip: Sequence[FloatArray] | FloatArray | None = None
+        if before is None:
+            return
+        skip = [before * (one + rest) for one, rest in zip(one_s, rest_s, strict=True)]
+        if is_stacked:
+            self.around_s = before * self.through[-1]
+            self.skip = np.stack(skip).take(kind_of, axis=0)
+        else:
+            around = self.one_s[0].copy()
+            for one in self.one_s[1:]:
+                around += one
+            self.around_s, self.skip = before * around, [skip[kind] for kind in kind_of]
+        # the last stage's end is the last group's return: it may also go around
+        self.skip[-1] = np.maximum(self.skip[-1], self.around_s)
 
 
 class _State:
@@ -146,8 +144,8 @@ class _State:
     def advance(self, step: _Round, count: int) -> None:
         """Every group takes its steps in the first `count` configurations."""
         free, first, spare = self.free[:, :count], self.first[:count], self._spare[:count]
-        if step.skip_s is not None:
-            for end, skip in zip(free, step.skip_s, strict=True):
+        if step.skip is not None:
+            for end, skip in zip(free, step.skip, strict=True):
                 end += skip
             first += step.around_s
         end = free[-1].copy()  # of the last group's step on the stage before; then on this one
@@ -185,34 +183,27 @@ class _Rounds:
                  widths: FloatArray | IntArray | None, part: slice) -> None:
         self._configs, self._stages = len(blocks), len(work)
         # array calls per round: six a stage, or fewer that cost more a configuration
-        self._is_stacked = self._configs < 40 + 8 * self._stages
+        is_stacked = self._configs < 40 + 8 * self._stages
+        self._advance = _State.advance_stacked if is_stacked else _State.advance
         most = int(blocks[0])
         self._counts = np.searchsorted(-blocks, -np.arange(1, most + 1), side="right").tolist()
-        views: dict[int, tuple[FloatArray, ...]] = {}
-        for own in work:
-            if id(own) not in views:
-                views[id(own)] = (own.encode_s[part], own.encode_rest_s[part],
-                                  own.decode_s[:, part], own.decode_rest_s[:, part])
-        stages = [views[id(own)] for own in work]
-        self._encode = self._ready(_Round([v[0] for v in stages], [v[1] for v in stages]))
+        kinds = list({id(own): own for own in work}.values())
+        place = {id(own): kind for kind, own in enumerate(kinds)}
+        kind_of = [place[id(own)] for own in work]
+        self._encode = _Round([own.encode_s[part] for own in kinds],
+                              [own.encode_rest_s[part] for own in kinds], kind_of, None,
+                              is_stacked=is_stacked)
         self._decodes = []
         for k, count in enumerate(self._counts):
-            before = None
-            if widths is not None:
-                before = widths[k, part][:count] - 1
-                before = before if before.any() else None
-            rows = {key: (v[2][k, :count], v[3][k, :count]) for key, v in views.items()}
-            self._decodes.append(self._ready(_Round(
-                [rows[id(own)][0] for own in work], [rows[id(own)][1] for own in work], before)))
+            before = None if widths is None else widths[k, part][:count] - 1
+            self._decodes.append(_Round(
+                [own.decode_s[k, part][:count] for own in kinds],
+                [own.decode_rest_s[k, part][:count] for own in kinds], kind_of,
+                before if before is not None and before.any() else None, is_stacked=is_stacked))
         # what the last group waits for at stage 0 before its next step: all others' ones
-        encode_rest, decode_rest = stages[0][1], stages[0][3]
+        encode_rest, decode_rest = work[0].encode_rest_s[part], work[0].decode_rest_s[:, part]
         self._before_last = np.concatenate([decode_rest[:most], encode_rest[None]])
         self._before_last[blocks, np.arange(self._configs)] = encode_rest
-
-    def _ready(self, step: _Round) -> _Round:
-        if self._is_stacked:
-            step.stack()
-        return step
 
     def steady(self, watched_phases: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(period, encoded_s, finish_s [blocks, configs]); the period is a mean over the phases
@@ -262,16 +253,3 @@ class _Rounds:
             finish[k] = 0.5 * (first.next_start() + np.maximum(
                 last.last, last.next_start() + self._before_last[k + 1]))
         return encoded, finish
-
-    def _advance(self, state: _State, step: _Round, count: int) -> None:
-        if self._is_stacked:
-            state.advance_stacked(step, count)
-        else:
-            state.advance(step, count)
-
-
-def _sum(arrays: list[FloatArray]) -> FloatArray:
-    total = arrays[0].copy()
-    for array in arrays[1:]:
-        total += array
-    return total

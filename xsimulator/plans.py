@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Role, StageAssignment
@@ -57,11 +57,9 @@ class PlanSource(Protocol):
 
     def both(self, tp_degree: int, tp_gpus: int) -> Plan:
         """The one pool that does both phases."""
-        ...
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
         """The pool on these ranks that works one phase, or both."""
-        ...
 
 
 class _DegreeCost(NamedTuple):
@@ -82,7 +80,7 @@ class Plans:
         # every query takes at least one iteration here: a split needs some decoding to go by
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
         self._known: dict[object, Plan] = {}
-        self._degree_costs: dict[tuple[int, Role], _DegreeCost] = {}
+        self._cost = cache(self._find_cost)
 
     def both(self, tp_degree: int, tp_gpus: int) -> Plan:
         """One pool over all devices that does both phases, the first `tp_gpus` in groups of
@@ -92,8 +90,7 @@ class Plans:
             problem = self.problem
             reason = refuse_plan(problem.model, problem.cluster, tp_degree, tp_gpus)
             if reason is not None:
-                raise InputError([Mistake(file="schedule", line=None, key="tp_degree, tp_gpus",
-                                          value=key, allowed=reason)])
+                raise wrong("schedule", "tp_degree, tp_gpus", key, reason)
             ranks = stage_ranks(problem.cluster.num_devices, tp_degree, tp_gpus)
             self._known[key] = self.pool(ranks, "both")
         return self._known[key]
@@ -117,33 +114,7 @@ class Plans:
         return Plan(stages=stages, weight_bytes=weights,
                     times=StageTimes(self.layers, problem.cluster, stages))
 
-    def layer_s(self, degree: int) -> tuple[float, float]:
-        """Reference seconds of one layer per query: (encoding, decoding)."""
-        timing, layers = self.timing, self.layers
-        queries, tokens, rounds = self._reference(degree)
-        inputs = self.problem.lengths.inputs.mean
-        one = layers.encode_attention_s(
-            min(inputs, timing.reach(Operator.ENCODE_ATTENTION, degree).x),
-            REFERENCE_ENCODE_QUERIES, degree)
-        encode = layers.encode_rest_s(tokens, degree) + REFERENCE_ENCODE_QUERIES * one
-        context = min(inputs + self._iterations / 2,
-                      timing.reach(Operator.DECODE_ATTENTION, degree).y)
-        decode = rounds * (layers.decode_rest_s(queries, degree)
-                           + layers.decode_attention_s(queries, context, degree))
-        return (float(encode) / REFERENCE_ENCODE_QUERIES, float(decode) / REFERENCE_ENCODE_QUERIES)
-
-    def _reference(self, degree: int) -> tuple[float, float, float]:
-        """Queries of a decode step, tokens of an encode step, decode steps for each encode step.
-        No more than was measured: what is refused would take for ever on every stage alike."""
-        rows = self.timing.reach(Operator.LAYER_REST, degree).x
-        queries = min(REFERENCE_DECODE_QUERIES, rows,
-                      self.timing.reach(Operator.DECODE_ATTENTION, degree).x)
-        tokens = min(REFERENCE_ENCODE_QUERIES * self.problem.lengths.inputs.mean, rows)
-        return queries, tokens, self._iterations * REFERENCE_ENCODE_QUERIES / (
-            REFERENCE_DECODE_QUERIES)
-
     def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
-        """Each stage's costs for the reference workload (see xsimulator.allocation)."""
         of_degree = {degree: self._cost(degree, role) for degree in {len(r) for r in ranks}}
         costs = [of_degree[len(group)].middle for group in ranks]
         first, last = of_degree[len(ranks[0])], of_degree[len(ranks[-1])]
@@ -151,17 +122,22 @@ class Plans:
         costs[-1] = replace(costs[-1], fixed_s=costs[-1].fixed_s + last.head_s)
         return costs
 
-    def _cost(self, degree: int, role: Role) -> _DegreeCost:
-        key = (degree, role)
-        if key not in self._degree_costs:
-            self._degree_costs[key] = self._find_cost(degree, role)
-        return self._degree_costs[key]
-
     def _find_cost(self, degree: int, role: Role) -> _DegreeCost:
         encodes, decodes = role != "decode", role != "encode"
-        timing = self.timing
-        encode, decode = (s * REFERENCE_ENCODE_QUERIES for s in self.layer_s(degree))
-        queries, tokens, rounds = self._reference(degree)
+        timing, layers, inputs = self.timing, self.layers, self.problem.lengths.inputs.mean
+        # no more than was measured: what is refused would take for ever on every stage alike
+        rest, encoding, decoding = (timing.reach(operator, degree) for operator in (
+            Operator.LAYER_REST, Operator.ENCODE_ATTENTION, Operator.DECODE_ATTENTION))
+        tokens = min(REFERENCE_ENCODE_QUERIES * inputs, rest.x)  # of an encode step
+        queries = min(REFERENCE_DECODE_QUERIES, rest.x, decoding.x)  # of a decode step
+        context = min(inputs + self._iterations / 2, decoding.y)
+        # decode steps for each encode step
+        rounds = self._iterations * REFERENCE_ENCODE_QUERIES / REFERENCE_DECODE_QUERIES
+        encode = float(layers.encode_rest_s(tokens, degree) + REFERENCE_ENCODE_QUERIES
+                       * layers.encode_attention_s(min(inputs, encoding.x),
+                                                   REFERENCE_ENCODE_QUERIES, degree))
+        decode = rounds * float(layers.decode_rest_s(queries, degree)
+                                + layers.decode_attention_s(queries, context, degree))
 
         def total(operator: Operator, rows: tuple[float, float]) -> float:
             reach = timing.reach(operator, degree).x  # beyond it, no more can be said

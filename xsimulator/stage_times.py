@@ -1,4 +1,5 @@
-"""Seconds that each stage needs for one encode or decode micro-batch.
+"""Seconds that each stage needs for one encode or decode micro-batch, and that KV entries need from
+WAA's encode pool to its decode pool.
 
 Closed forms, bounds and the replay all rest on these sums: the closed forms of WAA and of static
 batches ask for them at expected sizes, the others read tables of them (xsimulator.step_table,
@@ -17,8 +18,11 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Cluster, Link
 from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
-from xprofiler.timing import MessageKind, Operator
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.timing import MessageKind, Operator, TimingSource
+from xsimulator import memory
 from xsimulator.layer_times import LayerTimes
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
@@ -43,8 +47,6 @@ class StageTimes:
         self.encode_layers = self.decoder_layers if not self.is_encoder_decoder else np.array(
             [stage.num_encoder_layers for stage in self.stages], float)
 
-    # --- one layer of each degree --------------------------------------------------------------
-
     def mean_attention_s(self, queries: ArrayLike) -> PerDegree:
         """Expected ENCODE_ATTENTION of one query in micro-batches of `queries`."""
         return {d: self.layers.mean_attention_s(queries, d) for d in self.degrees}
@@ -57,8 +59,6 @@ class StageTimes:
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike) -> PerDegree:
         """Self-attention of one decode step."""
         return {d: self.layers.decode_attention_s(queries, context, d) for d in self.degrees}
-
-    # --- whole steps ---------------------------------------------------------------------------
 
     def encode_s(self, tokens: ArrayLike, queries: ArrayLike, attention_s: PerDegree) -> FloatArray:
         """[..., stages] for micro-batches of `queries` with `tokens` in all; `attention_s` is the
@@ -80,8 +80,6 @@ class StageTimes:
                 self.decoder_layers)
         work[..., -1] += self.first_tokens_s(queries)
         return work
-
-    # --- what depends on one size alone --------------------------------------------------------
 
     def encode_rows_s(self, tokens: ArrayLike) -> FloatArray:
         """[..., stages] of encoding `tokens`: all but attention and head."""
@@ -151,3 +149,29 @@ class StageTimes:
         ends = [(stage.ranks[-1], following.ranks[0]) for stage, following in zip(
             self.stages, (*self.stages[1:], self.stages[0]), strict=True)]
         return tuple(self._cluster.link_between(a, b) for a, b in ends)
+
+
+class HandoverCost:
+    """Seconds from the encode pool's caches to the decode pool's (paper section 3, XRunner).
+
+    Stages send at once, each to all that need its layers, so the rank with the most to send, or to
+    receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage.
+    """
+
+    def __init__(self, problem: Problem, timing: TimingSource, encode: Sequence[StageAssignment],
+                 decode: Sequence[StageAssignment]) -> None:
+        """`encode`, `decode`: the stages of the two pools."""
+        self._timing = timing
+        # the link between the ranks that are furthest apart is the slowest of those used
+        self._link = problem.cluster.link_between(encode[0].ranks[0], decode[-1].ranks[-1])
+        if problem.model.is_encoder_decoder:
+            self.bytes_per_token = float(
+                problem.model.hidden_size * DTYPE_BYTES[problem.dtype] * len(decode))
+        else:
+            self.bytes_per_token = float(max(
+                memory.kv_bytes(problem, pool, 1.0).max() for pool in (encode, decode)))
+
+    def seconds(self, tokens: ArrayLike) -> FloatArray:
+        """Seconds for each number of tokens."""
+        num_bytes = np.asarray(tokens, float) * self.bytes_per_token
+        return self._timing.message_s(MessageKind.HANDOVER, num_bytes, self._link)

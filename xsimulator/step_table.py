@@ -1,11 +1,10 @@
 """Step times of one plan for arrays of configurations: stages that cost the same are timed once,
 and what depends on one size alone is looked up in tables fine enough to be as good as asking.
 
-Closed forms of RRA and of continuous batching, and RRA's bounds, read these tables: they ask for
-expected sizes, which lie between whole numbers, of a hundred thousand configurations at once. The
-replay tabulates the same StageTimes at whole numbers (xsimulator.replay.step_clock): it asks for
-one step at a time, and is to give what StageTimes gives, to the float. One table for both was
-either slower for one of them or not exact for the other.
+Closed forms of RRA and of continuous batching, and RRA's bounds, ask for expected sizes, between
+whole numbers, of a hundred thousand configurations at once; the replay has tables of its own
+(xsimulator.replay.step_clock), exact at whole numbers, of one step at a time. One table for both
+was either slower for one of them or not exact for the other.
 """
 
 from __future__ import annotations
@@ -70,9 +69,8 @@ class SizeTable:
 
 
 class StepTable:
-    """Encode and decode step times of one plan. The stages of a `kind` have the same layers,
-    degree and ends; results have one entry a kind. `lowered`: tables of one size are lower
-    bounds."""
+    """Encode and decode step times of one plan. The stages of a `kind` have the same layers, degree
+    and ends; results have one entry a kind. `lowered`: tables of one size are lower bounds."""
 
     def __init__(self, times: StageTimes, *, lowered: bool = False) -> None:
         self._times = times

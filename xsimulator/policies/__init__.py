@@ -22,11 +22,9 @@ class ClosedForm(Protocol):
 
     def estimate(self, config: Any) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
-        ...
 
     def evaluate(self, configs: Sequence[Any]) -> EstimateArrays:
         """The figures of many configurations are worked out together."""
-        ...
 
 
 def make_policy(name: str, problem: Problem, timing: TimingSource) -> ClosedForm:

@@ -73,10 +73,7 @@ class Assembler:
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._problem, self._timing = problem, timing
-
-    @property
-    def capacity_bytes(self) -> int:
-        return memory.capacity_bytes(self._problem.cluster.device)
+        self.capacity_bytes = memory.capacity_bytes(problem.cluster.device)
 
     def estimate(self, controls: Controls, deployment: Deployment, figures: Mapping[str, float], *,
                  held_bytes: FloatArray, notes: Sequence[str] = ()) -> Estimate:
@@ -88,15 +85,14 @@ class Assembler:
         means = {name: figures[name] for name in (
             "throughput_qps", "latency_s", "encode_s", "decode_iteration_s", "period_s",
             "decode_batch")}
-        return Estimate(
-            controls=controls, deployment=deployment,
-            notes=(f"times: {self._timing.provenance()}", *notes),
-            figures=Figures(
-                **means, fits=bool(fits), memory_capacity_bytes=self.capacity_bytes,
-                output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
-                encode_batch=max(round(figures["encode_batch"]), 1),
-                decode_iterations=max(round(figures["decode_iterations"]), 1),
-                memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank))))
+        held = Figures(
+            **means, fits=bool(fits), memory_capacity_bytes=self.capacity_bytes,
+            output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,
+            encode_batch=max(round(figures["encode_batch"]), 1),
+            decode_iterations=max(round(figures["decode_iterations"]), 1),
+            memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)))
+        return Estimate(controls=controls, deployment=deployment, figures=held,
+                        notes=(f"times: {self._timing.provenance()}", *notes))
 
 
 def one_pool(config: TensorPlanned, stages: tuple[StageAssignment, ...], num_groups: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class MeasuredRange:
         self._timing = timing
         self._encode = (Operator.ENCODER_REST if problem.model.is_encoder_decoder
                         else Operator.LAYER_REST)
-        self._of_degree: dict[int, Presented] = {}
+        self._reach = cache(self._find_reach)
 
     def is_endless(self, degrees: Iterable[int]) -> bool:
         """It says whether the source answers for any size as well as for any other."""
@@ -56,17 +57,13 @@ class MeasuredRange:
         for degree in degrees:
             yield from zip(_WORDS, presented, self._reach(degree), strict=True)
 
-    def _reach(self, degree: int) -> Presented:
+    def _find_reach(self, degree: int) -> Presented:
         """These are the largest sizes that were measured at that degree."""
-        if degree not in self._of_degree:
-            reach = self._timing.reach
-            head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION,
-                                                                    degree)
-            self._of_degree[degree] = Presented(
-                encode_tokens=reach(self._encode, degree).x, encode_queries=head,
-                decode_queries=min(head, attention.x), context=attention.y,
-                input_tokens=reach(Operator.ENCODE_ATTENTION, degree).x)
-        return self._of_degree[degree]
+        reach = self._timing.reach
+        head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION, degree)
+        return Presented(
+            reach(self._encode, degree).x, head, decode_queries=min(head, attention.x),
+            context=attention.y, input_tokens=reach(Operator.ENCODE_ATTENTION, degree).x)
 
 
 _WORDS = ("tokens encoded at once", "queries encoded at once", "queries decoded at once",

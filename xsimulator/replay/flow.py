@@ -1,4 +1,9 @@
-"""How queries come to the pools of a replay: `Arrivals` from outside, `Handover` between two."""
+"""One replay of a job: its queries, any number of pools, and how queries come to them, `Arrivals`
+from outside and `Handover` between two.
+
+All of them are processes on one kernel (xsimulator.replay.kernel); the KV budget is kept by the
+pools' rules.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import SupportsFloat
 
 import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
+from xgpt.core.query_times import QueryTimes
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.pool import Pool
+from xsimulator.replay.pool import Pool, PoolPlan
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.records import HandoverRecords
+from xsimulator.replay.records import HandoverRecords, ReplayResult
 
 
 class Arrivals:
@@ -35,17 +42,15 @@ class Arrivals:
     def _come(self, now: float) -> None:
         coming, arrival_s = self._coming, self._queries.arrival_s
         while coming and arrival_s[coming[-1]] <= now:
-            self._submit(coming.pop(), self._pools[self._next])
+            query, pool = coming.pop(), self._pools[self._next]
+            reserve = self._queries.reserve_tokens[query]
+            if not pool.rule.submit(query, reserve, self._queries.inputs[query]):
+                raise XgptError(f"query {query} reserves {reserve} tokens of KV cache: more than "
+                                "the schedule gives one micro-batch")
             self._next = (self._next + 1) % len(self._pools)
         for pool in self._pools:
             pool.wake(now)
         self.start()
-
-    def _submit(self, query: int, pool: Pool) -> None:
-        reserve = self._queries.reserve_tokens[query]
-        if not pool.rule.submit(query, reserve, self._queries.inputs[query]):
-            raise XgptError(f"query {query} reserves {reserve} tokens of KV cache: more than "
-                            "the schedule gives one micro-batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,7 @@ class HandoverPlan:
     """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
     tokens; `release` tells the source's rule that a query is done, and its room free."""
 
-    seconds: Callable[[int], float]
+    seconds: Callable[[int], SupportsFloat]
     release: Callable[[int], None]
     source: str = "encode"
     target: str = "decode"
@@ -66,7 +71,7 @@ class Handover:
                  pools: dict[str, Pool]) -> None:
         self.plan, self._kernel, self._queries = plan, kernel, queries
         self._source, self._target = pools[plan.source], pools[plan.target]
-        self._source.outlet = self
+        self._source.outlet = self.send
         self._free_s = -math.inf
         self._sent: list[tuple[int, float, float]] = []
 
@@ -85,7 +90,7 @@ class Handover:
             return encoded_s
         begin_s = max(encoded_s, self._free_s)
         tokens = sum([queries.inputs[query] for query in leaving])
-        self._free_s = end_s = begin_s + self.plan.seconds(tokens)
+        self._free_s = end_s = begin_s + float(self.plan.seconds(tokens))
         self._sent.append((step, begin_s, end_s))
         self._kernel.at(end_s, ARRIVAL, partial(self._arrive, leaving))
         return end_s
@@ -114,6 +119,27 @@ class Handover:
         self._queries.end([query], now)
 
     def _tell(self, query: int, now: float) -> None:
-        """A query that has come this way is done."""
         self.plan.release(query)
         self._source.wake(now)
+
+
+def run(queries: Queries, pools: Sequence[PoolPlan],
+        handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
+    """Until every query is done. Queries come to all pools but those that only decode. Raises
+    XgptError for a query that can never fit."""
+    kernel = Kernel()
+    by_name = {plan.name: Pool(plan, kernel, queries) for plan in pools}
+    assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
+    links = [Handover(plan, kernel, queries, by_name) for plan in handovers]
+    Arrivals(kernel, queries, [p for p in by_name.values() if p.plan.role != "decode"]).start()
+    kernel.run()
+    count = len(queries.inputs)
+    assert queries.num_done == count, f"{count - queries.num_done} queries have nothing to do"
+    starts_s, firsts_s, lasts_s = (np.array(seconds, float) for seconds in (
+        queries.start_s, queries.first_token_s, queries.last_token_s))
+    times = QueryTimes(arrival_s=queries.arrival_s, start_s=starts_s, first_token_s=firsts_s,
+                       last_token_s=lasts_s)
+    return ReplayResult(
+        pools=tuple(pool.records() for pool in by_name.values()),
+        handovers=tuple(link.records() for link in links), times=times,
+        output_tokens=queries.output_tokens, preemptions=queries.preemptions)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
@@ -31,8 +30,16 @@ def write_trace(result: ReplayResult, path: Path, stage_names: Sequence[str], st
                 end_s: float = math.inf) -> int:
     """Write what overlaps the window to `path` (gzip where it ends in .gz), a few thousand events
     at a time. Returns how many."""
-    with _opened(path) as file:
-        return _write(file, events(result, stage_names, start_s, end_s))
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    stream, count = events(result, stage_names, start_s, end_s), 0
+    with (gzip.open(path, "wt", encoding="utf-8", compresslevel=4) if path.suffix == ".gz"
+          else path.open("w", encoding="utf-8")) as file:
+        file.write(encode(_HEAD)[:-1] + ',"traceEvents":[')
+        while chunk := list(islice(stream, _EVENTS_A_WRITE)):
+            file.write((",\n" if count else "\n") + encode(chunk)[1:-1])
+            count += len(chunk)
+        file.write("\n]}\n")
+    return count
 
 
 def events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.0,
@@ -50,25 +57,7 @@ def events(result: ReplayResult, stage_names: Sequence[str], start_s: float = 0.
         first += len(handovers.step)
 
 
-def _opened(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return cast(TextIO, gzip.open(path, "wt", encoding="utf-8", compresslevel=4))
-    return path.open("w", encoding="utf-8")
-
-
-def _write(file: TextIO, stream: Iterable[Event]) -> int:
-    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-    file.write(encode(_HEAD)[:-1] + ',"traceEvents":[')
-    rest, count = iter(stream), 0
-    while chunk := list(islice(rest, _EVENTS_A_WRITE)):
-        file.write((",\n" if count else "\n") + encode(chunk)[1:-1])
-        count += len(chunk)
-    file.write("\n]}\n")
-    return count
-
-
-def _names(pool: PoolRecords, pid: int, place: int,
-           stage_names: Sequence[str]) -> Iterator[Event]:
+def _names(pool: PoolRecords, pid: int, place: int, stage_names: Sequence[str]) -> Iterator[Event]:
     name = "stages" if pool.role == "both" else f"{pool.name} pool"
     yield _metadata("process_name", pid, pid, name=name)
     yield _metadata("process_sort_index", pid, pid, sort_index=place)
@@ -161,5 +150,4 @@ def _tid(stage: int) -> int:
 def _us(seconds: FloatArray) -> IntArray:
     """Whole microseconds: a fraction would be cut, not rounded, by readers, and steps that follow
     each other would then overlap by a nanosecond, which the format forbids."""
-    rounded: NDArray[np.int64] = np.rint(seconds * 1e6).astype(np.int64)
-    return rounded
+    return np.asarray(np.rint(seconds * 1e6).astype(np.int64))

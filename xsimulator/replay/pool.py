@@ -8,28 +8,19 @@ without an event of its own until another one comes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+
+import numpy as np
 
 from xgpt.core.schedule import Role
 from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.kernel import TURN, Kernel
-from xsimulator.replay.queries import Queries
+from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.rows import GroupRows
 from xsimulator.replay.step_clock import Clock, StepSizes
-from xsimulator.replay.step_log import StepLog
-
-
-class Outlet(Protocol):
-    """Where a pool's queries go once they are encoded (see xsimulator.replay.flow.Handover)."""
-
-    def send(self, joined: tuple[int, ...], step: int, encoded_s: float) -> float:
-        """Send off those whose encoding the pool's `step` ends; when they have arrived."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +42,21 @@ class Pool:
 
     def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries) -> None:
         self.plan, self.rule = plan, plan.rule
-        self.outlet: Outlet | None = None  # None: queries that are encoded stay
+        # (queries, number of the step that ends their encoding, when) -> when they have arrived in
+        # the pool that they are handed over to; None: queries that are encoded stay
+        self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
         self._kernel, self._queries, self._clock = kernel, queries, plan.clock
         self._groups: dict[int, GroupRows] = {}
         self._free_s = [-math.inf] * len(plan.stages)
         self._is_idle = True
         self._departures = Departures(plan.rule.slot_use)
         self._is_kept = plan.rule.slot_use is SlotUse.KEPT
-        self._log = StepLog()
+        # of each step, in the order in which the head took them up: [stages] seconds and ends
+        self._steps: list[Step] = []
+        self._sizes: list[tuple[int, int, int, float]] = []  # tokens, encoded, decoded, context
+        self._durations: list[list[float]] = []
+        self._ends: list[list[float]] = []
+        self._memory: list[tuple[float, int]] = []  # (from when on, tokens held)
 
     def wake(self, now: float) -> None:
         """There may be work: a head with nothing to do looks for it."""
@@ -68,12 +66,22 @@ class Pool:
 
     def note_memory(self, now: float) -> None:
         """The rule may hold more of the KV budget, or less, from `now` on."""
-        self._log.note_memory(now, self.rule.reserved_tokens)
+        held = self.rule.reserved_tokens
+        if not self._memory or self._memory[-1][1] != held:
+            self._memory.append((now, held))
 
     def records(self) -> PoolRecords:
-        plan = self.plan
-        return self._log.records(name=plan.name, role=plan.role, stages=plan.stages,
-                                 kv_tokens=plan.kv_tokens)
+        plan, shape = self.plan, (len(self._steps), len(self.plan.stages))
+        sizes = np.array(self._sizes, float).reshape(-1, 4)
+        end_s = np.array(self._ends, float).reshape(shape)
+        memory = np.array(self._memory, float).reshape(-1, 2)
+        tokens, encoded, decoded = (sizes[:, i].astype(np.int64) for i in range(3))
+        return PoolRecords(
+            name=plan.name, role=plan.role, stages=plan.stages, steps=tuple(self._steps),
+            decoded=decoded, encoded=encoded, tokens=tokens, context=sizes[:, 3], end_s=end_s,
+            start_s=end_s - np.array(self._durations, float).reshape(shape),
+            memory_s=memory[:, 0], memory_tokens=memory[:, 1].astype(np.int64),
+            kv_tokens=plan.kv_tokens)
 
     def _take_turns(self, now: float) -> None:
         """The head takes its turns until another event comes first, or there is nothing to do."""
@@ -106,7 +114,7 @@ class Pool:
         step = self.rule.decide()
         if step is not None:
             self._execute(group, step, now)
-        self._log.note_memory(now, self.rule.reserved_tokens)
+        self.note_memory(now)
 
     def _collect(self, group: GroupRows, now: float) -> None:
         """Take up the tokens of the group's steps."""
@@ -155,7 +163,7 @@ class Pool:
                           len(step.joined) if spans else 0, rows, mean, longest, moved, handed)
         ready_s = self._work(step, sizes, now)
         if self.outlet is not None and spans:
-            ready_s = self.outlet.send(step.joined, len(self._log) - 1, ready_s)
+            ready_s = self.outlet(step.joined, len(self._steps) - 1, ready_s)
         group.awaited.append((ready_s, first, done))
 
     def _work(self, step: Step, sizes: StepSizes, now: float) -> float:
@@ -167,7 +175,10 @@ class Pool:
             at_s = (at_s if at_s > free else free) + duration
             free_s[stage] = at_s
             ends.append(at_s)
-        self._log.add(step, sizes, seconds, ends)
+        self._steps.append(step)
+        self._sizes.append(sizes[1:5])
+        self._durations.append(seconds)
+        self._ends.append(ends)
         return at_s
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:

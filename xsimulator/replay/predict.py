@@ -66,26 +66,20 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     replayer, figures = Replayer(problem, timing, estimate), []
     is_sampled = known is None or known.outputs is None
+    most = np.full(num_queries, planned_outputs(problem)) if known is None else known.most_outputs
     for _ in range(replays if is_sampled else 1):
-        queries = _sampled(problem, num_queries, rng, known)
-        figures.append(_figures(replayer.run(queries)))
+        if known is not None and known.outputs is not None:
+            inputs, outputs = known.inputs, known.outputs
+        else:
+            inputs, outputs = sample_job(problem.lengths, num_queries, rng,
+                                         None if known is None else known.inputs)
+        figures.append(_figures(replayer.run(QueryLengths(
+            inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most)))))
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
     for name in ("tpot_p50_s", "tpot_p99_s"):
         mean[name] = None if math.isnan(mean[name]) else mean[name]
     return JobPrediction(**mean)
-
-
-def _sampled(problem: Problem, count: int, rng: np.random.Generator,
-             known: QueryLengths | None) -> QueryLengths:
-    """The queries of one replay; none writes more than it may."""
-    if known is not None and known.outputs is not None:
-        inputs, outputs = known.inputs, known.outputs
-    else:
-        inputs, outputs = sample_job(problem.lengths, count, rng,
-                                     None if known is None else known.inputs)
-    most = np.full(count, planned_outputs(problem)) if known is None else known.most_outputs
-    return QueryLengths(inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most))
 
 
 def _figures(result: ReplayResult) -> dict[str, float]:
@@ -121,5 +115,4 @@ def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Gene
     lowest = np.searchsorted(ordered[:, 0], inputs, side="left")
     highest = np.searchsorted(ordered[:, 0], inputs, side="right")
     first = np.clip((lowest + highest - window) // 2, 0, len(ordered) - window)
-    drawn: IntArray = ordered[first + rng.integers(window, size=len(inputs)), 1]
-    return drawn
+    return np.asarray(ordered[first + rng.integers(window, size=len(inputs)), 1])

@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.query_times import QueryTimes
 from xgpt.core.schedule import Role
-from xrunner.rules.steps import Step, StepKind
-
-BoolArray = NDArray[np.bool_]
+from xrunner.rules.steps import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,15 +33,6 @@ class PoolRecords:
     memory_s: FloatArray  # [changes] when what is held of the KV budget changed
     memory_tokens: IntArray  # [changes] tokens held since then
     kv_tokens: int  # the budget
-
-    @property
-    def is_decode(self) -> BoolArray:
-        return np.array([step.kind is StepKind.DECODE for step in self.steps], dtype=bool)
-
-    @property
-    def busy_s(self) -> FloatArray:
-        """[stages] seconds at work."""
-        return np.asarray((self.end_s - self.start_s).sum(axis=0), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,5 +72,5 @@ class ReplayResult:
     def utilisation(self) -> FloatArray:
         """[stages of all pools] share of the makespan each stage was at work; the rest of it is
         its bubble share."""
-        busy = np.concatenate([pool.busy_s for pool in self.pools])
+        busy = np.concatenate([(pool.end_s - pool.start_s).sum(axis=0) for pool in self.pools])
         return busy / self.makespan_s if self.makespan_s > 0 else busy

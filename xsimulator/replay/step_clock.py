@@ -9,7 +9,7 @@ miss less than a thousandth.) Tables grow in blocks as sizes come up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,7 +44,6 @@ class Clock(Protocol):
 
     def seconds(self, sizes: StepSizes) -> list[float]:
         """[stages] seconds of one step."""
-        ...
 
 
 class StepClock:
@@ -60,17 +59,16 @@ class StepClock:
         self._encode_rows = _Rows(times.encode_rows_s) if is_encoder_decoder else self._decode_rows
         self._cross = _Rows(times.cross_kv_s) if is_encoder_decoder else None
         self._first_tokens = _Rows(lambda n: times.first_tokens_s(n)[..., None])
-        self._attention = [_Grid(partial(times.layers.decode_attention_s, degree=d), max_context)
-                           for d in times.degrees]
-        self._compaction = [_Grid(partial(times.layers.compaction_s, degree=d), max_context)
-                            for d in times.degrees]
+        self._attention, self._compaction = (
+            [_Grid(partial(seconds, degree=degree), max_context) for degree in times.degrees]
+            for seconds in (times.layers.decode_attention_s, times.layers.compaction_s))
         self._inputs = _Inputs(times, max_context)
         self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
         place = {degree: index for index, degree in enumerate(times.degrees)}
-        self._decode_layers = [(int(n), place[stage.tp_degree]) for n, stage in zip(
-            times.decoder_layers, times.stages, strict=True)]
-        self._encode_layers = [(int(n), place[stage.tp_degree]) for n, stage in zip(
-            times.encode_layers, times.stages, strict=True)]
+        self._decode_layers, self._encode_layers = (
+            [(int(count), place[stage.tp_degree])
+             for count, stage in zip(layers, times.stages, strict=True)]
+            for layers in (times.decoder_layers, times.encode_layers))
 
     def seconds(self, sizes: StepSizes) -> list[float]:
         """[stages] seconds of one step."""
@@ -164,8 +162,7 @@ class _Grid:
         first = queries // _QUERY_BLOCK * _QUERY_BLOCK
         block = np.arange(first, first + _QUERY_BLOCK, dtype=float)
         table = self._seconds(block[:, None], self._nodes[None, :]).tolist()
-        for offset, row in enumerate(table):
-            self._rows[first + offset] = row
+        self._rows.update(enumerate(table, start=first))
         return self._rows[queries]
 
 
@@ -175,7 +172,7 @@ class _Inputs:
     def __init__(self, times: StageTimes, max_context: int) -> None:
         self._times = times
         self._lengths = np.arange(1, max_context + 1)
-        self._tables: dict[int, list[list[float]]] = {}
+        self._together = cache(self._find_together)
 
     def attention_s(self, spans: Sequence[tuple[int, int]]) -> list[float]:
         """[degrees] seconds of all spans in one layer. A part costs what the input up to its end
@@ -187,8 +184,6 @@ class _Inputs:
         return [sum([table[first + count] - table[first] for first, count in spans])
                 for table in tables]
 
-    def _together(self, queries: int) -> list[list[float]]:
-        if queries not in self._tables:
-            seconds = self._times.encode_attention_s(self._lengths, queries)
-            self._tables[queries] = [[0.0, *seconds[d].tolist()] for d in self._times.degrees]
-        return self._tables[queries]
+    def _find_together(self, queries: int) -> list[list[float]]:
+        seconds = self._times.encode_attention_s(self._lengths, queries)
+        return [[0.0, *seconds[degree].tolist()] for degree in self._times.degrees]

@@ -10,7 +10,7 @@ from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-from xsimulator.replay import engine
+from xsimulator.replay import flow
 from xsimulator.replay.flow import HandoverPlan
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
@@ -31,7 +31,7 @@ class Units:
 def run(pools, queries, tokens, *, encode_gives_token=True, handovers=()):
     lengths = QueryLengths(inputs=np.full(queries, 8), outputs=np.full(queries, tokens),
                            most_outputs=np.full(queries, tokens))
-    return engine.run(Queries(lengths, encode_gives_token=encode_gives_token), pools, handovers)
+    return flow.run(Queries(lengths, encode_gives_token=encode_gives_token), pools, handovers)
 
 
 def pool_of(name, rule, clock, stages):

@@ -67,11 +67,9 @@ def bytes_held(problem, found, result):
             kv = np.zeros(len(stages))
             kv[-1] = tokens * model.hidden_size * DTYPE_BYTES[problem.dtype]
         else:
-            kv = memory.kv_bytes(model, stages, problem.dtype, tokens)
-        steps = memory.step_bytes(
-            model, stages, problem.dtype, rows=pool.tokens + pool.decoded,
-            heads=pool.encoded + pool.decoded, longest_input=problem.lengths.inputs.max,
-            is_cpu=False)
+            kv = memory.kv_bytes(problem, stages, tokens)
+        steps = memory.step_bytes(problem, stages, rows=pool.tokens + pool.decoded,
+                                  heads=pool.encoded + pool.decoded)
         held += list(weights + kv + steps.max(axis=0, initial=0.0))
     return np.array(held)
 

@@ -11,7 +11,7 @@ from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xsimulator.occupancy import QueryFlow
-from xsimulator.replay.engine import run
+from xsimulator.replay.flow import run
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
 

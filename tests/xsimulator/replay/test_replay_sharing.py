@@ -15,9 +15,8 @@ from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.config import WaaConfig
-from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.job import planned_queries, replay_job, slow_downs
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.sharing import slow_downs
 
 SHARING = 2.0
 

@@ -12,6 +12,7 @@ so both kinds of bound come to the latency of the output length at the bound's q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +24,10 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
 from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
-from xsimulator.policies.continuous.load import Load
-from xsimulator.policies.continuous.load_times import LoadTimes, Steps
-from xsimulator.policies.continuous.memory import ContinuousMemory, Groups
+from xsimulator.policies.continuous.load import Load, LoadTimes
 from xsimulator.policies.continuous.query_sizes import QuerySizes
 from xsimulator.policies.figures import (
     Assembler,
@@ -43,21 +42,6 @@ from xsimulator.policies.grids import geometric
 from xsimulator.policies.measured_range import MeasuredRange
 
 LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone
-
-
-def orca(problem: Problem, timing: TimingSource) -> Continuous:
-    """ORCA's closed form: one encoding a step at most, KV reserved at admission."""
-    return Continuous(OrcaFilling, problem, timing)
-
-
-def vllm(problem: Problem, timing: TimingSource) -> Continuous:
-    """vLLM's closed form: it encodes whatever has room before it decodes on."""
-    return Continuous(VllmFilling, problem, timing)
-
-
-def sarathi(problem: Problem, timing: TimingSource) -> Continuous:
-    """Sarathi's closed form: it fills every step to its token budget with chunks of inputs."""
-    return Continuous(SarathiFilling, problem, timing)
 
 
 class _OfPlan(NamedTuple):
@@ -79,9 +63,8 @@ class Continuous:
         """`filling` makes of the queries that there are the way in which steps are filled."""
         self.problem, self.timing = problem, timing
         self.plans = Plans(problem, timing)
-        self.flow = QueryFlow(
-            problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-            reserved_output_tokens=problem.default_max_tokens)
+        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+                              reserved_output_tokens=problem.default_max_tokens)
         longest = self.flow.max_reserve_tokens
         self._queries = QuerySizes(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
@@ -91,7 +74,9 @@ class Continuous:
         self._memory = ContinuousMemory(problem, longest)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
-        self._times: dict[tuple[int, int], LoadTimes] = {}
+        self._times = cache(lambda key: LoadTimes(
+            self.plans.both(*key), problem.lengths.inputs,
+            partial(self.flow.charged_context, padded=timing.facts.is_padded), self._range))
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[ContinuousConfig]:
         """The grid has every plan with numbers of queries a tenth apart, as far as memory holds
@@ -100,7 +85,15 @@ class Continuous:
                                     token_budget=budget)
                    for tp_degree, tp_gpus in plans for count in geometric(max_queries)
                    for budget in self._filling.budgets]
-        return self._useful(configs)
+        useful = []  # those that fit, with no more queries than memory ever holds
+        for key, rows in _rows_of_plans(configs).items():
+            own, plan = [configs[row] for row in rows], self.plans.both(*key)
+            kv_tokens, fits = self._memory.kv_tokens(plan, self._groups(plan, own))
+            least = kv_tokens / (self.problem.lengths.inputs.support[0] + 1)
+            most = np.minimum(least, 1.5 * kv_tokens / self._queries.present.context + 8)
+            useful += [config for config, is_held, count in zip(own, fits, most, strict=True)
+                       if is_held and config.max_active <= count]
+        return useful
 
     def evaluate(self, configs: Sequence[ContinuousConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
@@ -115,7 +108,7 @@ class Continuous:
         never wait for each other. They are found much quicker where pipelines are long."""
         qps, latency_s = np.zeros(len(configs)), np.full(len(configs), np.inf)
         for held in self._held(configs):
-            load, number, steps = held.load, held.groups.number, self._steps(held.key, held.load)
+            load, number, steps = held.load, held.groups.number, self._times(held.key)(held.load)
             least = least_intervals(steps.plain_s, steps.encode_s, load.share, number,
                                     steps.kind_of)
             is_timed = steps.is_timed & held.fits
@@ -128,27 +121,13 @@ class Continuous:
         """The Estimate says of one configuration what is shown, and what is executed."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         figures = {name: float(values[0]) for name, values in self._figures([config]).items()}
-        groups = self._groups(plan, [config])
-        kv_tokens = figures["kv_tokens"]
+        groups, kv_tokens = self._groups(plan, [config]), figures["kv_tokens"]
+        budget = self._filling.budget_of(config.token_budget) or None
         return self._assembler.estimate(
-            ContinuousControls(
-                policy=self.name, max_active=config.max_active,
-                token_budget=self._filling.budget_of(config.token_budget) or None),
+            ContinuousControls(policy=self.name, max_active=config.max_active, token_budget=budget),
             one_pool(config, plan.stages, int(groups.number[0]), kv_tokens),
             figures | {"decode_iterations": 1}, notes=extrapolation(figures["stretch"]),
             held_bytes=self._memory.by_stage(plan, groups, np.array([kv_tokens]))[0])
-
-    def _useful(self, configs: list[ContinuousConfig]) -> list[ContinuousConfig]:
-        """Configurations are useful that fit, with no more queries than memory ever holds."""
-        useful = []
-        for key, rows in _rows_of_plans(configs).items():
-            own, plan = [configs[row] for row in rows], self.plans.both(*key)
-            kv_tokens, fits = self._memory.kv_tokens(plan, self._groups(plan, own))
-            least = kv_tokens / (self.problem.lengths.inputs.support[0] + 1)
-            most = np.minimum(least, 1.5 * kv_tokens / self._queries.present.context + 8)
-            useful += [config for config, is_held, count in zip(own, fits, most, strict=True)
-                       if is_held and config.max_active <= count]
-        return useful
 
     def _groups(self, plan: Plan, configs: Sequence[ContinuousConfig]) -> Groups:
         active = np.array([c.max_active for c in configs], float)
@@ -178,7 +157,7 @@ class Continuous:
             (held.rows, self._plan_figures(held)) for held in self._held(configs)))
 
     def _plan_figures(self, held: _OfPlan) -> dict[str, FloatArray]:
-        load, number, steps = held.load, held.groups.number, self._steps(held.key, held.load)
+        load, number, steps = held.load, held.groups.number, self._times(held.key)(held.load)
         between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
                             alternates=self._filling.alternates)
         qps = number * load.per_step / between.any_s
@@ -200,15 +179,12 @@ class Continuous:
         return load.encode_steps * between.encode_s + self._filling.decode_latency(
             self.flow.iterations_of(longest), load, between)
 
-    def _steps(self, key: tuple[int, int], load: Load) -> Steps:
-        if key not in self._times:
-            self._times[key] = LoadTimes(self.plans.both(*key), self.problem.lengths.inputs,
-                                         self._context, self._range)
-        return self._times[key](load)
-
-    def _context(self, queries: FloatArray) -> FloatArray:
-        return self.flow.charged_context(queries, padded=self.timing.facts.is_padded)
-
 
 def _rows_of_plans(configs: Sequence[ContinuousConfig]) -> dict[tuple[int, int], IntArray]:
     return by_plan([(c.tp_degree, c.tp_gpus) for c in configs])
+
+
+# The closed forms of the policies (problem, timing); each filling says how its engine works.
+orca = partial(Continuous, OrcaFilling)
+vllm = partial(Continuous, VllmFilling)
+sarathi = partial(Continuous, SarathiFilling)

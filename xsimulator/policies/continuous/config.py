@@ -1,8 +1,18 @@
-"""One configuration of a continuously batching engine."""
+"""One configuration of a continuously batching engine, and the memory that many need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
+from xsimulator import memory
+from xsimulator.plans import Plan
+from xsimulator.policies.figures import BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,3 +24,41 @@ class ContinuousConfig:
     tp_degree: int = 1
     tp_gpus: int = 0
     token_budget: int = 0
+
+
+class Groups(NamedTuple):
+    """Configurations [configs] of one plan divide their queries into groups."""
+
+    number: IntArray  # one per stage, but never one without a query
+    slots: FloatArray  # queries of each; fractional where they do not share evenly
+    step_tokens: FloatArray  # most of one step
+
+
+class ContinuousMemory:
+    """What configurations of one problem need: their KV budget is all memory that weights and
+    activations leave, as those engines take it, but no more than `max_active` queries can need."""
+
+    def __init__(self, problem: Problem, longest_query_tokens: int) -> None:
+        self._problem, self._longest = problem, longest_query_tokens
+        self._capacity_bytes = memory.capacity_bytes(problem.cluster.device)
+
+    def kv_tokens(self, plan: Plan, groups: Groups) -> tuple[FloatArray, BoolArray]:
+        """The KV budget [configs] is that of all groups together; the flag says whether it holds
+        the longest query in each."""
+        one = memory.kv_bytes(self._problem, plan.stages, 1.0)
+        left = self._capacity_bytes - plan.weight_bytes - self._activation_bytes(plan, groups)
+        room = np.floor((left / one).min(axis=1) / groups.number / BLOCK_TOKENS)
+        blocks = np.ceil(self._longest / BLOCK_TOKENS)
+        most = np.ceil(groups.slots) * (blocks + 1) / (1 - WATERMARK)
+        group_blocks = np.clip(np.ceil(most), blocks, np.maximum(room, blocks))
+        return group_blocks * BLOCK_TOKENS * groups.number, room >= blocks
+
+    def by_stage(self, plan: Plan, groups: Groups, kv_tokens: FloatArray) -> FloatArray:
+        """Each rank of a stage holds so many bytes [configs, stages]."""
+        return (plan.weight_bytes + self._activation_bytes(plan, groups)
+                + memory.kv_bytes(self._problem, plan.stages, kv_tokens))
+
+    def _activation_bytes(self, plan: Plan, groups: Groups) -> FloatArray:
+        """The largest step has its tokens in a layer, and its logits [configs, stages]."""
+        return memory.step_bytes(self._problem, plan.stages, rows=groups.step_tokens,
+                                 heads=np.ceil(groups.slots) + 1)

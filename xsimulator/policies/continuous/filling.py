@@ -7,9 +7,6 @@ many run is walked out (continuous.paged_walk).
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Protocol
-
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
@@ -26,44 +23,32 @@ LEAST_DECODING = 1e-3  # share of the queries that decode at all, in vLLM's clos
 MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides who is present
 
 
-class Filling(Protocol):
-    """A filling says how one engine fills the steps of a group."""
-
-    name: str
-    alternates: bool  # a step that encodes is followed by one that decodes, in each group
-    budgets: tuple[int, ...]  # token budgets worth a look; 0: it has none
-
-    def budget_of(self, token_budget: int) -> int:
-        """The token budget that the engine has where this one is asked for (0: its default)."""
-        ...
-
-    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
-        """The load is what a group holds with so many slots, KV tokens and tokens a step, all
-        [configs]."""
-        ...
-
-    def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
-        """The most tokens [configs] that one step works decide on the room for activations."""
-        ...
-
-    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
-        """The seconds [configs] count that a query's `d` decode iterations take."""
-        ...
+def _every_step(d: int, load: Load, between: Intervals) -> FloatArray:
+    """[configs] seconds of a query's `d` decode iterations. Every step of a group gives a token to
+    all its queries: steps in which more of them decode are seen by more."""
+    beside, alone = load.share * load.beside, (1 - load.share) * load.alone
+    seen = beside * between.encode_s + alone * between.plain_s
+    return (d + load.waits) * np.where(
+        beside + alone > 0, seen / np.maximum(beside + alone, 1e-12), between.any_s)
 
 
 class OrcaFilling:
     """ORCA encodes one query a step at most, and reserves its KV at admission."""
 
-    name, alternates = "orca", False
-    budgets: tuple[int, ...] = (0,)
+    name = "orca"
+    alternates = False  # whether a step that encodes is followed by one that decodes, in each group
+    budgets: tuple[int, ...] = (0,)  # token budgets worth a look; 0: it has none
+    decode_latency = staticmethod(_every_step)
 
     def __init__(self, queries: QuerySizes) -> None:
         self._queries = queries
 
     def budget_of(self, token_budget: int) -> int:
+        """The token budget that the engine has where this one is asked for (0: its default)."""
         return 0
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+        """What a group holds with so many slots, KV tokens and tokens a step, all [configs]."""
         present = self._queries.present
         iterations = present.iterations
         places = loads.most_that_fit(slots, kv_tokens, present.reserve, present.reserve_std)
@@ -72,17 +57,15 @@ class OrcaFilling:
         alone = np.where(share < 1, np.maximum(places, decoding), decoding)
         beside = loads.beside(decoding, alone, share)
         ones = np.ones((len(slots), SIZES))
+        none = np.zeros(len(slots))
         return Load(
             per_step=share, share=share, tokens=self._queries.input_sizes * ones, encoded=ones,
             beside=beside, alone=alone, ended=share, decoding=decoding, present=decoding + share,
-            encode_steps=np.ones(len(slots)), between=np.zeros(len(slots)),
-            waits=np.zeros(len(slots)))
+            encode_steps=np.ones(len(slots)), between=none, waits=none)
 
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
+        """The most tokens [configs] that one step works decide on the room for activations."""
         return self._queries.lengths.inputs.max + slots
-
-    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
-        return _every_step(d, load, between)
 
 
 class VllmFilling:
@@ -124,14 +107,12 @@ class VllmFilling:
         encodes = chance * scale  # per decode step
         share = encodes / (1 + encodes)
         return Load(
-            per_step=rate * (1 - share), share=share, tokens=tokens,
-            encoded=counts, beside=np.zeros(len(slots)), alone=present, waits=waits,
-            ended=rate, decoding=present, present=present,
-            encode_steps=np.ones(len(slots)), between=encodes)
+            per_step=rate * (1 - share), share=share, tokens=tokens, encoded=counts, ended=rate,
+            beside=np.zeros(len(slots)), alone=present, decoding=present, present=present,
+            encode_steps=np.ones(len(slots)), between=encodes, waits=waits)
 
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
-        rows: FloatArray = np.maximum(np.maximum(budget, slots), self._queries.longest)
-        return rows
+        return np.asarray(np.maximum(np.maximum(budget, slots), self._queries.longest))
 
     def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
         others = np.maximum(1 - 1 / load.present, 0.0)  # none of them is its own encoding
@@ -144,6 +125,7 @@ class SarathiFilling:
     budget with chunks of waiting inputs."""
 
     name, alternates = "sarathi", False
+    decode_latency = staticmethod(_every_step)
     budgets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
     def __init__(self, queries: QuerySizes) -> None:
@@ -180,26 +162,18 @@ class SarathiFilling:
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
         return budget
 
-    def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
-        return _every_step(d, load, between)
-
 
 class _Paged:
     """Engines share this whose KV lies in blocks, none of it reserved for the output."""
 
     def __init__(self, queries: QuerySizes, *, is_chunked: bool) -> None:
-        self._queries, self._is_chunked = queries, is_chunked
-
-    @cached_property
-    def walks(self) -> WalkTable:
-        """The table gives walks by (slots, KV tokens, budget)."""
-        return WalkTable(WalkedQueries(
-            iterations=self.iterations, held=self._tokens_held, is_chunked=self._is_chunked,
-            input_sizes=self._queries.input_sizes, last_sizes=self._queries.last_sizes), SIZES)
-
-    @property
-    def iterations(self) -> float:
-        return max(self._queries.present.iterations, 1e-9)
+        self._queries = queries
+        self.iterations = max(queries.present.iterations, 1e-9)
+        # tokens in blocks of a query present, before a step adds one
+        self._tokens_held = float(loads.blocks_tokens(queries.present.context - 1))
+        self.walks = WalkTable(WalkedQueries(
+            iterations=self.iterations, held=self._tokens_held, is_chunked=is_chunked,
+            input_sizes=queries.input_sizes, last_sizes=queries.last_sizes), SIZES)
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         """Slots and blocks would hold so many queries [configs] if blocks did not scatter."""
@@ -213,16 +187,5 @@ class _Paged:
         """So many queries [configs] end per step; encoding one again yields a token too."""
         return walk.running / np.maximum(self.iterations - walk.evictions, self.iterations / 2)
 
-    @cached_property
-    def _tokens_held(self) -> float:
-        """A query present holds so many tokens in blocks, before a step adds one."""
-        return float(loads.blocks_tokens(self._queries.present.context - 1))
 
-
-def _every_step(d: int, load: Load, between: Intervals) -> FloatArray:
-    """Every step of a group gives a token to all its queries: steps in which more of them decode
-    are seen by more."""
-    beside, alone = load.share * load.beside, (1 - load.share) * load.alone
-    seen = beside * between.encode_s + alone * between.plain_s
-    return (d + load.waits) * np.where(
-        beside + alone > 0, seen / np.maximum(beside + alone, 1e-12), between.any_s)
+Filling = OrcaFilling | VllmFilling | SarathiFilling  # how an engine fills the steps of a group

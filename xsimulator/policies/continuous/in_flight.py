@@ -122,7 +122,14 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
         starts[turn] = then[1]
         then[1:] += steps
         done, then = then, done
-    means = _means(starts.reshape(-1, stages, configs), is_encode, is_real, rounds, groups)
+    # the means are taken over the rounds after the warm-up [rounds, stages, configs]
+    between = np.diff(starts.reshape(-1, stages, configs), axis=0)[-rounds:] * is_real
+    encodes = is_encode[-rounds - 1:-1]
+    of_encodes, number = (between * encodes).sum(axis=(0, 1)), encodes.sum(axis=(0, 1))
+    total, count = between.sum(axis=(0, 1)), rounds * groups
+    mean = total / count
+    encode = np.where(number > 0, of_encodes / np.maximum(number, 1), mean)
+    plain = (total - of_encodes) / np.maximum(count - number, 1)
     # a short sequence has not quite the mean step that it stands for
     drawn = index[-(rounds + 1) * stages:-stages] + np.arange(configs) * (empty + 1)
     counts = np.bincount(drawn.ravel(), minlength=configs * (empty + 1))
@@ -130,21 +137,7 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
     mean_s = np.einsum("cs,skc->ck", weights, table[:empty])
     exact_s = share[:, None] * encode_s.mean(axis=1) + (1 - share)[:, None] * plain_s
     ratio = _least(exact_s, groups, kinds) / _least(mean_s, groups, kinds)
-    return means._replace(any_s=means.any_s * ratio)
-
-
-def _means(starts: FloatArray, is_encode: NDArray[np.bool_], is_real: FloatArray, rounds: int,
-           groups: IntArray) -> Intervals:
-    """The means are taken over `rounds` rounds after the warm-up; starts, is_encode:
-    [rounds, stages, configs]."""
-    between = np.diff(starts, axis=0)[-rounds:] * is_real
-    encodes = is_encode[-rounds - 1:-1]
-    of_encodes, number = (between * encodes).sum(axis=(0, 1)), encodes.sum(axis=(0, 1))
-    total, count = between.sum(axis=(0, 1)), rounds * groups
-    mean = total / count
-    encode = np.where(number > 0, of_encodes / np.maximum(number, 1), mean)
-    plain = (total - of_encodes) / np.maximum(count - number, 1)
-    return Intervals(mean, encode, np.where(number < count, plain, mean))
+    return Intervals(mean * ratio, encode, np.where(number < count, plain, mean))
 
 
 def _sequence(share: FloatArray, groups: IntArray, stages: int, rounds: int, sizes: int,

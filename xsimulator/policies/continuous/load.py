@@ -1,4 +1,5 @@
-"""How many queries a group of a continuously batching engine holds, and what its steps encode.
+"""Loads of a continuously batching engine: how many queries a group holds, what its steps encode,
+and how long they take.
 
 The queue never runs empty. Symbols: D = decode iterations of a query, L = its input tokens, n =
 queries present in a group, a = queries encoded per decode step. Little's law: every query is
@@ -8,15 +9,20 @@ binomial, each of the n being at its last iteration with chance 1 / E[D].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
 from scipy import special
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray, Lengths
+from xprofiler.interpolation import REFUSED_BEYOND
 from xrunner.rules.paged import BLOCK_TOKENS
+from xsimulator.plans import Plan
 from xsimulator.policies.continuous.paged_walk import Walk
 from xsimulator.policies.continuous.query_sizes import SIZES, normal_scores
+from xsimulator.policies.figures import BoolArray
+from xsimulator.policies.measured_range import MeasuredRange, Presented
 
 _WINDOW = 32  # counts looked at on each side of the mean
 
@@ -96,8 +102,7 @@ def blocks_tokens(tokens: FloatArray | float) -> FloatArray:
 def beside(decoding: FloatArray, alone: FloatArray, share: FloatArray) -> FloatArray:
     """Queries decoding in the steps that encode, where `alone` do in the others and `decoding` in
     the mean."""
-    rest: FloatArray = np.maximum(decoding - (1 - share) * alone, 0.0) / np.maximum(share, 1e-12)
-    return rest
+    return np.asarray(np.maximum(decoding - (1 - share) * alone, 0.0) / np.maximum(share, 1e-12))
 
 
 def in_pieces(tokens: FloatArray, counts: FloatArray, pieces: FloatArray,
@@ -126,3 +131,51 @@ def scaled(walk: Walk, rate: FloatArray,
     more_often = np.clip(ratio, walk.share, 1 / np.maximum(walk.share, 1e-12))
     share = np.minimum(walk.share * more_often, 1.0)
     return share, walk.tokens * (ratio / more_often)[:, None], walk.joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Steps:
+    """Steps of one plan take so long; 1 s stands where they are not timed."""
+
+    encode_s: FloatArray  # [configs, SIZES, kinds]
+    plain_s: FloatArray  # [configs, kinds]
+    is_timed: BoolArray
+    stretch: FloatArray  # largest size presented over the largest measured; refused beyond 4
+    kind_of: list[int]  # each stage's kind
+
+
+class LoadTimes:
+    """It says how long the steps of loads take on one plan."""
+
+    def __init__(self, plan: Plan, inputs: Lengths, context: Callable[[FloatArray], FloatArray],
+                 measured: MeasuredRange) -> None:
+        """`context` gives the tokens that each of so many decoding queries is charged."""
+        self._times, self._tables, self._inputs = plan.times, plan.steps, inputs
+        self._context, self._measured = context, measured
+
+    def __call__(self, load: Load) -> Steps:
+        beside, alone = (self._context(n) for n in (load.beside, load.alone))
+        # attention of what one step encodes, in one layer
+        single = self._times.encode_attention_s(load.tokens, 1.0)
+        several = self._times.mean_attention_s(load.encoded)
+        is_single, each = load.encoded < 1.5, load.tokens / self._inputs.mean
+        attention_s = {degree: np.where(is_single, own, each * several[degree])
+                       for degree, own in single.items()}
+        encode_s = np.stack(self._tables.mixed_s(
+            load.tokens, load.encoded, attention_s, load.beside[:, None], beside[:, None]), axis=-1)
+        plain_s = np.stack(self._tables.decode_s(load.alone, alone), axis=-1)
+        stretch = self._measured.stretch(self._times.degrees, self._presented(
+            load, np.maximum(beside, alone)))
+        is_timed = (np.isfinite(encode_s).all(axis=(1, 2)) & np.isfinite(plain_s).all(axis=1)
+                    & (stretch <= REFUSED_BEYOND))
+        encode_s[~is_timed], plain_s[~is_timed] = 1.0, 1.0
+        return Steps(encode_s=encode_s, plain_s=plain_s, is_timed=is_timed, stretch=stretch,
+                     kind_of=self._tables.kind_of)
+
+    def _presented(self, load: Load, context: FloatArray) -> Presented:
+        beside = np.zeros_like(load.beside) if self._times.is_encoder_decoder else load.beside
+        return Presented(
+            encode_tokens=load.tokens.max(axis=1) + beside,
+            encode_queries=np.maximum(load.alone, beside + load.encoded.max(axis=1)),
+            decode_queries=np.maximum(load.beside, load.alone), context=context,
+            input_tokens=self._inputs.max)

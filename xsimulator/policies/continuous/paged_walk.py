@@ -114,21 +114,21 @@ class _Walker:
     def __init__(self, queries: WalkedQueries, slots: FloatArray, room: FloatArray,
                  budget: FloatArray) -> None:
         """The arguments are those of `walk`."""
-        input_sizes, last_sizes, held = queries.input_sizes, queries.last_sizes, queries.held
-        is_chunked, iterations = queries.is_chunked, queries.iterations
+        self.is_chunked, self.iterations, self.held = (
+            queries.is_chunked, queries.iterations, queries.held)
         rng = np.random.default_rng(_SEED)
-        inputs = np.concatenate([rng.permutation(input_sizes) for _ in range(_REPEATS)])
-        lasts = np.concatenate([rng.permutation(last_sizes) for _ in range(_REPEATS)])
+        inputs, lasts = (np.concatenate([rng.permutation(sizes) for _ in range(_REPEATS)])
+                         for sizes in (queries.input_sizes, queries.last_sizes))
         gaps = -np.log1p(-(rng.permutation(lasts.size) + 0.5) / lasts.size)
         self.inputs, self.blocks = _Stream(inputs), _Stream(inputs + _HALF_BLOCK)
         self.lasts, self.gaps = _Stream(lasts + _HALF_BLOCK), _Stream(gaps)
         self.slots, self.room, self.budget = np.maximum(np.rint(slots), 1.0), room, budget
-        self.is_chunked, self.iterations, self.held = is_chunked, iterations, held
-        running = np.minimum(self.slots, 0.95 * room / held)
-        if is_chunked:  # no more than the budget keeps supplied
-            running = np.minimum(running, budget * iterations / (iterations + input_sizes.mean()))
+        running = np.minimum(self.slots, 0.95 * room / self.held)
+        if self.is_chunked:  # no more than the budget keeps supplied
+            running = np.minimum(running, budget * self.iterations / (
+                self.iterations + queries.input_sizes.mean()))
         self.running = np.maximum(np.floor(running), 1.0)
-        self.free = room - self.running * held
+        self.free = room - self.running * self.held
         self.watermark = np.floor(WATERMARK * room / BLOCK_TOKENS) * BLOCK_TOKENS
         configs = len(slots)
         self.latest, self.waiting = _Stack(configs), _Stack(configs)

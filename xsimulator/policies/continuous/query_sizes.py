@@ -10,6 +10,7 @@ import numpy as np
 from scipy import special
 
 from xgpt.core.lengths import FloatArray, JointLengths, Lengths
+from xsimulator.occupancy import inputs_given_output
 
 SIZES = 24  # equally likely sizes that stand for a distribution of steps
 _COLUMNS = 12  # batches of more queries take their tokens from a normal distribution
@@ -35,17 +36,15 @@ class QuerySizes:
         self.lengths = lengths
         self._fewer = 0 if is_encoder_decoder else 1
         self._reserved_outputs = reserved_outputs
-
-    @property
-    def longest(self) -> int:
-        """A query that is as long as can be has so many tokens."""
-        return self.lengths.inputs.max + self._reserved_outputs
+        self.longest = lengths.inputs.max + reserved_outputs  # tokens a query has at most
+        # of the queries, is not done with its first token
+        self.decoding_share = float(lengths.outputs.pmf[self._fewer:].sum())
 
     @cached_property
     def present(self) -> Present:
         outputs = self.lengths.outputs
         count = (outputs.support - self._fewer).astype(float)
-        first, second = (_given_output(self.lengths, power) for power in (1, 2))
+        first, second = (inputs_given_output(self.lengths, power) for power in (1, 2))
 
         def mean(values: FloatArray) -> float:
             return float(outputs.pmf @ values)
@@ -61,11 +60,6 @@ class QuerySizes:
             iterations=mean(count), reserve=inputs + self._reserved_outputs, context=context,
             reserve_std=float(np.sqrt(max(input_square - inputs**2, 0.0))),
             context_std=float(np.sqrt(max(square - context**2, 0.0))))
-
-    @cached_property
-    def decoding_share(self) -> float:
-        """This share of the queries is not done with its first token."""
-        return float(self.lengths.outputs.pmf[self._fewer:].sum())
 
     @cached_property
     def input_sizes(self) -> FloatArray:
@@ -101,8 +95,7 @@ class QuerySizes:
         many = counts * inputs.mean + np.sqrt(counts) * inputs.std * scores
         tokens = np.where(counts > _COLUMNS, np.maximum(many, counts), few)
         wanted = counts.mean(axis=-1) * inputs.mean
-        scaled: FloatArray = tokens * (wanted / tokens.mean(axis=-1))[..., None]
-        return scaled
+        return np.asarray(tokens * (wanted / tokens.mean(axis=-1))[..., None])
 
 
 def normal_scores() -> FloatArray:
@@ -115,18 +108,4 @@ def slices(lengths: Lengths) -> FloatArray:
     share = np.concatenate([[0.0], np.cumsum(lengths.pmf)])
     tokens = np.concatenate([[0.0], np.cumsum(lengths.pmf * lengths.support)])
     edges = np.interp(np.linspace(0.0, share[-1], SIZES + 1), share, tokens)
-    means: FloatArray = np.diff(edges) * SIZES / share[-1]
-    return means
-
-
-def _given_output(lengths: JointLengths, power: int) -> FloatArray:
-    """E[input ** power | output] is given by output [max output], and is the overall mean where an
-    output never occurs."""
-    overall = float(lengths.inputs.pmf @ lengths.inputs.support.astype(float) ** power)
-    if lengths.pairs is None:
-        return np.full(lengths.outputs.max, overall)
-    size = lengths.outputs.max + 1
-    outputs = lengths.pairs[:, 1]
-    counts = np.bincount(outputs, minlength=size)[1:]
-    sums = np.bincount(outputs, lengths.pairs[:, 0].astype(float) ** power, minlength=size)[1:]
-    return np.where(counts > 0, sums / np.maximum(counts, 1), overall)
+    return np.asarray(np.diff(edges) * SIZES / share[-1])

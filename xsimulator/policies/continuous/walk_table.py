@@ -6,6 +6,8 @@ between is interpolated: a search then costs few walks, and less of their noise.
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
@@ -73,17 +75,14 @@ class WalkTable:
         missing = np.array([key for key in unique.tolist() if key not in self._row_of], np.int64)
         for part in np.array_split(missing, -(-len(missing) // _TOGETHER) or 1):
             if part.size:
-                self._fill(part, base)
+                slots, room_of, budget_of = (part // base**2, part // base % base, part % base)
+                walked = walk(self._queries, self._slots[slots], 2.0 ** (room_of / _PER_OCTAVE),
+                              2.0 ** (budget_of / _PER_OCTAVE), self._sizes)
+                columns = [getattr(walked, name)[:, None] for name in _SCALARS]
+                vectors = [getattr(walked, name) for name in _VECTORS]
+                self._row_of.update(zip(part.tolist(), count(len(self._rows)), strict=False))
+                self._rows = np.concatenate([
+                    self._rows, np.concatenate([*columns, *vectors], axis=1)])
         rows = np.zeros(keys.shape, np.int64)
         rows[is_needed] = np.array([self._row_of[key] for key in unique.tolist()])[inverse]
         return rows
-
-    def _fill(self, keys: IntArray, base: int) -> None:
-        slots, room, budget = keys // base**2, keys // base % base, keys % base
-        walked = walk(self._queries, self._slots[slots], 2.0 ** (room / _PER_OCTAVE),
-                      2.0 ** (budget / _PER_OCTAVE), self._sizes)
-        columns = [getattr(walked, name)[:, None] for name in _SCALARS]
-        new = np.concatenate([*columns, *(getattr(walked, name) for name in _VECTORS)], axis=1)
-        first = len(self._rows)
-        self._row_of.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
-        self._rows = np.concatenate([self._rows, new])

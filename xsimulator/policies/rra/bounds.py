@@ -31,20 +31,19 @@ throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.pipeline import least_timeline, sorted_timeline
+from xsimulator.pipeline import StageWork, least_timeline, sorted_timeline
 from xsimulator.plans import Plan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.rra.least_paths import least_latency_s, least_period_s, stage_work
-from xsimulator.policies.rra.least_steps import LeastSteps
-from xsimulator.policies.rra.phase_batches import PhaseBatches
+from xsimulator.policies.rra.least_steps import LeastSteps, StageSteps
 from xsimulator.policies.rra.phase_blocks import SMALL_BATCH
+from xsimulator.policies.rra.phases import PhaseBatches
 
 LINE_TOLERANCE = 0.001  # of throughput and latency, on a line
 RANGE_TOLERANCE = 0.005  # and over several N_D: iterations are taken in other blocks
@@ -67,14 +66,12 @@ class RraBounds:
         """No configuration of a box [boxes] has more: it has a batch of `smallest` up to the
         corner's, and the corner's N_D (a line) or any up to `last`. The bound is infinite where the
         corner's own sizes are refused: that says nothing of the others."""
-        steps = self._steps
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             if last is None:
-                kinds = steps.on_line(plan, batches, self._with_batches(
-                    plan, corners, smallest, rows))
+                kinds = self._from_smallest(plan, batches, corners, smallest, rows)
             else:
-                kinds = steps.over_range(plan, batches, steps.range_of(
+                kinds = self._steps.over_range(plan, batches, self._steps.range_of(
                     corners, last, rows, is_least_latency=False))
             period_s = least_period_s(kinds, plan.least_steps.kind_of, batches)
             return _rate(batches, period_s) * (1 + _tolerance(plan, batches, last is not None))
@@ -85,10 +82,9 @@ class RraBounds:
         """On lines this is tighter than throughput_qps, and slower to find: by the timeline."""
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
-            kinds = self._steps.on_line(plan, batches, self._with_batches(
-                plan, corners, smallest, rows))
-            timeline = sorted_timeline(stage_work(kinds, plan.least_steps.kind_of),
-                                       batches.queries.blocks, batches.queries.widths)
+            kinds = self._from_smallest(plan, batches, corners, smallest, rows)
+            timeline = sorted_timeline(_work(kinds, plan), batches.queries.blocks,
+                                       batches.queries.widths)
             return _rate(batches, timeline.period_s) * (1 + _tolerance(plan, batches, False))
 
         return self._of_each_plan(corners, bound)
@@ -98,14 +94,13 @@ class RraBounds:
         """No configuration of a box [boxes] has less: it has a batch of the corner's up to
         `largest`, and the corner's N_D (a line) or any down to `first`. The bound is 0 where the
         corner's own sizes are refused."""
-        steps = self._steps
 
         def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             most = largest[rows] / batches.encode_groups
             if first is None:
-                kinds = steps.on_line(plan, batches, batches, largest=most)
+                kinds = self._steps.on_line(plan, batches, batches, largest=most)
             else:
-                kinds = steps.over_range(plan, batches, steps.range_of(
+                kinds = self._steps.over_range(plan, batches, self._steps.range_of(
                     corners, first, rows, is_least_latency=True), largest=most)
             least_s = least_latency_s(
                 kinds, plan.least_steps.kind_of, batches, is_line=first is None,
@@ -121,8 +116,7 @@ class RraBounds:
             kinds = self._steps.on_line(plan, batches, batches,
                                         largest=largest[rows] / batches.encode_groups)
             queries = batches.queries
-            timeline = least_timeline(stage_work(kinds, plan.least_steps.kind_of), queries.blocks,
-                                      queries.widths)
+            timeline = least_timeline(_work(kinds, plan), queries.blocks, queries.widths)
             finish = (timeline.encoded_s if self._rra.seen_iterations == 0 else
                       timeline.finish_s[np.arange(len(rows)), queries.seen])
             return (finish + queries.phases_before * timeline.period_s) / (
@@ -137,10 +131,11 @@ class RraBounds:
                 limits[rows] = bound(plan, self._rra.batches_of(plan, corners, rows), rows)
         return limits
 
-    def _with_batches(self, plan: Plan, corners: RraConfigs, encode_batch: IntArray,
-                      rows: IntArray) -> PhaseBatches:
-        """These are the same lines at the other end of the box, in the same order of rows."""
-        return self._rra.batches_of(plan, replace(corners, encode_batch=encode_batch), rows)
+    def _from_smallest(self, plan: Plan, batches: PhaseBatches, corners: RraConfigs,
+                       smallest: IntArray, rows: IntArray) -> list[StageSteps]:
+        """The least steps of lines whose other end of the box is at the `smallest` batches."""
+        other = self._rra.batches_of(plan, replace(corners, encode_batch=smallest), rows)
+        return self._steps.on_line(plan, batches, other)
 
 
 def _tolerance(plan: Plan, batches: PhaseBatches, is_range: bool) -> FloatArray:
@@ -160,3 +155,75 @@ def _rate(batches: PhaseBatches, period_s: FloatArray) -> FloatArray:
 def _known(seconds: FloatArray) -> FloatArray:
     """Seconds are 0 where nothing is known."""
     return np.where(np.isfinite(seconds), seconds, 0.0)
+
+
+def _work(kinds: Sequence[StageSteps], plan: Plan) -> list[StageWork]:
+    """The steps are given by stage, as xsimulator.pipeline takes them."""
+    work = [StageWork(encode_s=k.encode_one, encode_rest_s=k.encode_all - k.encode_one,
+                      decode_s=k.decode_one, decode_rest_s=k.decode_all - k.decode_one)
+            for k in kinds]
+    return [work[kind] for kind in plan.least_steps.kind_of]
+
+
+def least_period_s(kinds: Sequence[StageSteps], kind_of: Sequence[int],
+                   batches: PhaseBatches) -> FloatArray:
+    """A period is no shorter than the busiest stage's work; a group's own steps one after the
+    other; or all groups' encode steps on one stage and the last one's way on, then the first
+    group's iterations."""
+    widths, counts = batches.queries.widths, np.bincount(kind_of)
+    decode: FloatArray = np.zeros(len(batches.encode_batch))
+    period: FloatArray = np.zeros(len(batches.encode_batch))
+    for kind, count in zip(kinds, counts, strict=True):
+        decode += count * (widths * kind.decode_one).sum(axis=0)
+        np.maximum(period, kind.encode_all + (widths * kind.decode_all).sum(axis=0), out=period)
+    np.maximum(period, decode + _encode_through(kinds, counts), out=period)
+    first = np.sum([k.decode_one[0] * c for k, c in zip(kinds, counts, strict=True)], axis=0)
+    behind = _encode_all(kinds, counts) + kinds[kind_of[-1]].decode_one[0]
+    return np.asarray(np.maximum(period, behind + decode - first))
+
+
+def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches: PhaseBatches, *,
+                    seen_iterations: int, is_line: bool) -> FloatArray:
+    """A latency is no shorter than own steps one after the other, the first group's behind all
+    groups' encode steps; nor than the way through the stages up to one, all groups' steps there,
+    and on through the others; in the mean of first and last group."""
+    blocks, rows, counts = batches.queries, np.arange(len(batches.encode_batch)), np.bincount(
+        kind_of)
+    through = _encode_through(kinds, counts)
+    if seen_iterations == 0:
+        return np.asarray(through)
+    last_one = [k.decode_one[blocks.seen, rows] for k in kinds]
+    until = [np.cumsum(blocks.widths * k.decode_one, axis=0)[blocks.seen, rows] for k in kinds]
+    own = np.sum([u * c for u, c in zip(until, counts, strict=True)], axis=0)
+    first = np.sum([k.decode_one[0] * c for k, c in zip(kinds, counts, strict=True)], axis=0)
+    behind = _encode_all(kinds, counts) + kinds[kind_of[-1]].decode_one[0] - first
+    longest = own + 0.5 * (through + np.maximum(through, behind))
+    before: FloatArray = np.zeros(len(rows))
+    after = np.sum([one * c for one, c in zip(last_one, counts, strict=True)], axis=0)
+    for place, kind in enumerate(kind_of):
+        after = after - last_one[kind]
+        # a kind's first and last stage are enough
+        if kind not in kind_of[:place] or kind not in kind_of[place + 1:]:
+            k = kinds[kind]
+            all_s = np.cumsum(blocks.widths * k.decode_all, axis=0)[blocks.seen, rows]
+            last_all = k.decode_all[blocks.seen, rows]
+            if is_line:
+                path = (before + 0.5 * (k.encode_all + k.encode_one) + all_s
+                        - 0.5 * (last_all - last_one[kind]) + after)
+            else:
+                path = k.encode_one + all_s - last_all
+            longest = np.maximum(longest, path)
+        before = before + kinds[kind].encode_one
+    return np.asarray(longest + blocks.phases_before * least_period_s(kinds, kind_of, batches))
+
+
+def _encode_through(kinds: Sequence[StageSteps], counts: IntArray) -> FloatArray:
+    """One group's encode step goes through every stage."""
+    return np.asarray(np.sum([k.encode_one * c for k, c in zip(kinds, counts, strict=True)],
+                             axis=0))
+
+
+def _encode_all(kinds: Sequence[StageSteps], counts: IntArray) -> FloatArray:
+    """All groups' encode steps pass one stage, and one group's the others."""
+    most = np.max([k.encode_all - k.encode_one for k in kinds], axis=0)
+    return np.asarray(_encode_through(kinds, counts) + most)

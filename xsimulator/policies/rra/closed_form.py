@@ -28,20 +28,14 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
+from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans, PlanSource
 from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
-from xsimulator.policies.rra.memory import RraMemory
-from xsimulator.policies.rra.phase_batches import (
-    DecodeLoads,
-    EncodeTokens,
-    PhaseBatches,
-    decode_loads,
-)
 from xsimulator.policies.rra.phase_blocks import EXACT_ITERATIONS, SMALL_BATCH, BlockTable
-from xsimulator.policies.rra.phase_times import phase_times
+from xsimulator.policies.rra.phases import DecodeLoads, EncodeTokens, PhaseBatches, phase_times
 
 MAX_TIMELINE_ELEMENTS = 48_000  # configurations x blocks x stages at once: what a cache holds
 MIN_CHUNK = 256
@@ -68,23 +62,18 @@ class Rra:
         by default they are divided as is best for this problem."""
         self.problem, self.timing = problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
-        self.flow = QueryFlow(
-            problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-            reserved_output_tokens=problem.default_max_tokens)
+        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+                              reserved_output_tokens=problem.default_max_tokens)
         self.seen_iterations = self.flow.iterations_of(
             problem.lengths.outputs.quantile(problem.constraint.quantile))
         self.blocks = BlockTable(
             self.flow, padded=timing.facts.is_padded, seen_iterations=self.seen_iterations,
             exact_iterations=exact_iterations)
         self.encode_tokens = EncodeTokens(problem.lengths.inputs, self.adjustment)
-        self._memory = RraMemory(problem, self.flow.max_reserve_tokens)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
+        self.capacity_bytes = self._assembler.capacity_bytes
         self.plans: PlanSource = plans or Plans(problem, timing)
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._assembler.capacity_bytes
 
     def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
@@ -102,7 +91,7 @@ class Rra:
         like = np.full(len(configs), SMALL_BATCH)
         for plan, rows in self.by_plan(configs, like):
             batches = self.batches_of(plan, configs, rows, like)
-            memory_bytes[rows] = self._held(plan, batches).max(axis=1)
+            memory_bytes[rows] = self._held(plan, batches, self._kv_tokens(batches)).max(axis=1)
             present[rows] = batches.encode_batch * batches.queries.mean_present
             stretch[rows] = self._stretch(plan, batches)
         return Room(memory_bytes, present, stretch)
@@ -110,7 +99,8 @@ class Rra:
     def estimate(self, config: RraConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
         plan, batches = self._single(config)
-        figures = {name: float(values[0]) for name, values in self._figures(plan, batches).items()}
+        arrays = self._figures(plan, batches)
+        figures = {name: float(values[0]) for name, values in arrays.items()}
         period, encode = figures["period_s"], figures["encode_s"]
         figures["decode_iteration_s"] = (
             max(period - encode, 0.0) / config.decode_iterations if np.isfinite(period) else np.inf)
@@ -125,14 +115,14 @@ class Rra:
             RraControls(encode_batch=config.encode_batch, decode_micro_batches=groups,
                         decode_iterations=config.decode_iterations, even=even),
             one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
-            held_bytes=self._held(plan, batches)[0],
+            held_bytes=self._held(plan, batches, arrays["kv_tokens"])[0],
             notes=[f"extrapolated: {words}" for words in self.beyond(config)])
 
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """The words name the sizes of this configuration beyond `times` what was measured."""
         plan, batches = self._single(config)
         return self._range.beyond(plan.times.degrees, self._presented(
-            batches, decode_loads(batches)), times)
+            batches, batches.decode_loads()), times)
 
     def by_plan(self, configs: RraConfigs,
                 like: IntArray | None = None) -> list[tuple[Plan, IntArray]]:
@@ -172,10 +162,10 @@ class Rra:
         return plan, self.batches_of(plan, RraConfigs.of([config]), np.array([0]))
 
     def _figures(self, plan: Plan, batches: PhaseBatches) -> dict[str, FloatArray]:
-        loads = decode_loads(batches)
+        loads = batches.decode_loads()
         times = phase_times(plan, batches, loads, self.encode_tokens)
         is_timed, period_s = times.is_timed, times.timeline.period_s
-        kv_tokens = self._memory.kv_tokens(batches)
+        kv_tokens = self._kv_tokens(batches)
 
         def timed(seconds: FloatArray) -> FloatArray:
             return np.where(is_timed, seconds, np.inf)
@@ -186,10 +176,9 @@ class Rra:
             "latency_s": timed(times.latency_s(batches, self.seen_iterations)),
             "period_s": timed(period_s), "encode_s": timed(times.encode_s),
             "stretch": self._stretch(plan, batches, loads),
-            "decode_batch": batches.decode_batch,
+            "decode_batch": batches.encode_batch * batches.queries.mean_phases,
             "present": batches.encode_batch * batches.queries.mean_present, "kv_tokens": kv_tokens,
-            "memory_bytes": self._memory.by_stage(plan, batches, kv_tokens).max(axis=1),
-        }
+            "memory_bytes": self._held(plan, batches, kv_tokens).max(axis=1)}
 
     def _stretch(self, plan: Plan, batches: PhaseBatches,
                  loads: DecodeLoads | None = None) -> FloatArray:
@@ -197,17 +186,36 @@ class Rra:
         if self._range.is_endless(degrees):
             return np.zeros(len(batches.encode_batch))
         return self._range.stretch(degrees, self._presented(
-            batches, loads or decode_loads(batches)))
+            batches, loads or batches.decode_loads()))
 
     def _presented(self, batches: PhaseBatches, loads: DecodeLoads) -> Presented:
         lengths = self.problem.lengths
         longest = float(lengths.inputs.max)
         queries, _, tokens = self.encode_tokens.largest(batches)
         return Presented(
-            encode_tokens=tokens, encode_queries=queries,
-            decode_queries=loads.most.max(axis=0, initial=0.0), input_tokens=longest,
+            tokens, queries, loads.both[0].max(axis=0, initial=0.0), input_tokens=longest,
             context=longest * (not self.problem.model.is_encoder_decoder) + lengths.outputs.max)
 
-    def _held(self, plan: Plan, batches: PhaseBatches) -> FloatArray:
-        """Each rank of a stage holds so many bytes [configs, stages]."""
-        return self._memory.by_stage(plan, batches, self._memory.kv_tokens(batches))
+    def _kv_tokens(self, batches: PhaseBatches) -> FloatArray:
+        """[configs] tokens of KV reserved over all groups. Cohorts are independent, so mean and
+        variance of a group's sum are those of one query's stay times the batch. Never less than the
+        longest query in every group, never more than every query that can be there at its longest.
+        """
+        queries, batch, groups = batches.queries, batches.group_batch, batches.groups
+        longest, num_queries = self.flow.max_reserve_tokens, self.problem.num_queries
+        # one longest query more: the odd queries of an uneven split rotate, so at times a group
+        # encodes one more than its share, and few queries are not normally distributed
+        wanted = batch * queries.mean_reserved + memory.KV_QUANTILE_Z * np.sqrt(
+            batch * queries.variance_reserved) + longest
+        most = np.ceil(batch) * queries.max_present
+        if num_queries is not None:
+            most = np.minimum(most, np.ceil(num_queries / np.minimum(groups, num_queries)))
+        return np.ceil(np.clip(wanted, longest, np.maximum(most, 1) * longest)) * groups
+
+    def _held(self, plan: Plan, batches: PhaseBatches, kv_tokens: FloatArray) -> FloatArray:
+        """[configs, stages] bytes on each rank of a stage."""
+        return (plan.weight_bytes + memory.kv_bytes(self.problem, plan.stages, kv_tokens)
+                + memory.activation_bytes(
+                    self.problem, plan.stages,
+                    encode_batch=batches.encode_batch / batches.encode_groups,
+                    decode_batch=batches.group_batch * batches.queries.mean_phases))

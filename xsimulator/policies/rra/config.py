@@ -39,9 +39,8 @@ class RraConfigs:
         """The same configurations are given as arrays."""
         if isinstance(configs, RraConfigs):
             return configs
-        rows = np.array([(c.encode_batch, c.decode_iterations, c.tp_degree, c.tp_gpus,
-                          c.decode_micro_batches or 0) for c in configs], np.int64)
-        rows = rows.reshape(-1, 5)
-        return cls(
-            encode_batch=rows[:, 0], decode_iterations=rows[:, 1], tp_degree=rows[:, 2],
-            tp_gpus=rows[:, 3], decode_micro_batches=rows[:, 4])
+        names = ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus",
+                 "decode_micro_batches")
+        columns = np.array([[getattr(config, name) or 0 for config in configs] for name in names],
+                           np.int64)
+        return cls(**dict(zip(names, columns, strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +15,7 @@ from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.rra.phase_batches import (
-    PhaseBatches,
-    charged_context,
-    decode_loads,
-    moved_rows,
-)
+from xsimulator.policies.rra.phases import PhaseBatches
 
 
 class StageSteps(NamedTuple):
@@ -50,24 +46,52 @@ class LeastSteps:
     def __init__(self, rra: Rra) -> None:
         self._rra = rra
         layers = rra.plans.layers
-        self._attention = _OfDegrees(layers.decode_attention_s)
-        self._compaction = _OfDegrees(layers.compaction_s)
+        # envelopes of a layer's seconds (count, length), by degree
+        self._attention, self._compaction = (
+            cache(partial(_envelope, seconds))
+            for seconds in (layers.decode_attention_s, layers.compaction_s))
         self._least: dict[tuple[int, int, int], FloatArray] = {}  # variances, see range_of
 
     def on_line(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches, *,
                 largest: FloatArray | None = None) -> list[StageSteps]:
         """The steps are given by kind of stage, at one N_D; `small` are the smallest batches of
-        the boxes."""
-        decode = self._line_decode(plan, batches, small, largest is not None)
-        return [StageSteps(*e, *d) for e, d in zip(
-            self._encode(plan, batches, largest), decode, strict=True)]
+        the boxes, whose contexts count. All else is as in the closed form."""
+        tables, loads, is_least_latency = (
+            plan.least_steps, batches.decode_loads(), largest is not None)
+        context = batches.charged_context(loads if small is batches else small.decode_loads())
+        attention = {
+            degree: own * self._attention(degree).factor(loads.both, context,
+                                                         of_more=is_least_latency)
+            for degree, own in plan.times.decode_attention_s(loads.both, context).items()}
+        seconds = tables.decode_rows_s(loads.both, attention)
+        rows, share = batches.moved_rows(loads)
+        for work, moved, degree in zip(seconds, tables.compaction_s(rows, context[1]),
+                                       tables.degrees, strict=True):
+            if np.ndim(moved):  # it has been measured
+                work += share * moved * self._compaction(degree).factor(
+                    rows, context[1], of_more=is_least_latency)
+        return self._with_encoding(plan, batches, largest, _one_and_all(seconds, loads.steps))
 
     def over_range(self, plan: Plan, batches: PhaseBatches, over: RangeOf, *,
                    largest: FloatArray | None = None) -> list[StageSteps]:
-        """The steps are given by kind of stage, for any N_D of a range."""
-        decode = self._range_decode(plan, batches, over, largest)
-        return [StageSteps(*e, *d) for e, d in zip(
-            self._encode(plan, batches, largest), decode, strict=True)]
+        """The steps are given by kind of stage, for any N_D of a range. Attention is spread evenly
+        over the tokens of a phase (throughput) or over a query's iterations (latency: `largest`
+        given), at the least time for a token of context."""
+        rra, loads = self._rra, batches.decode_loads(over.variance)
+        queries = loads.both
+        most = queries.max(axis=(0, 1))
+        if largest is None:
+            each = queries * (over.read / max(rra.flow.mean_iterations, 1e-9))
+        else:
+            most = most * np.maximum(largest / batches.group_batch, 1.0)
+            per_step = batches.group_batch * over.read / max(rra.seen_iterations, 1)
+            usual = np.where(queries[1] > 0, queries[1], 1.0)  # blocks that a phase lacks
+            each = queries / usual * (per_step / loads.chance)
+        longest = np.full(most.shape, rra.flow.largest_context)
+        attention = {degree: each * self._attention(degree).least_rate(most, longest)
+                     for degree in plan.times.degrees}
+        decode = _one_and_all(plan.least_steps.decode_rows_s(queries, attention), loads.steps)
+        return self._with_encoding(plan, batches, largest, decode)
 
     def range_of(self, corners: RraConfigs, others: IntArray, rows: IntArray, *,
                  is_least_latency: bool) -> RangeOf:
@@ -82,14 +106,14 @@ class LeastSteps:
                 least = self._least[key] = self._variance_by_block(*key, is_least_latency)
             variance[: len(least), place] = least
         if not is_least_latency:
-            return RangeOf(variance, np.full(len(rows), rra.flow.course.mean_context_read))
+            return RangeOf(variance, np.full(len(rows), float(rra.flow.context.sum())))
         until = rra.flow.context_read_until(max(rra.seen_iterations, 1))
         return RangeOf(variance, np.array([until[low - 1:up].min() for low, up in zip(
             others[rows], own, strict=True)]))
 
-    def _encode(self, plan: Plan, batches: PhaseBatches,
-                largest: FloatArray | None) -> list[tuple[FloatArray, FloatArray]]:
-        """What an uneven split costs is left out here: that falls and rises again."""
+    def _with_encoding(self, plan: Plan, batches: PhaseBatches, largest: FloatArray | None,
+                       decode: list[tuple[FloatArray, FloatArray]]) -> list[StageSteps]:
+        """What an uneven split of an encode batch costs is left out: that falls and rises again."""
         inputs, groups = self._rra.encode_tokens, batches.encode_groups
         queries = batches.encode_batch / groups
         tokens = queries * inputs.mean
@@ -100,7 +124,8 @@ class LeastSteps:
         each = both / inputs.mean
         seconds = plan.least_steps.encode_s(both, np.broadcast_to(queries, both.shape), {
             degree: each * own for degree, own in attention.items()})
-        return [(slowest, np.maximum(groups * usual, slowest)) for slowest, usual in seconds]
+        return [StageSteps(slowest, np.maximum(groups * usual, slowest), *steps)
+                for (slowest, usual), steps in zip(seconds, decode, strict=True)]
 
     def _encode_attention(self, plan: Plan, queries: FloatArray,
                           is_least_latency: bool) -> dict[int, FloatArray]:
@@ -117,52 +142,10 @@ class LeastSteps:
                 attention[degree] = np.interp(queries, nodes, np.minimum.accumulate(own))
         return attention
 
-    def _line_decode(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches,
-                     is_least_latency: bool) -> list[tuple[FloatArray, FloatArray]]:
-        """Contexts are those of the smallest batch; all else is as in the closed form."""
-        tables, loads = plan.least_steps, decode_loads(batches)
-        queries = loads.both
-        context = charged_context(batches.queries,
-                                  loads if small is batches else decode_loads(small))
-
-        def least(envelope: PairEnvelope, count: FloatArray,
-                  length: FloatArray) -> FloatArray | float:
-            return (envelope.of_more if is_least_latency else envelope.of_fewer)(count, length)
-
-        attention = {
-            degree: own * least(self._attention[degree], queries, context)
-            for degree, own in plan.times.decode_attention_s(queries, context).items()}
-        seconds = tables.decode_rows_s(queries, attention)
-        rows, share = moved_rows(batches, loads)
-        for work, moved, degree in zip(seconds, tables.compaction_s(rows, context[1]),
-                                       tables.degrees, strict=True):
-            if np.ndim(moved):  # it has been measured
-                work += share * moved * least(self._compaction[degree], rows, context[1])
-        return _one_and_all(seconds, loads.steps)
-
-    def _range_decode(self, plan: Plan, batches: PhaseBatches, over: RangeOf,
-                      largest: FloatArray | None) -> list[tuple[FloatArray, FloatArray]]:
-        """Attention is spread evenly over the tokens of a phase (throughput) or over a query's
-        iterations (latency: `largest` given), at the least time for a token of context."""
-        rra, loads = self._rra, decode_loads(batches, over.variance)
-        queries = loads.both
-        most = queries.max(axis=(0, 1))
-        if largest is None:
-            each = queries * (over.read / max(rra.flow.mean_iterations, 1e-9))
-        else:
-            most = most * np.maximum(largest / batches.group_batch, 1.0)
-            per_step = batches.group_batch * over.read / max(rra.seen_iterations, 1)
-            usual = np.where(loads.queries > 0, loads.queries, 1.0)  # blocks that a phase lacks
-            each = queries / usual * (per_step / loads.chance)
-        longest = np.full(most.shape, rra.flow.largest_context)
-        attention = {degree: each * self._attention[degree].least_rate(most, longest)
-                     for degree in plan.times.degrees}
-        return _one_and_all(plan.least_steps.decode_rows_s(queries, attention), loads.steps)
-
     def _variance_by_block(self, column: int, own: int, other: int,
                            is_least_latency: bool) -> FloatArray:
         """The least variance [blocks] is QueryFlow.least_variance's."""
-        ends = self._rra.blocks.ends(column)
+        ends = self._rra.blocks.ends[column]
         least = self._rra.flow.least_variance(min(own, other), max(own, other), own)
         if is_least_latency:  # of that iteration and any before it
             return np.asarray(np.minimum.accumulate(least)[ends - 1])
@@ -170,17 +153,9 @@ class LeastSteps:
         return np.asarray(np.add.reduceat(least, first) / (ends - first))
 
 
-class _OfDegrees(dict[int, PairEnvelope]):
-    """Envelopes of a layer's seconds (count, length, degree), by degree; each is made when it is
-    first asked for."""
-
-    def __init__(self, seconds: Callable[[FloatArray, FloatArray, int], FloatArray]) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def __missing__(self, degree: int) -> PairEnvelope:
-        self[degree] = PairEnvelope(lambda count, length: self._seconds(count, length, degree))
-        return self[degree]
+def _envelope(seconds: Callable[[FloatArray, FloatArray, int], FloatArray],
+              degree: int) -> PairEnvelope:
+    return PairEnvelope(lambda count, length: seconds(count, length, degree))
 
 
 def _one_and_all(seconds: list[FloatArray],

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.absence import GROUP_OCTAVES
-from xsimulator.occupancy import Occupancy, QueryFlow
+from xsimulator.occupancy import GROUP_OCTAVES, Occupancy, QueryFlow
 
 EXACT_ITERATIONS = 10  # up to as many, each is a block
 # Of the logarithm of the number of active queries, within a block: of small batches, whose groups
@@ -49,9 +48,8 @@ class PhaseBlocks:
     nobody: FloatArray  # log P(none of one query a phase is active)
     own_before: FloatArray  # QueryFlow.own_absent of the latency bound's query
     own_last: FloatArray
-    removed: FloatArray
     moved: FloatArray  # rows of the cache that compaction moves
-    maximum_context: FloatArray | None  # [blocks, configs, doublings + 1]
+    maximum_context: FloatArray | None = None  # [blocks, configs, doublings + 1]
     mean_phases: FloatArray  # [configs]
     mean_present: FloatArray
     mean_reserved: FloatArray
@@ -79,7 +77,7 @@ class PhaseBlocks:
                                         np.where(share > 0, np.minimum(left, right), left))
             elif value is not None:
                 chosen[name] = value.take(columns, axis=0 if value.ndim == 1 else 1)
-        return PhaseBlocks(**{"maximum_context": None, **chosen})
+        return PhaseBlocks(**chosen)
 
 
 class BlockTable:
@@ -92,8 +90,8 @@ class BlockTable:
         self._seen = max(seen_iterations - 1, 0)
         self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
         self._stack = _Stack()
-        self._ends: list[IntArray] = []  # by column
-        self._stacked: PhaseBlocks | None = None
+        self.ends: list[IntArray] = []  # [blocks] by column: each ends before such an iteration
+        self.stacked: PhaseBlocks  # all blocks that are known, by column
 
     def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
         """These N_D are found in such columns [configs], for so many queries encoded in a phase."""
@@ -105,35 +103,22 @@ class BlockTable:
             self._column = grown
         columns = self._column[keys]
         if (columns < 0).any():
-            self._add(np.unique(keys[columns < 0]).tolist())
+            rows = []
+            # in rising order: both of an N_D in turn, for they share most of the work
+            for key in np.unique(keys[columns < 0]).tolist():
+                self._column[key] = len(self.ends)
+                rows.append(self._derive(*divmod(key, 2)))
+            self._stack.add(rows)
+            self.stacked = PhaseBlocks(**self._stack.fields)
             columns = self._column[keys]
         return np.asarray(columns)
-
-    def ends(self, column: int) -> IntArray:
-        """Each block of that column's phase ends before such an iteration [blocks]."""
-        return self._ends[column]
-
-    @property
-    def stacked(self) -> PhaseBlocks:
-        """All blocks that are known are stacked by column."""
-        assert self._stacked is not None
-        return self._stacked
-
-    def _add(self, keys: Sequence[int]) -> None:
-        """The keys are in rising order: both of an N_D in turn, for they share most of the work."""
-        rows = []
-        for key in keys:
-            self._column[key] = len(self._ends)
-            rows.append(self._derive(*divmod(key, 2)))
-        self._stack.add(rows)
-        self._stacked = PhaseBlocks(**{"maximum_context": None, **self._stack.fields()})
 
     def _derive(self, n_d: int, is_small: int) -> dict[str, FloatArray]:
         occupancy = self._flow.occupancy(n_d, padded=False)
         phases_before, last = divmod(self._seen, n_d)
         ends = block_ends(occupancy, last, self._exact_iterations,
                           FINE_RESOLUTION if is_small else RESOLUTION)
-        self._ends.append(ends)
+        self.ends.append(ends)
         first = np.append(0, ends[:-1])
         widths = (ends - first).astype(float)
         active = occupancy.active
@@ -155,7 +140,6 @@ class BlockTable:
             "nobody": absent[:, GROUP_OCTAVES == 0][:, 0],
             "own_before": _log(mean(own_before)) / groups,
             "own_last": _log(mean(own_last)) / groups,
-            "removed": mean(occupancy.removed),
             "moved": mean(active * removed_of)}
         if self._padded:
             # that of the iteration in the middle, and the half token it is from the mean one
@@ -197,13 +181,13 @@ class _Stack:
 
     def __init__(self) -> None:
         self._count = self._blocks = 0
-        self._fields: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {}  # blocks and columns beyond those added are zero
 
     def add(self, rows: Sequence[dict[str, FloatArray]]) -> None:
         blocks = max([self._blocks, *(len(row["widths"]) for row in rows)])
         total = self._count + len(rows)
         for name, example in rows[0].items():
-            is_single, held = example.ndim == 0, self._fields.get(name)
+            is_single, held = example.ndim == 0, self.fields.get(name)
             shape = (total,) if is_single else (blocks, total, *example.shape[1:])
             if held is None or any(has < needs for has, needs in zip(
                     held.shape, shape, strict=True)):
@@ -212,14 +196,10 @@ class _Stack:
                 grown = np.zeros(room, example.dtype if is_single else float)
                 if held is not None:
                     grown[tuple(slice(0, size) for size in held.shape)] = held
-                self._fields[name] = held = grown
+                self.fields[name] = held = grown
             for column, row in enumerate(rows, start=self._count):
                 if is_single:
                     held[column] = row[name]
                 else:
                     held[: len(row[name]), column] = row[name]
         self._count, self._blocks = total, blocks
-
-    def fields(self) -> dict[str, Any]:
-        """The arrays by name; blocks and columns beyond those added are zero."""
-        return self._fields

@@ -22,43 +22,26 @@ tokens. In both, expected largest micro-batches stand for the largest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from xgpt.core.controls import StaticControls
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
+from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
 from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
-from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.static.rounds import (
-    EXACT_ROUNDS,
-    NODES,
-    BatchTimeline,
-    Rounds,
-    advance,
-    pushed,
-)
-from xsimulator.policies.static.steps import StaticMemory, StaticSteps, static_steps
+from xsimulator.policies.static.config import StaticConfig, StaticSteps, static_steps
+from xsimulator.policies.static.rounds import EXACT_ROUNDS, NODES, BatchTimeline, Rounds
 
 CHUNK_ELEMENTS = 4_000_000  # of the largest arrays: configurations are evaluated in chunks
-
-
-def ft(problem: Problem, timing: TimingSource) -> Static:
-    """FT's closed form: encode steps are no variable."""
-    return Static("ft", problem, timing)
-
-
-def dsi(problem: Problem, timing: TimingSource) -> Static:
-    """DSI's closed form. One part is among those of its grid: on a single stage more would only
-    cost."""
-    return Static("dsi", problem, timing, grid_parts=(1, 2, 3, 4, 6, 8))
 
 
 class Static:
@@ -70,9 +53,9 @@ class Static:
         self.name, self.problem, self.timing = name, problem, timing
         self._grid_parts = grid_parts
         self._plans = Plans(problem, timing)
-        self._memory = StaticMemory(problem)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
+        self.capacity_bytes = self._assembler.capacity_bytes
         fewer = 0 if problem.model.is_encoder_decoder else 1
         below = np.minimum(
             np.concatenate([[0.0], np.cumsum(problem.lengths.outputs.pmf)])[fewer:], 1.0)
@@ -82,15 +65,11 @@ class Static:
         quantile = problem.lengths.outputs.quantile(problem.constraint.quantile)
         self._watched = quantile - fewer  # D of the bound's sequence
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self._assembler.capacity_bytes
-
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[StaticConfig]:
         """The grid has every (tp_degree, tp_gpus) of `plans`, with decode groups up to twice its
         stages and batches that are their multiples, 10 % apart, as far as memory and queries reach.
         """
-        configs = []
+        configs, inputs = [], self.problem.lengths.inputs
         for tp_degree, tp_gpus in plans:
             plan = self._plans.both(tp_degree, tp_gpus)
             for groups in group_counts(len(plan.stages)):
@@ -101,20 +80,26 @@ class Static:
                         encode_batch=min(size * encodes, max_queries), encode_parts=parts,
                         decode_micro_batches=groups, tp_degree=tp_degree, tp_gpus=tp_gpus)
                         for size in sizes]
-                    used = self._memory.by_stage(plan, self._steps(line)).max(axis=1)
+                    used = self._held(plan, static_steps(line, inputs)).max(axis=1)
                     configs += line[:int(np.searchsorted(used, self.capacity_bytes, side="right"))]
         return configs
 
     def evaluate(self, configs: Sequence[StaticConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
-        columns = gathered(len(configs), (
-            (rows, self._figures(plan, self._steps([configs[row] for row in rows])))
-            for plan, rows in self._chunks(configs)))
+        parts = []
+        for key, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items():
+            plan = self._plans.both(*key)
+            size = max(CHUNK_ELEMENTS // (NODES * len(plan.stages) + self._max_iterations), 1)
+            for part in np.split(rows, range(size, len(rows), size)):
+                steps = static_steps([configs[row] for row in part], self.problem.lengths.inputs)
+                parts.append((part, self._figures(plan, steps)))
+        columns = gathered(len(configs), parts)
         return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
     def estimate(self, config: StaticConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
-        plan, steps = self._plans.both(config.tp_degree, config.tp_gpus), self._steps([config])
+        plan = self._plans.both(config.tp_degree, config.tp_gpus)
+        steps = static_steps([config], self.problem.lengths.inputs)
         figures = {name: float(values[0]) for name, values in self._figures(plan, steps).items()}
         rounds = float(self._rounds.not_done(steps.batch).sum())
         period, encode = figures["period_s"], figures["encode_s"]
@@ -122,25 +107,13 @@ class Static:
             max(period - encode, 0.0) / max(rounds, 1.0) if np.isfinite(period) else np.inf)
         figures |= {"encode_batch": config.encode_batch, "decode_iterations": rounds}
         groups = int(steps.groups[0])
+        controls = StaticControls(
+            policy=self.name, encode_batch=config.encode_batch, decode_micro_batches=groups,
+            encode_micro_batches=int(groups * steps.parts[0]))
         return self._assembler.estimate(
-            StaticControls(
-                policy=self.name, encode_batch=config.encode_batch, decode_micro_batches=groups,
-                encode_micro_batches=int(groups * steps.parts[0])),
-            one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
-            held_bytes=self._memory.by_stage(plan, steps)[0],
+            controls, one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
+            held_bytes=self._held(plan, steps)[0],
             notes=["sizes beyond what was measured"] if figures["stretch"] > 1 else [])
-
-    def _chunks(self, configs: Sequence[StaticConfig]) -> Iterator[tuple[Plan, IntArray]]:
-        """Each chunk has rows of one plan, as many as are evaluated together."""
-        for key, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items():
-            plan = self._plans.both(*key)
-            width = NODES * len(plan.stages) + self._max_iterations
-            size = max(CHUNK_ELEMENTS // width, 1)
-            for begin in range(0, len(rows), size):
-                yield plan, rows[begin:begin + size]
-
-    def _steps(self, configs: Sequence[StaticConfig]) -> StaticSteps:
-        return static_steps(configs, self.problem.lengths.inputs)
 
     def _figures(self, plan: Plan, steps: StaticSteps) -> dict[str, FloatArray]:
         with np.errstate(invalid="ignore"):  # refused sizes take infinite time, see below
@@ -159,10 +132,27 @@ class Static:
             "period_s": np.where(is_timed, period, np.inf),
             "encode_s": np.where(is_timed, timeline.encode_s, np.inf),
             "decode_batch": steps.batch, "present": steps.batch,
-            "kv_tokens": self._memory.kv_tokens(steps),
+            "kv_tokens": self._kv_tokens(steps),
             "stretch": self._range.stretch(plan.times.degrees, presented),
-            "memory_bytes": self._memory.by_stage(plan, steps).max(axis=1),
-        }
+            "memory_bytes": self._held(plan, steps).max(axis=1)}
+
+    def _kv_tokens(self, steps: StaticSteps) -> FloatArray:
+        """[configs] tokens of KV in all groups: each reserves its rows' inputs at a high quantile,
+        and the most output for each."""
+        inputs, rows = self.problem.lengths.inputs, steps.most_rows
+        output = max(self.problem.lengths.outputs.max, self.problem.default_max_tokens)
+        spread = memory.KV_QUANTILE_Z * inputs.std * np.sqrt(rows)
+        most = np.minimum(rows * inputs.mean + spread, rows * inputs.max)
+        tokens: FloatArray = np.maximum(np.ceil(most), inputs.max) + rows * output
+        return tokens * steps.groups
+
+    def _held(self, plan: Plan, steps: StaticSteps) -> FloatArray:
+        """[configs, stages] bytes on each rank of a stage."""
+        return (plan.weight_bytes
+                + memory.kv_bytes(self.problem, plan.stages, self._kv_tokens(steps))
+                + memory.activation_bytes(
+                    self.problem, plan.stages, encode_batch=np.ceil(steps.encode_queries),
+                    decode_batch=steps.most_rows))
 
     def _latency_s(self, batch: BatchTimeline) -> FloatArray:
         if self.problem.constraint.kind == "sequence":
@@ -181,12 +171,12 @@ class Static:
 
         most, usual = encode_s(steps.most_tokens), encode_s(steps.tokens)
         before = np.floor((steps.encodes - 1) / 2)  # the largest in the middle of the others
-        free = pushed(np.zeros(usual.shape), usual, before)
-        free = pushed(free, most, np.ones(before.shape))
-        free = pushed(free, usual, steps.encodes - 1 - before)
+        free = Rounds.pushed(np.zeros(usual.shape), usual, before)
+        free = Rounds.pushed(free, most, np.ones(before.shape))
+        free = Rounds.pushed(free, usual, steps.encodes - 1 - before)
         last = encoded = free[:, -1]
         # the first group's own; the largest is among its steps once in `groups` times
-        first = (pushed(np.zeros(usual.shape), usual, steps.parts)[:, -1]
+        first = (Rounds.pushed(np.zeros(usual.shape), usual, steps.parts)[:, -1]
                  + (most - usual).sum(axis=1) / steps.groups)
         first = np.where(steps.groups > 1, np.minimum(first, last), last)
         step, rest = self._decode_s(plan, steps)
@@ -196,7 +186,7 @@ class Static:
             begins.append(begin)
             ends.append(np.maximum(last, begin + rest[:, 0, 0]))
             if round_ < EXACT_ROUNDS:
-                free, first, last = advance(free, begin, last, step[:, 0], rest[:, 0])
+                free, first, last = Rounds.advance(free, begin, last, step[:, 0], rest[:, 0])
         later = np.maximum((step + rest).max(axis=2), step.sum(axis=2))
         begin_s, end_s = np.stack(begins, axis=1), np.stack(ends, axis=1)
         return BatchTimeline(
@@ -211,8 +201,10 @@ class Static:
             # the slowest is the one with the longest input of those with most rows
             odd = steps.rows - np.floor(steps.rows)
             in_largest = np.where(odd > 0, odd, 1.0) * steps.groups * steps.most_rows
-            longest = _largest_of(inputs.pmf, np.concatenate([steps.rows, in_largest]))
-            context, most_context = np.split(longest, 2)
+            sizes, index = np.unique(np.concatenate([steps.rows, in_largest]), return_inverse=True)
+            below = np.minimum(np.cumsum(inputs.pmf)[:-1], 1.0)
+            longest = 1 + (1 - below ** sizes[:, None]).sum(axis=1)  # of so many inputs
+            context, most_context = np.split(longest[index], 2)
         else:
             context = np.full(len(steps.batch), inputs.mean)
             most_context = inputs.mean + expected_maximum_z(steps.groups) * inputs.std / np.sqrt(
@@ -223,9 +215,7 @@ class Static:
         return most, np.maximum(steps.groups[:, None, None] * usual - most, 0.0)
 
 
-def _largest_of(pmf: FloatArray, counts: FloatArray) -> FloatArray:
-    """The largest of `counts` independent lengths is expected to be this."""
-    sizes, index = np.unique(counts, return_inverse=True)
-    below = np.minimum(np.cumsum(pmf)[:-1], 1.0)
-    largest: FloatArray = (1 + (1 - below ** sizes[:, None]).sum(axis=1))[index]
-    return largest
+# The closed forms of the policies (problem, timing); encode steps are no variable of FT. One part
+# is among those of DSI's grid: on a single stage more would only cost.
+ft = partial(Static, "ft")
+dsi = partial(Static, "dsi", grid_parts=(1, 2, 3, 4, 6, 8))

@@ -5,7 +5,6 @@ needs.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -38,27 +37,17 @@ class Rounds:
 
     def __init__(self, below: FloatArray) -> None:
         """`below` is P(D <= k), k = 0 .. max D [max D + 1]."""
-        self._below = below
-
-    @cached_property
-    def nodes(self) -> FloatArray:
-        """Decode steps are evaluated at these iterations, from the first after the exact rounds."""
-        first = EXACT_ROUNDS + 1
-        return np.linspace(first, max(len(self._below) - 1, first + 1), NODES)
-
-    @cached_property
-    def _node_shares(self) -> FloatArray:
-        """For the later rounds r(u) = shares @ r(nodes), [max D - EXACT_ROUNDS, NODES]."""
-        later = np.arange(EXACT_ROUNDS + 1, len(self._below))
-        gap = self.nodes[1] - self.nodes[0]
-        shares: FloatArray = np.maximum(1 - np.abs(later[:, None] - self.nodes) / gap, 0.0)
-        return shares
+        self._below, first = below, EXACT_ROUNDS + 1
+        # decode steps are evaluated at these iterations, from the first after the exact rounds
+        self.nodes = np.linspace(first, max(len(below) - 1, first + 1), NODES)
+        gap, later = self.nodes[1] - self.nodes[0], np.arange(first, len(below))
+        # for the later rounds r(u) = shares @ r(nodes), [max D - EXACT_ROUNDS, NODES]
+        self._node_shares = np.maximum(1 - np.abs(later[:, None] - self.nodes) / gap, 0.0)
 
     def not_done(self, queries: FloatArray) -> FloatArray:
         """Of so many queries P(M >= u) is this, u = 1 .. max D [configs, max D]."""
         sizes, index = np.unique(queries, return_inverse=True)
-        chance: FloatArray = np.take(1 - self._below[:-1] ** sizes[:, None], index, axis=0)
-        return chance
+        return np.asarray(np.take(1 - self._below[:-1] ** sizes[:, None], index, axis=0))
 
     def expected_s(self, batch: BatchTimeline, not_done: FloatArray) -> FloatArray:
         """So long passes from a batch's start until its last token is taken up; not_done:
@@ -91,8 +80,7 @@ class Rounds:
         passed = x * y * (x ** (groups - 1) - y ** (groups - 1)) / gap
         mean = np.where(is_apart, ((groups - 1) * whole - passed)
                         / np.where(is_apart, whole - before, 1.0), (groups - 1) / 2)
-        shares: FloatArray = mean.mean(axis=1) / np.maximum(batch.groups - 1, 1.0)
-        return shares
+        return np.asarray(mean.mean(axis=1) / np.maximum(batch.groups - 1, 1.0))
 
     def with_output_s(self, batch: BatchTimeline, iterations: int) -> FloatArray:
         """A query that needs `iterations`, among others of any length, is expected to take so
@@ -100,8 +88,7 @@ class Rounds:
         not_done = self.not_done(batch.queries - 1)
         not_done[:, :max(iterations, 0)] = 1.0
         before_s = (batch.encodes - 1) / 2 * batch.place_s
-        seconds: FloatArray = self.expected_s(batch, not_done) - before_s
-        return seconds
+        return np.asarray(self.expected_s(batch, not_done) - before_s)
 
     def quantile_s(self, batch: BatchTimeline, quantile: float, scatter: FloatArray) -> FloatArray:
         """The quantile of all latencies, by bisection on their distribution. scatter: [configs]
@@ -146,27 +133,27 @@ class Rounds:
         chance = self._below[index] ** queries[:, None]
         return np.asarray(np.where(time_s < ends[:, :1], 0.0, chance), dtype=np.float64)
 
+    @staticmethod
+    def pushed(free: FloatArray, step: FloatArray, count: FloatArray) -> FloatArray:
+        """The stages end then [configs, stages] after `count` steps that wait for no tokens."""
+        through = np.cumsum(step, axis=1)
+        ends = np.maximum.accumulate(free + step - through, axis=1)
+        tail = np.maximum.accumulate(ends + np.maximum(count - 1, 0)[:, None] * step, axis=1)
+        return np.asarray(np.where(count[:, None] > 0, tail + through, free), dtype=np.float64)
 
-def pushed(free: FloatArray, step: FloatArray, count: FloatArray) -> FloatArray:
-    """The stages end then [configs, stages] after `count` equal steps that wait for no tokens."""
-    through = np.cumsum(step, axis=1)
-    ends = np.maximum.accumulate(free + step - through, axis=1)
-    tail = np.maximum.accumulate(ends + np.maximum(count - 1, 0)[:, None] * step, axis=1)
-    return np.asarray(np.where(count[:, None] > 0, tail + through, free), dtype=np.float64)
-
-
-def advance(free: FloatArray, begin: FloatArray, last: FloatArray, step: FloatArray,
-            rest: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """One decode round gives (stages' ends, returns of the first group's and of the last group's
-    tokens). `begin` and `last`: [configs] when the first group's step starts and the last group's
-    tokens are there; step, rest: [configs, stages] of the slowest group and of all others. Along
-    the stages end(s) = max(end(s - 1), free(s)) + step(s) is a running maximum (as in
-    xsimulator.pipeline)."""
-    through = np.cumsum(step, axis=1)
-    head = free + step - through
-    head[:, 0] = begin
-    ends = np.maximum.accumulate(head, axis=1) + through
-    tail = ends - through + rest
-    tail[:, 0] = np.maximum(tail[:, 0], last)
-    free = np.maximum.accumulate(tail, axis=1) + through
-    return free, ends[:, -1], free[:, -1]
+    @staticmethod
+    def advance(free: FloatArray, begin: FloatArray, last: FloatArray, step: FloatArray,
+                rest: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """One decode round gives (stages' ends, returns of the first group's and of the last
+        group's tokens). `begin` and `last`: [configs] when the first group's step starts and the
+        last group's tokens are there; step, rest: [configs, stages] of the slowest group and of all
+        others. Along the stages end(s) = max(end(s - 1), free(s)) + step(s) is a running maximum
+        (as in xsimulator.pipeline)."""
+        through = np.cumsum(step, axis=1)
+        head = free + step - through
+        head[:, 0] = begin
+        ends = np.maximum.accumulate(head, axis=1) + through
+        tail = ends - through + rest
+        tail[:, 0] = np.maximum(tail[:, 0], last)
+        free = np.maximum.accumulate(tail, axis=1) + through
+        return free, ends[:, -1], free[:, -1]

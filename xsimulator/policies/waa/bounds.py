@@ -16,6 +16,7 @@ envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,7 @@ from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
-from xsimulator.policies.waa.pool_times import ROWS_RATIO
-from xsimulator.policies.waa.rates import root
+from xsimulator.policies.waa.pool_times import ROWS_RATIO, root
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
@@ -63,16 +63,15 @@ class WaaBounds:
 
     def __init__(self, waa: Waa) -> None:
         self.waa = waa
-        self._known: dict[int, _PlanBounds] = {}
         self._of_degree: dict[int, _Single] = {}
-        self._in_system: dict[int, float] = {}
+        self._tables = cache(partial(_PlanBounds, waa))  # by plan
+        self._most_in_system = cache(self._find_most_in_system)
 
     def bound(self, split: WaaPlans, boxes: WaaBoxes, *,
               worth_qps: float = 0.0) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Each of the boxes has (most throughput_qps, least latency_s, least bytes on the fullest
-        device) over
-        the divisions that may be. `worth_qps`: below it, a throughput need not be bounded
-        tightly."""
+        device) over the divisions that may be. `worth_qps`: below it, a throughput need not be
+        bounded tightly."""
         limit = np.zeros(len(boxes))
         latency, held = (np.full(len(boxes), np.inf) for _ in range(2))
         even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
@@ -150,23 +149,19 @@ class WaaBounds:
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
 
-    def _most_in_system(self, split: WaaPlans) -> float:
+    def _find_most_in_system(self, split: WaaPlans) -> float:
         """No more queries can be in the decode pool."""
-        if id(split) not in self._in_system:
-            low, high = 1.0, 2.0
-            one = np.ones(1)
+        def fits(count: float) -> bool:
+            held = self.waa.memory.evenly(split.encode_devices, np.ones(1), np.array([count]))
+            return bool(held.min() <= self.waa.capacity_bytes)
 
-            def fits(count: float) -> bool:
-                held = self.waa.memory.evenly(split.encode_devices, one, np.array([count]))
-                return bool(held.min() <= self.waa.capacity_bytes)
-
-            while fits(high) and high < MOST_IN_SYSTEM:
-                low, high = high, 2 * high
-            while high > 1.01 * low:
-                middle = 0.5 * (low + high)
-                low, high = (middle, high) if fits(middle) else (low, middle)
-            self._in_system[id(split)] = high
-        return self._in_system[id(split)]
+        low, high = 1.0, 2.0
+        while fits(high) and high < MOST_IN_SYSTEM:
+            low, high = high, 2 * high
+        while high > 1.01 * low:
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return high
 
     def _single(self, degree: int, most: int, rows: float) -> _Single:
         """One group's times are known as far as these sizes."""
@@ -194,11 +189,6 @@ class WaaBounds:
         size = batch.astype(float)
         even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
         return np.asarray(even.min(axis=0))
-
-    def _tables(self, plan: WaaPlan) -> _PlanBounds:
-        if id(plan) not in self._known:
-            self._known[id(plan)] = _PlanBounds(self.waa, plan)
-        return self._known[id(plan)]
 
 
 class _PlanBounds:

@@ -22,12 +22,12 @@ that the fullest device is as empty as can be (WAA-M).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from xgpt.core.controls import EvenBatches, WaaControls
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Deployment, Estimate, Pool
@@ -42,20 +42,7 @@ from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 from xsimulator.policies.waa.divisions import Division, DivisionByMemory, DivisionByTime
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
-from xsimulator.policies.waa.pool_times import PoolTimes
-from xsimulator.policies.waa.rates import pool_rates
-
-
-def waa_c(problem: Problem, timing: TimingSource, *, adjustment: float | None = None) -> Waa:
-    """WAA-C's closed form: devices are divided by time."""
-    return Waa("waa-c", problem, timing, lambda times, memory: DivisionByTime(times),
-               adjustment=adjustment)
-
-
-def waa_m(problem: Problem, timing: TimingSource, *, adjustment: float | None = None) -> Waa:
-    """WAA-M's closed form: devices are divided so that memory is even."""
-    return Waa("waa-m", problem, timing, lambda times, memory: DivisionByMemory(
-        memory, problem.lengths.outputs.mean), adjustment=adjustment)
+from xsimulator.policies.waa.pool_times import PoolTimes, pool_rates
 
 
 class Waa:
@@ -68,20 +55,16 @@ class Waa:
         divided. `adjustment` and `plans` are as for xsimulator.policies.rra.closed_form.Rra."""
         self.name, self.problem, self.timing = name, problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
-        self.flow = QueryFlow(
-            problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-            reserved_output_tokens=problem.default_max_tokens)
+        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+                              reserved_output_tokens=problem.default_max_tokens)
         self.plans: PlanSource = plans or Plans(problem, timing)
         self.times = PoolTimes(problem, timing, self.plans, self.flow, self.adjustment)
         self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
         self.division = division(self.times, self.memory)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
+        self.capacity_bytes = self._assembler.capacity_bytes
         self._of_degree: dict[tuple[int, int], WaaPlans] = {}
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._assembler.capacity_bytes
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[WaaConfig]:
         """The grid has every (tp_degree, tp_gpus) of `plans` that both pools can be laid out for,
@@ -123,11 +106,10 @@ class Waa:
                              mean_input_tokens=self.problem.lengths.inputs.mean))
         deployment = self._deployment(config, plan, figures["kv_tokens"])
         encoding, decoding = (pool.num_devices for pool in deployment.pools)
+        division = f"{encoding} devices encode, {decoding} decode"
         return self._assembler.estimate(
-            controls, deployment, figures,
-            held_bytes=self.memory.by_stage(plan, configs, arrays["present"])[0],
-            notes=[f"{encoding} devices encode, {decoding} decode",
-                   *extrapolation(figures["stretch"])])
+            controls, deployment, figures, notes=[division, *extrapolation(figures["stretch"])],
+            held_bytes=self.memory.by_stage(plan, configs, arrays["present"])[0])
 
     def _deployment(self, config: WaaConfig, plan: WaaPlan, kv_tokens: float) -> Deployment:
         stages = plan.encode.stages
@@ -147,11 +129,10 @@ class Waa:
         if key not in self._of_degree:
             split = WaaPlans(self.plans, tp_degree, tp_gpus)
             if not len(split.encode_devices):
-                raise InputError([Mistake(
-                    file="schedule", line=None, key="tp_degree, tp_gpus", value=key,
-                    allowed=f"groups within one node and one pool, and no more stages in a pool "
-                            f"than layers; {self.problem.cluster.num_devices} devices, "
-                            f"{self.problem.model.num_layers} layers")])
+                raise wrong("schedule", "tp_degree, tp_gpus", key, (
+                    f"groups within one node and one pool, and no more stages in a pool "
+                    f"than layers; {self.problem.cluster.num_devices} devices, "
+                    f"{self.problem.model.num_layers} layers"))
             self._of_degree[key] = split
         return self._of_degree[key]
 
@@ -190,7 +171,7 @@ class Waa:
     def _figures(self, plan: WaaPlan, configs: WaaConfigs) -> dict[str, FloatArray]:
         rates = pool_rates(self.times, plan, configs, self.problem.lengths.outputs.mean)
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
-            buffer = (self.times.longest_encode_steps(plan, configs.batch)
+            buffer = (self.times.encode_steps(plan, configs.batch, 1 + self.adjustment)
                       - self.times.encode_steps(plan, configs.batch)).sum(axis=1)
             latency = (rates.encode_s + buffer + rates.handover_s
                        + self.iterations_waited * rates.iteration_s)
@@ -216,3 +197,9 @@ class Waa:
         lengths, is_apart = self.problem.lengths, self.problem.model.is_encoder_decoder
         return Presented(decode_queries=rows, context=lengths.outputs.max + (
             0 if is_apart else lengths.inputs.max))
+
+
+# The closed forms of the policies (problem, timing): devices are divided by time, or such that
+# memory is even.
+waa_c = partial(Waa, "waa-c", division=lambda times, _: DivisionByTime(times))
+waa_m = partial(Waa, "waa-m", division=lambda _, memory: DivisionByMemory(memory))

@@ -27,7 +27,6 @@ class WaaConfigs:
     groups: FloatArray
 
     def take(self, rows: IntArray) -> WaaConfigs:
-        """The configurations in these rows."""
         return WaaConfigs(batch=self.batch[rows], groups=self.groups[rows])
 
 
@@ -55,6 +54,5 @@ class WaaBoxes:
         return WaaConfigs(batch=np.asarray(self.most, float), groups=np.asarray(self.fewest, float))
 
     def take(self, rows: IntArray) -> WaaBoxes:
-        """The boxes in these rows."""
         return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
                         highest=self.highest[rows])

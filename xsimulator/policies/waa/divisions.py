@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
@@ -14,19 +12,6 @@ from xsimulator.policies.waa.plans import WaaPlans
 from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
 
 
-class Division(Protocol):
-    """A division says how many devices encode."""
-
-    def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
-        """So many devices [configs] encode."""
-        ...
-
-    def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
-        """It says [counts of encode devices, boxes] which of those wanted may be the division of
-        a configuration of each box."""
-        ...
-
-
 class FixedDivision:
     """As many devices encode whatever the configuration."""
 
@@ -34,9 +19,12 @@ class FixedDivision:
         self._encode_devices = encode_devices
 
     def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
+        """So many devices [configs] encode."""
         return np.full(len(configs.batch), self._encode_devices)
 
     def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
+        """It says [counts of encode devices, boxes] which of those wanted may be the division of
+        a configuration of each box."""
         return np.asarray(wanted & (split.encode_devices == self._encode_devices)[:, None])
 
 
@@ -45,8 +33,7 @@ class DivisionByTime:
 
     def __init__(self, times: PoolTimes) -> None:
         self._times = times
-        # by degree: batches 1, 2, ..., and C_E at each
-        self._encode: dict[int, tuple[FloatArray, FloatArray]] = {}
+        self._encode: dict[int, FloatArray] = {}  # by degree: C_E at batches 1, 2, ...
 
     def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
         rows = configs.batch * self._times.mean_iterations / configs.groups
@@ -57,7 +44,10 @@ class DivisionByTime:
     def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
         degree, counts, iterations = (
             split.tp_degree, split.encode_devices[:, None], self._times.mean_iterations)
-        _, each = self._encode_table(int(boxes.most.max()), degree)
+        most, each = int(boxes.most.max()), self._encode.get(degree)
+        if each is None or len(each) < most:
+            each = self._encode[degree] = self._times.encode_query_s(
+                np.arange(1, 2 * most + 1, dtype=float), degree)
         encode = [each[low - 1:up] for low, up in zip(boxes.least, boxes.most, strict=True)]
         fewest_rows = np.maximum(boxes.least * iterations / boxes.highest, 1.0)
         most_rows = np.maximum(boxes.most * iterations / boxes.fewest, 1.0)
@@ -75,26 +65,17 @@ class DivisionByTime:
         return np.asarray(wanted & (counts >= fewest)
                           & (counts <= _nearest(split, largest[0], least[1])))
 
-    def _encode_table(self, most: int, degree: int) -> tuple[FloatArray, FloatArray]:
-        """The table reaches a batch of `most` at least."""
-        known = self._encode.get(degree)
-        if known is None or len(known[0]) < most:
-            batches = np.arange(1, 2 * most + 1, dtype=float)
-            known = self._encode[degree] = (batches, self._times.encode_query_s(batches, degree))
-        return known
-
 
 class DivisionByMemory:
     """WAA-M divides devices so that the fullest is as empty as can be, with as many queries as are
     wanted."""
 
-    def __init__(self, memory: WaaMemory, mean_outputs: float) -> None:
-        self._memory, self._mean_outputs = memory, mean_outputs
+    def __init__(self, memory: WaaMemory) -> None:
+        self._memory = memory
 
     def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
         fullest = self._fullest(split, configs, self._may_be(split, configs, configs))
-        devices: IntArray = split.encode_devices[np.argmin(fullest, axis=0)]
-        return devices
+        return np.asarray(split.encode_devices[np.argmin(fullest, axis=0)])
 
     def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
         # the fewer are looked at, the less is ruled out: that is sound
@@ -119,7 +100,7 @@ class DivisionByMemory:
 
     def _in_system(self, batch: FloatArray) -> FloatArray:
         """So many queries are in the system as it is meant to be."""
-        return np.asarray(np.ceil(batch * (self._mean_outputs + 1)))
+        return np.asarray(np.ceil(batch * (self._memory.mean_outputs + 1)))
 
     def _fullest(self, split: WaaPlans, configs: WaaConfigs, wanted: BoolArray) -> FloatArray:
         """The fullest device holds such bytes [counts of encode devices, configs]; they are
@@ -139,3 +120,6 @@ def _nearest(split: WaaPlans, encode_s: FloatArray, decode_s: FloatArray) -> Int
     with np.errstate(invalid="ignore"):
         share = encode_s / (encode_s + decode_s)
     return split.nearest(np.where(np.isfinite(share), share, 0.5))
+
+
+Division = FixedDivision | DivisionByTime | DivisionByMemory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,24 +39,30 @@ class WaaMemory:
     def __init__(self, problem: Problem, flow: QueryFlow, plans: PlanSource,
                  adjustment: float) -> None:
         self._problem, self._plans, self._adjustment = problem, plans, adjustment
+        self.mean_outputs = problem.lengths.outputs.mean
         self._most_tokens = float(flow.max_reserve_tokens)
         self._inputs = problem.lengths.inputs
         self._mean, self._std = self._inputs.mean, self._inputs.std
-        self._mean_reserved = self._find_mean_reserved()
-        self._units: dict[tuple[int, bool], tuple[Plan, _PerUnit]] = {}
+        # those present are biased to long outputs, and so to the inputs that go with them
+        lengths = problem.lengths
+        weights = lengths.outputs.pmf * np.maximum(
+            lengths.outputs.support - flow.iterations_fewer, 1e-9)
+        biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
+        self._mean_reserved = biased + self._most_tokens - self._inputs.max
+        self._per_unit = cache(self._find_per_unit)
 
     def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages of both pools]."""
         pools = []
         for pool, tokens, rows, heads in self._largest(plan, configs, in_system):
-            rest, token, row, head = self._linear(pool, is_encode=pool is plan.encode)
+            rest, token, row, head = self._linear(pool, pool is plan.encode)
             pools.append(rest + tokens[:, None] * token + rows[:, None] * row
                          + heads[:, None] * head)
         return np.concatenate(pools, axis=1)
 
     def fullest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """The fullest rank of any stage holds so many bytes [configs]."""
-        return np.maximum(*(self._per_unit(pool, is_encode=pool is plan.encode).fullest(
+        return np.maximum(*(self._per_unit(pool, pool is plan.encode).fullest(
             tokens, rows, heads)
             for pool, tokens, rows, heads in self._largest(plan, configs, in_system)))
 
@@ -64,10 +71,9 @@ class WaaMemory:
         were spread evenly over each pool's: a lower bound, without laying anything out."""
         problem = self._problem
         encode, decode = (self._plans.pool([(0,)], role) for role in ("encode", "decode"))
-        cached = memory.kv_bytes(problem.model, decode.stages, problem.dtype,
-                                 self.kv_tokens(in_system))[:, 0]
+        cached = memory.kv_bytes(problem, decode.stages, self.kv_tokens(in_system))[:, 0]
         encoded = np.zeros(len(batch)) if problem.model.is_encoder_decoder else memory.kv_bytes(
-            problem.model, encode.stages, problem.dtype, self.encode_kv_tokens(batch, 1))[:, 0]
+            problem, encode.stages, self.encode_kv_tokens(batch, 1))[:, 0]
         encoding = counts[:, None]
         return np.asarray(np.maximum(
             (encode.weight_bytes[0] + encoded) / encoding,
@@ -76,8 +82,7 @@ class WaaMemory:
     def encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
         """The encode pool has so many tokens at most: a batch in each stage, one that waits, and
         one that is handed over."""
-        tokens: FloatArray = np.ceil((stages + 2) * self._largest_batch(batch))
-        return tokens
+        return np.asarray(np.ceil((stages + 2) * self._largest_batch(batch)))
 
     def _largest_batch(self, batch: FloatArray) -> FloatArray:
         """An encode batch has so many tokens at its upper threshold."""
@@ -89,16 +94,7 @@ class WaaMemory:
         most = self._most_tokens
         wanted = (in_system * self._mean_reserved
                   + memory.KV_QUANTILE_Z * self._std * np.sqrt(in_system))
-        reserved: FloatArray = np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most))
-        return reserved
-
-    def _find_mean_reserved(self) -> float:
-        """Those present are biased to long outputs, and so to the inputs that go with them."""
-        lengths = self._problem.lengths
-        fewer = 0 if self._problem.model.is_encoder_decoder else 1
-        weights = lengths.outputs.pmf * np.maximum(lengths.outputs.support - fewer, 1e-9)
-        biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
-        return biased + self._most_tokens - lengths.inputs.max
+        return np.asarray(np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most)))
 
     def _largest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray,
                  ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
@@ -112,24 +108,18 @@ class WaaMemory:
                 (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch), decoded,
                  decoded)]
 
-    def _per_unit(self, pool: Plan, *, is_encode: bool) -> _PerUnit:
-        # the pool is kept with its figures, so that its identity stays its own
-        known = self._units.get((id(pool), is_encode))
-        if known is None:
-            kinds = np.unique(np.stack(self._linear(pool, is_encode=is_encode), axis=1), axis=0)
-            known = self._units[id(pool), is_encode] = pool, _PerUnit(*kinds.T)
-        return known[1]
+    def _find_per_unit(self, pool: Plan, is_encode: bool) -> _PerUnit:
+        kinds = np.unique(np.stack(self._linear(pool, is_encode), axis=1), axis=0)
+        return _PerUnit(*kinds.T)
 
-    def _linear(self, pool: Plan, *, is_encode: bool) -> tuple[FloatArray, ...]:
+    def _linear(self, pool: Plan, is_encode: bool) -> tuple[FloatArray, ...]:
         """The figures of _PerUnit are given by stage."""
         problem, stages = self._problem, pool.stages
 
         def step(rows: float, heads: float) -> FloatArray:
-            return memory.step_bytes(problem.model, stages, problem.dtype, rows=rows, heads=heads,
-                                     longest_input=self._inputs.max,
-                                     is_cpu=problem.cluster.device.kind == "cpu")
+            return memory.step_bytes(problem, stages, rows=rows, heads=heads)
 
-        token = memory.kv_bytes(problem.model, stages, problem.dtype, 1.0)
+        token = memory.kv_bytes(problem, stages, 1.0)
         if is_encode and problem.model.is_encoder_decoder:
             # the encoder's output alone, on its last stage
             token = np.zeros(len(stages))

@@ -1,8 +1,10 @@
-"""How long the steps of WAA's two pools take, and what one query costs in a single group."""
+"""WAA's two pools: how long their steps take, what one query costs in a single group, and where the
+two meet, in throughput and decode batch (waa.closed_form has the equations)."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +12,17 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xsimulator.handover import HandoverCost
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource
+from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
+from xsimulator.stage_times import HandoverCost, StageTimes
 
 ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
 _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
+_ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
+_ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
+_DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
 
 
 class EncodeTimes(NamedTuple):
@@ -35,30 +41,28 @@ class PoolTimes:
         self._problem, self._timing, self._plans = problem, timing, plans
         self._flow, self._adjustment = flow, adjustment
         self._inputs = problem.lengths.inputs
+        self._context = partial(flow.charged_context, padded=timing.facts.is_padded)
+        # of the queries, is not done with its first token, and is handed over
+        self._decoding_share = float(
+            problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
         self.mean_iterations = max(flow.mean_iterations, 1e-9)
-        self._decoding: dict[WaaPlan, DecodeTable] = {}
+        self.decode_table = cache(partial(DecodeTable, self))  # by plan
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
         """An encode step with `share` of the mean tokens takes such seconds [batches, stages]."""
-        times = plan.encode.times
-        attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
-        return times.encode_s(share * batch * self._inputs.mean, batch, attention)
-
-    def longest_encode_steps(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
-        """At the upper threshold of the workload adjustment it takes such seconds."""
-        return self.encode_steps(plan, batch, 1 + self._adjustment)
+        return self._encode_s(plan.encode.times, batch, share)
 
     def encode(self, plan: WaaPlan, batch: FloatArray) -> EncodeTimes:
         handover = self.handover_s(plan, batch)
         slowest = self.encode_steps(plan, batch).max(axis=1)
-        longest = self.longest_encode_steps(plan, batch).sum(axis=1)
+        longest = self.encode_steps(plan, batch, 1 + self._adjustment).sum(axis=1)
         return EncodeTimes(np.maximum(slowest, handover), longest, handover)
 
     def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
         """The queries that are not done with their first token are handed over in such seconds
         [batches]."""
         cost = HandoverCost(self._problem, self._timing, plan.encode.stages, plan.decode.stages)
-        return cost.many(batch * self._inputs.mean * self._decoding_share)
+        return cost.seconds(batch * self._inputs.mean * self._decoding_share)
 
     def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """A decode step of that many queries takes such seconds [rows] on the slowest stage, and
@@ -70,33 +74,20 @@ class PoolTimes:
             seconds = seconds + times.cross_kv_s(done * self._inputs.mean)
         return seconds.max(axis=1), seconds.sum(axis=1)
 
-    def decode_table(self, plan: WaaPlan) -> DecodeTable:
-        """The table of a plan's decode steps is kept."""
-        if plan not in self._decoding:
-            self._decoding[plan] = DecodeTable(self, plan)
-        return self._decoding[plan]
-
     def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
         """C_E is one query's encoding through all layers of a single group."""
         times = self._plans.pool([tuple(range(degree))], "both").times
-        attention = {d: batch * own for d, own in times.mean_attention_s(batch).items()}
-        seconds: FloatArray = times.encode_s(batch * self._inputs.mean, batch, attention)[..., 0]
-        return seconds / batch
+        return np.asarray(self._encode_s(times, batch)[..., 0] / batch)
 
     def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
         """C_D is one query's decoding through all layers of a single group, in steps of `rows`."""
         times = self._plans.pool([tuple(range(degree))], "both").times
-        seconds: FloatArray = times.decode_s(rows, self._context(rows))[..., 0]
-        return seconds / rows * self.mean_iterations
+        seconds = times.decode_s(rows, self._context(rows))[..., 0]
+        return np.asarray(seconds / rows * self.mean_iterations)
 
-    def _context(self, rows: FloatArray) -> FloatArray:
-        return self._flow.charged_context(rows, padded=self._timing.facts.is_padded)
-
-    @cached_property
-    def _decoding_share(self) -> float:
-        """This share of the queries is not done with its first token, and is handed over."""
-        fewer = 0 if self._problem.model.is_encoder_decoder else 1
-        return float(self._problem.lengths.outputs.pmf[fewer:].sum())
+    def _encode_s(self, times: StageTimes, batch: FloatArray, share: float = 1.0) -> FloatArray:
+        attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
+        return times.encode_s(share * batch * self._inputs.mean, batch, attention)
 
 
 class DecodeTable:
@@ -130,3 +121,74 @@ class DecodeTable:
         with np.errstate(invalid="ignore"):  # from one refused size to the next
             self._slowest_rises = np.diff(self._slowest)
             self._through_rises = np.diff(self._through)
+
+
+class PoolRates(NamedTuple):
+    """The pools keep such rates [configs]; times are infinite where a size is refused."""
+
+    throughput_qps: FloatArray
+    decode_batch: FloatArray
+    iteration_s: FloatArray  # T_iter
+    encode_s: FloatArray  # a batch's time through the encode pool
+    handover_s: FloatArray
+    present: FloatArray  # queries in the system
+
+
+def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
+               mean_outputs: float) -> PoolRates:
+    """The rates of configurations of one plan follow from the fixed point; `mean_outputs` is
+    E[S]."""
+    batch, groups = configs.batch, configs.groups
+    steps = times.encode_steps(plan, batch)  # [configs, stages]
+    handover = times.handover_s(plan, batch)
+    slowest = np.maximum(steps.max(axis=1), handover)
+    table = times.decode_table(plan)
+    most = batch * mean_outputs
+    is_timed = np.isfinite(slowest) & np.isfinite(table.iteration_s(most, groups))
+    between = np.where(is_timed, slowest, 1.0)
+
+    def wanted(decoding: FloatArray) -> FloatArray:
+        return batch / between * times.mean_iterations * np.where(
+            is_timed, table.iteration_s(decoding, groups), 1.0)
+
+    of_most = wanted(most) - most
+    is_throttled = of_most >= 0
+    decoding = root(lambda size: wanted(size) - size, most, np.minimum(of_most, 0.0))
+    iteration = table.iteration_s(decoding, groups)
+    rate = np.where(is_throttled, decoding / (times.mean_iterations * np.where(
+        is_timed, iteration, 1.0)), batch / between)
+    # where a later stage or the link is slowest, as many steps are under way as there may be
+    through = steps.sum(axis=1)
+    queued = np.where(steps[:, 0] >= slowest * (1 - 1e-9), through,
+                      (steps.shape[1] + 2) * slowest - handover)
+    encode = np.where(is_throttled, through, np.maximum(queued, through))
+    slack = np.where(is_throttled, 0.5 * batch,
+                     batch + _DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))
+    away = rate * (encode + handover + 0.5 * np.where(is_timed, iteration, 0.0))
+    return PoolRates(
+        throughput_qps=np.where(is_timed, rate, 0.0), decode_batch=decoding,
+        iteration_s=np.where(is_timed, iteration, np.inf),
+        encode_s=np.where(is_timed, encode, np.inf), handover_s=handover,
+        present=np.ceil(np.where(is_timed, decoding + away + slack, most)))
+
+
+def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
+         of_high: FloatArray) -> FloatArray:
+    """The root is where `excess`, positive at 0, falls through 0 on the way to `high`, where it is
+    `of_high`; `high` itself where that is 0. The Illinois method: a secant within a bracket."""
+    is_open, low = of_high < 0, np.zeros_like(high)
+    of_low, between = np.maximum(excess(low), np.finfo(float).tiny), high
+    was_above = was_below = np.zeros(high.shape, bool)
+    for _ in range(_ROOT_STEPS):
+        between = high + (high - low) * of_high / (of_low - of_high)
+        of_between = excess(between)
+        is_open = is_open & (np.abs(of_between) > _ROOT_ACCURACY * between)
+        if not is_open.any():
+            break
+        is_above, is_below = is_open & (of_between < 0), is_open & (of_between >= 0)
+        # an end that stays twice counts as half, or the secant would only creep towards it
+        of_low = np.where(is_below, of_between, np.where(is_above & was_above, 0.5, 1.0) * of_low)
+        of_high = np.where(is_above, of_between, np.where(is_below & was_below, 0.5, 1.0) * of_high)
+        low, high = np.where(is_below, between, low), np.where(is_above, between, high)
+        was_above, was_below = is_above, is_below
+    return between

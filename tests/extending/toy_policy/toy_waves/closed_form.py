@@ -84,10 +84,6 @@ class Waves:
 
     def _held_bytes(self, plan: Plan, size: FloatArray) -> FloatArray:
         """[configs, stages] on each rank of a stage."""
-        problem = self.problem
-        return (plan.weight_bytes
-                + memory.kv_bytes(problem.model, plan.stages, problem.dtype, self._kv_tokens(size))
-                + memory.activation_bytes(
-                    problem.model, plan.stages, problem.dtype, inputs=problem.lengths.inputs,
-                    encode_batch=size, decode_batch=size,
-                    is_cpu=problem.cluster.device.kind == "cpu"))
+        problem, stages = self.problem, plan.stages
+        return (plan.weight_bytes + memory.kv_bytes(problem, stages, self._kv_tokens(size))
+                + memory.activation_bytes(problem, stages, encode_batch=size, decode_batch=size))

@@ -115,7 +115,7 @@ def test_context_of_a_step_is_that_of_its_queries():
         problem, np.array([10, 4]), np.array([2, 4])), rules=[rule])
     pool = result.pools[0]
     assert (pool.encoded + pool.decoded).tolist() == [2, 2, 1, 1]
-    assert pool.context[pool.is_decode].tolist() == [8, 6, 7]
+    assert pool.context[pool.decoded > 0].tolist() == [8, 6, 7]
 
 
 def test_prediction_of_a_job_lies_below_the_steady_state_and_above_its_share():

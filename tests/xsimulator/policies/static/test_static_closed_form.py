@@ -20,7 +20,7 @@ from xgpt.core.query_lengths import QueryLengths
 from xrunner.rules.static import StaticRule, static_rule
 from xsimulator.policies.static.closed_form import dsi, ft
 from xsimulator.policies.static.config import StaticConfig
-from xsimulator.replay.engine import run
+from xsimulator.replay.flow import run
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries

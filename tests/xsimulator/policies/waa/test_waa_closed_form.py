@@ -10,7 +10,6 @@ from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, empirical
 from xrunner.rules.batch_sizer import ADJUSTMENT
-from xsimulator.handover import HandoverCost
 from xsimulator.plans import Plans
 from xsimulator.policies.waa.closed_form import Waa, waa_c, waa_m
 from xsimulator.policies.waa.config import WaaConfig
@@ -18,6 +17,7 @@ from xsimulator.policies.waa.divisions import FixedDivision
 from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
+from xsimulator.stage_times import HandoverCost
 
 
 def divided(encode_devices):

@@ -1,4 +1,4 @@
-"""How long the phases of RRA configurations of one plan take.
+"""Phases of RRA configurations of one plan: what they hold, and how long they take.
 
 Groups are not equal, and the pipeline waits for the slowest: of each round of steps, the slowest
 group's and all others' together are told apart (xsimulator.pipeline).
@@ -7,24 +7,115 @@ group's and all others' together are told apart (xsimulator.pipeline).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, Lengths
+from xrunner.rules.batch_sizer import LEAST_ADJUSTED
+from xsimulator.longest_context import expected_maximum
+from xsimulator.occupancy import expected_maximum_z
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import Plan
 from xsimulator.policies.figures import BoolArray
-from xsimulator.policies.rra.phase_batches import (
-    DecodeLoads,
-    EncodeTokens,
-    PhaseBatches,
-    charged_context,
-    moved_rows,
-)
+from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
 NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing
 _Pair = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, and all others'
+
+
+class DecodeLoads(NamedTuple):
+    """Each iteration of a block works such groups [blocks, configs]."""
+
+    both: FloatArray  # [2, blocks, configs] queries of the largest group, and of any that has some
+    steps: FloatArray  # groups that have any
+    chance: FloatArray  # that a group has any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PhaseBatches:
+    """The phases of configurations of one plan, in falling order of their blocks, hold these."""
+
+    encode_batch: FloatArray  # [configs]
+    groups: FloatArray
+    queries: PhaseBlocks
+
+    @property
+    def group_batch(self) -> FloatArray:
+        return self.encode_batch / self.groups
+
+    @property
+    def encode_groups(self) -> FloatArray:
+        return np.minimum(self.groups, self.encode_batch)
+
+    def decode_loads(self, variance: FloatArray | None = None) -> DecodeLoads:
+        """The loads follow from the number of active queries; `variance` [blocks, configs] stands
+        in place of its own."""
+        blocks, group_batch = self.queries, self.group_batch
+        variance = blocks.variance_active if variance is None else variance
+        mean = group_batch * blocks.active
+        is_possible = mean > 0
+        # NOTE: expm1 keeps a tiny chance of a step, which 1 - exp would round to none
+        chance = np.minimum(-np.expm1(group_batch * blocks.log_absent), mean)
+        # a chance too small for the logarithm of its opposite is the mean itself
+        chance[chance <= 0] = mean[chance <= 0]
+        chance[~is_possible] = 1.0
+        queries = mean / chance
+        square = (group_batch * variance + mean * mean) / chance
+        spread = np.sqrt(np.maximum(square - queries * queries, 0.0))
+        steps = self.groups * chance * is_possible
+        both = np.stack([queries + expected_maximum_z(steps) * spread, queries])
+        return DecodeLoads(both, steps, chance)
+
+    def charged_context(self, loads: DecodeLoads) -> FloatArray:
+        """Each query of the largest group, and of a usual one, is charged so many tokens of context
+        [2, blocks, configs]."""
+        context = np.broadcast_to(self.queries.context, loads.both.shape)
+        table = self.queries.maximum_context  # [blocks, configs, doublings + 1]
+        if table is None:
+            return context
+        flat = expected_maximum(table.reshape(-1, table.shape[-1]), loads.both.reshape(2, -1))
+        return np.maximum(context, flat.reshape(context.shape))
+
+    def moved_rows(self, loads: DecodeLoads) -> tuple[FloatArray, FloatArray]:
+        """A group moves so many rows of the cache [blocks, configs] where queries of it end, and
+        that happens to this share of its steps."""
+        moved = self.group_batch * self.queries.moved
+        happens = -np.expm1(-moved)
+        return moved / np.where(happens > 0, happens, 1.0), np.minimum(happens / loads.chance, 1.0)
+
+
+class EncodeTokens:
+    """The tokens of encode micro-batches scatter as far as the workload adjustment (paper section
+    5.2) lets them."""
+
+    def __init__(self, inputs: Lengths, adjustment: float) -> None:
+        self.mean, self.std = inputs.mean, inputs.std
+        self._adjustment = adjustment
+
+    def largest(self, batches: PhaseBatches) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """A micro-batch has so many queries and tokens [configs], the largest of a phase so many
+        tokens."""
+        groups = batches.encode_groups
+        queries = batches.encode_batch / groups
+        odd = queries - np.floor(queries)  # that share of the groups encodes one query more
+        tokens = queries * self.mean
+        spread = np.sqrt(queries * self.std**2 + odd * (1 - odd) * self.mean**2)
+        spread = self.adjusted(spread, tokens, queries)
+        return queries, tokens, tokens + expected_maximum_z(groups) * spread
+
+    def adjusted(self, spread: FloatArray, tokens: FloatArray, queries: FloatArray) -> FloatArray:
+        """This standard deviation [configs] of the tokens is left of `spread` where micro-batches
+        of that many queries are adjusted."""
+        if self._adjustment <= 0:
+            return spread
+        # within the band wherever (uniform), or as near to the mean as whole inputs allow: half of
+        # one, that a cut falls into with a chance in proportion to its length
+        band = self._adjustment * tokens / np.sqrt(3)
+        cut = (self.mean + self.std**2 / self.mean) / np.sqrt(12)
+        share = np.clip(queries - (LEAST_ADJUSTED - 1), 0.0, 1.0)  # of the groups, is adjusted
+        return np.asarray(spread + share * (np.minimum(spread, np.maximum(band, cut)) - spread))
 
 
 class PhaseTimes(NamedTuple):
@@ -77,9 +168,9 @@ def _decode_s(plan: Plan, batches: PhaseBatches,
               loads: DecodeLoads) -> tuple[list[_Pair], FloatArray, BoolArray]:
     """The decode steps [blocks, configs] are given by kind of stage, with what _own_steps_s
     says."""
-    context = charged_context(batches.queries, loads)
+    context = batches.charged_context(loads)
     seconds = plan.steps.decode_s(loads.both, context)
-    rows, share = moved_rows(batches, loads)
+    rows, share = batches.moved_rows(loads)
     for work, own in zip(seconds, plan.steps.compaction_s(rows, context[1]), strict=True):
         work += share * own
     pairs, is_timed = _slowest_and_rest(seconds, loads.steps)
@@ -104,8 +195,7 @@ def _own_steps_s(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
     usual = [np.where(np.isfinite(own), own, 0.0) for own in usual]  # refused: said elsewhere
     through = np.sum([own * count for own, count in zip(usual, counts, strict=True)], axis=0)
     crowd = np.minimum(loads.steps / counts.sum(), 1.0)
-    longer: FloatArray = nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0)
-    return longer
+    return np.asarray(nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0))
 
 
 def _slowest_and_rest(seconds: Sequence[FloatArray],
