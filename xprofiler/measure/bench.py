@@ -44,8 +44,10 @@ class LayerBench:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int = 1, device: torch.device | str = "cpu",
-                 sampling: Sampling = GREEDY, is_probed: bool = True) -> None:
-        """`is_probed` False: steps are timed as a whole, without marks inside."""
+                 sampling: Sampling = GREEDY, is_probed: bool = True,
+                 weight_dtype: torch.dtype | None = None) -> None:
+        """`is_probed` False: steps are timed as a whole, without marks inside. `weight_dtype`: as
+        which weights are multiplied; None: as `dtype`."""
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
         self.num_layers = max(1, min(math.ceil(spec.num_layers / num_stages),
                                      MAX_WEIGHT_BYTES // layer_bytes))
@@ -53,7 +55,8 @@ class LayerBench:
         self._sampling = sampling
         stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=self.num_layers)
         self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
-                                stage, dtype, shard=Shard(degree=tp_degree), device=self.device)
+                                stage, dtype, shard=Shard(degree=tp_degree), device=self.device,
+                                weight_dtype=weight_dtype)
         clock = clock_of(self.device)
         self._probe = Probe(self.model, clock) if is_probed else Whole(clock)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,17 +18,18 @@ from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.shard import Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed
 from xrunner.models.t5 import SCALE
 from xrunner.models.weights import OnDevice, RandomWeights
 from xrunner.ops.attention import (
-    attend_bidirectional,
-    attend_cross,
-    attend_decode,
-    cross_context,
+    decode_attention,
     decode_context,
+    encode_context,
+    packed_attention,
     store_packed,
+    whole_inputs,
 )
+from xrunner.ops.rows import place
 from xrunner.ops.sampling import sample
 from xrunner.query import Sampling
 
@@ -40,7 +40,8 @@ class EncoderDecoderBench:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int = 1, device: torch.device | str = "cpu",
-                 sampling: Sampling = GREEDY) -> None:
+                 sampling: Sampling = GREEDY,
+                 weight_dtype: torch.dtype | None = None) -> None:
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
         most = max(MAX_WEIGHT_BYTES // 2 // layer_bytes, 1)
         self.num_layers = min(math.ceil(spec.num_layers / num_stages), most)
@@ -49,38 +50,38 @@ class EncoderDecoderBench:
         self._sampling, self._clock = sampling, clock_of(self.device)
         classes, shard = ENCODER_DECODER_CLASSES[spec.family], Shard(degree=tp_degree)
         weights = OnDevice(RandomWeights(dtype), self.device)
-        self._encoder: list[Any] = [classes.encoder_layer(spec, weights, i, shard)
+        as_type = weight_dtype or dtype
+        self._encoder: list[Any] = [packed(classes.encoder_layer(spec, weights, i, shard), as_type)
                                     for i in range(self.num_encoder_layers)]
-        self._decoder: list[Any] = [classes.decoder_layer(spec, weights, i, shard)
+        self._decoder: list[Any] = [packed(classes.decoder_layer(spec, weights, i, shard), as_type)
                                     for i in range(self.num_layers)]
         self._encoder_ends: Any = classes.encoder_ends(
             spec, weights, first=True, last=True, shard=shard)
         self._decoder_ends: Any = classes.decoder_ends(
             spec, weights, first=True, last=True, shard=shard)
+        self._decoder_ends.head.pack(as_type)
         self._kv_heads = shard.share(spec.kv_heads)
 
     def encode(self, lengths: Sequence[int]) -> Measurement:
         """An encode step: the encoder's layers, then every decoder layer's cross keys and values,
         put into their caches."""
         tokens = torch.ones(sum(lengths), dtype=torch.long, device=self.device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
-        slots = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        slots = slots.to(self.device)
+        places = encode_context(whole_inputs(lengths), self.device).places
         cache = self._cache(len(lengths), max(lengths))
 
         def step() -> StepParts:
             watch = _Watch(self._clock)
-            hidden = watch("embed", self._encoder_ends.embed, tokens, positions)
-            bias = watch("rest", self._encoder_ends.prepare, positions, self.dtype)
+            hidden = watch("embed", self._encoder_ends.embed, tokens, places.positions)
+            bias = watch("rest", self._encoder_ends.bias, max(lengths))
             for layer in self._encoder:
-                query, key, value = watch("rest", layer.qkv, hidden, bias)
-                attended = watch("attention", attend_bidirectional, query, key, value, lengths,
-                                 bias, SCALE)
+                joint = watch("rest", layer.qkv, hidden)
+                attended = watch("attention", packed_attention, joint, layer.heads, lengths, SCALE,
+                                 bias)
                 hidden = watch("rest", layer.finish, hidden, attended)
             encoded = watch("rest", self._encoder_ends.finish, hidden)
             for layer, (keys, values) in zip(self._decoder, cache.store, strict=True):
                 key, value = watch("cross_kv", layer.cross_kv, encoded)
-                watch("cross_kv", store_packed, key, value, keys, values, slots, positions)
+                watch("cross_kv", store_packed, key, value, (keys, values), places)
             return watch.parts(self.num_encoder_layers, cross_layers=self.num_layers)
 
         return step
@@ -91,25 +92,24 @@ class EncoderDecoderBench:
         own, cross = self._cache(queries, max(contexts) + 1), self._cache(
             queries, max(encoder_tokens))
         tokens = torch.ones(queries, dtype=torch.long, device=self.device)
-        cached = torch.tensor(contexts, device=self.device)
         choices, positions = [self._sampling] * queries, list(contexts)
-        inputs = torch.tensor(encoder_tokens, device=self.device)
 
         def step() -> StepParts:
             watch = _Watch(self._clock)
-            context = decode_context(cached, self.dtype)
-            across = cross_context(inputs, self.dtype)
+            context = decode_context([n + 1 for n in contexts], device=self.device)
+            across = decode_context(encoder_tokens, device=self.device)
             hidden = watch("embed", self._decoder_ends.embed, tokens, context.positions)
-            bias = watch("rest", self._decoder_ends.prepare, context.positions, self.dtype)
-            context = replace(context, mask=bias)
+            bias = watch("rest", self._decoder_ends.bias, context.longest)
             for layer, (keys, values), (cross_keys, cross_values) in zip(
                     self._decoder, own.store, cross.store, strict=True):
-                query, key, value = watch("rest", layer.qkv, hidden, bias)
-                attended = watch("attention", attend_decode, query, key, value, keys, values,
-                                 context, SCALE)
+                joint = watch("rest", layer.qkv, hidden)
+                query = watch("attention", place, joint, layer.heads, (keys, values),
+                              context.places)
+                attended = watch("attention", decode_attention, query, (keys, values), context,
+                                 SCALE, bias)
                 hidden, query = watch("rest", layer.cross_query, hidden, attended)
-                attended = watch("cross", attend_cross, query, cross_keys, cross_values, across,
-                                 SCALE)
+                attended = watch("cross", decode_attention, query, (cross_keys, cross_values),
+                                 across, SCALE)
                 hidden = watch("rest", layer.finish, hidden, attended)
             watch("head", lambda: sample(self._decoder_ends.logits(hidden), choices, positions))
             return watch.parts(self.num_layers)

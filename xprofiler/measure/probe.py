@@ -62,7 +62,7 @@ class Probe:
             layer.finish = self._timed(layer.finish, self._rest)  # type: ignore[method-assign]
         ends = model.ends
         ends.embed = self._timed(ends.embed, self._embed)
-        ends.prepare = self._timed(ends.prepare, self._shared)
+        ends.rotation = self._timed(ends.rotation, self._shared)
         ends.logits = self._begins(ends.logits)
 
     def time(self, step: Callable[[], object]) -> StepParts:
@@ -76,7 +76,7 @@ class Probe:
         num_layers = len(self._model.layers)
         assert len(self._rest) == 2 * num_layers, f"{len(self._rest) = } {num_layers = }"
         rest_s = self._sum(self._rest) + self._sum(self._shared)
-        # between a layer's two parts lies its attention kernel
+        # between a layer's two parts lie rotation, cache write and the attention kernel
         attention_s = sum(self._clock.seconds(qkv_end, finish_begin) for (_, qkv_end), (
             finish_begin, _) in zip(self._rest[::2], self._rest[1::2], strict=True))
         return StepParts(

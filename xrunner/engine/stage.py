@@ -13,7 +13,7 @@ from torch import Tensor
 from xrunner.devices import settle
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.ops.attention import cross_context, decode_context, decode_context_of
+from xrunner.ops.attention import decode_context, encode_context, whole_inputs
 from xrunner.ops.sampling import sample_shards
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
@@ -114,7 +114,8 @@ class StageExecutor:
         first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
             return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
-        hidden = self.model.encode(inputs, group.cache.store, first, lengths)
+        step = encode_context(whole_inputs(lengths, first), inputs.device)
+        hidden = self.model.encode(inputs, group.cache.store, step)
         if self.sender is not None:
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
@@ -139,11 +140,11 @@ class StageExecutor:
         model, cache = self.model, group.cache
         if self.receiver is not None:
             self._take_over(self.receiver, group, message)
-        step = decode_context(torch.tensor(cache.lengths, device=inputs.device), model.dtype)
+        step = decode_context([length + 1 for length in cache.lengths], device=inputs.device)
         if isinstance(model, EncoderDecoderStage):
             assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
             encoded = group.encoded
-            across = cross_context(torch.tensor(encoded.lengths, device=inputs.device), model.dtype)
+            across = decode_context(encoded.lengths, device=inputs.device)
             hidden = model.decode(inputs, cache.store, encoded.store, step, across)
         else:
             hidden = model.decode(inputs, cache.store, step)
@@ -162,9 +163,10 @@ class StageExecutor:
         decoding = [] if message.kind is StepKind.ENCODE else [
             slot for slot in range(len(group.slots.seats)) if slot not in taken]
         group.place(message.joined, message.replaced)
-        step = decode_context_of(decoding, cache.lengths, model.dtype,
-                                 inputs.device) if decoding else None
-        hidden = model.mixed(inputs, cache.store, step, spans)
+        step = decode_context([cache.lengths[slot] + 1 for slot in decoding], decoding,
+                              inputs.device) if decoding else None
+        hidden = model.mixed(inputs, cache.store, step,
+                             encode_context(spans, inputs.device) if spans else None)
         for slot in decoding:
             cache.grow(slot)
         for span in spans:

@@ -7,7 +7,6 @@ stage that holds decoder layers, which leave its keys and values in their cross-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +16,18 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel, packed
 from xrunner.models.t5 import SCALE
 from xrunner.models.weights import OnDevice, WeightSource
 from xrunner.ops.attention import (
-    CrossContext,
     DecodeContext,
-    attend_bidirectional,
-    attend_cross,
-    attend_decode,
+    decode_attention,
+    encode_context,
+    packed_attention,
     store_packed,
+    whole_inputs,
 )
+from xrunner.ops.rows import place
 
 
 class EncoderDecoderStage:
@@ -40,8 +40,10 @@ class EncoderDecoderStage:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                  dtype: torch.dtype, shard: Shard = WHOLE,
-                 device: torch.device | str = "cpu") -> None:
-        """`shard`: this rank's part of every layer and of the head; weights go to `device`."""
+                 device: torch.device | str = "cpu",
+                 weight_dtype: torch.dtype | None = None) -> None:
+        """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
+        are multiplied as `weight_dtype` (None: `dtype`)."""
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
         classes = ENCODER_DECODER_CLASSES[spec.family]
@@ -52,17 +54,20 @@ class EncoderDecoderStage:
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
+        as_type = weight_dtype or dtype
         self.encoder_layers: list[Any] = [
-            classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard)
-            for i in range(stage.num_encoder_layers)]
+            packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
+                   as_type) for i in range(stage.num_encoder_layers)]
         self.layers: list[Any] = [
-            classes.decoder_layer(spec, placed, stage.first_layer + i, shard)
+            packed(classes.decoder_layer(spec, placed, stage.first_layer + i, shard), as_type)
             for i in range(stage.num_layers)]
         self.ends: Any = None
         self.encoder_ends: Any = None
         if decodes:
             self.ends = classes.decoder_ends(spec, placed, first=self.is_first, last=self.is_last,
                                              shard=shard)
+            if self.is_last:
+                self.ends.head.pack(as_type)
         if encodes:
             self.encoder_ends = classes.encoder_ends(
                 spec, placed, first=self.is_first and not decodes, last=self.is_last, shard=shard)
@@ -81,10 +86,9 @@ class EncoderDecoderStage:
         positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
         hidden = self.encoder_ends.embed(inputs, positions) if self.is_first else inputs
         if self.encoder_layers:
-            bias = self.encoder_ends.prepare(positions, self.dtype)
+            bias = self.encoder_ends.bias(max(lengths))
             for layer in self.encoder_layers:
-                query, key, value = layer.qkv(hidden, bias)
-                attended = attend_bidirectional(query, key, value, lengths, bias, SCALE)
+                attended = packed_attention(layer.qkv(hidden), layer.heads, lengths, SCALE, bias)
                 hidden = layer.finish(hidden, attended)
         return self.encoder_ends.finish(hidden) if self.is_last else hidden
 
@@ -92,28 +96,24 @@ class EncoderDecoderStage:
                       lengths: Sequence[int]) -> None:
         """The encoder's output [T, H] as keys and values in the cross-attention's cache
         [layers, 2, slots, k, capacity, d], from `first_slot` on."""
-        counts = torch.tensor(lengths)
-        slots = torch.repeat_interleave(torch.arange(len(lengths)) + first_slot, counts,
-                                        output_size=len(encoded))
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        slots, positions = slots.to(encoded.device), positions.to(encoded.device)
+        places = encode_context(whole_inputs(lengths, first_slot), encoded.device).places
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
             key, value = layer.cross_kv(encoded)
-            store_packed(key, value, keys, values, slots, positions)
+            store_packed(key, value, (keys, values), places)
 
     def decode(self, inputs: Tensor, cache: Tensor, encoded: Tensor, step: DecodeContext,
-               across: CrossContext) -> Tensor:
+               across: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
-        after it; `cache` of the tokens so far, `encoded` of the inputs. Returns hidden [n, H]."""
+        after it; `cache` of the tokens so far, as `step` reads it; `encoded` of the inputs, which
+        are read whole (`across`). Returns hidden [n, H]."""
         hidden = self.ends.embed(inputs, step.positions) if self.is_first else inputs
-        bias = self.ends.prepare(step.positions, self.dtype)
-        step = replace(step, mask=bias)
+        bias = self.ends.bias(step.longest)
         for layer, (keys, values), (cross_keys, cross_values) in zip(
                 self.layers, cache, encoded, strict=True):
-            query, key, value = layer.qkv(hidden, bias)
-            attended = attend_decode(query, key, value, keys, values, step, SCALE)
+            query = place(layer.qkv(hidden), layer.heads, (keys, values), step.places)
+            attended = decode_attention(query, (keys, values), step, SCALE, bias)
             hidden, query = layer.cross_query(hidden, attended)
-            attended = attend_cross(query, cross_keys, cross_values, across, SCALE)
+            attended = decode_attention(query, (cross_keys, cross_values), across, SCALE)
             hidden = layer.finish(hidden, attended)
         return hidden
 
@@ -124,9 +124,8 @@ class EncoderDecoderStage:
 
 
 def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment, dtype: torch.dtype,
-               shard: Shard = WHOLE,
-               device: torch.device | str = "cpu") -> StageModel | EncoderDecoderStage:
+               shard: Shard = WHOLE, device: torch.device | str = "cpu",
+               weight_dtype: torch.dtype | None = None) -> StageModel | EncoderDecoderStage:
     """A stage of any family."""
-    if spec.is_encoder_decoder:
-        return EncoderDecoderStage(spec, weights, stage, dtype, shard, device)
-    return StageModel(spec, weights, stage, dtype, shard, device)
+    kind = EncoderDecoderStage if spec.is_encoder_decoder else StageModel
+    return kind(spec, weights, stage, dtype, shard, device, weight_dtype)

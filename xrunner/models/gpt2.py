@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
 from xrunner.models.pre_norm import (
@@ -17,11 +16,11 @@ from xrunner.models.pre_norm import (
     PreNormEnds,
     PreNormLayer,
     PreNormWeights,
-    Product,
     read_norm,
 )
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
+from xrunner.ops.linear import Product
 
 gpt2_ends = partial(PreNormEnds, names=EndNames(
     tokens="wte.weight", positions="wpe.weight", norm="ln_f"))
@@ -33,16 +32,17 @@ def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
     hidden, inner = spec.hidden_size, spec.intermediate_size
     prefix = f"h.{index}."
 
-    def columns(name: str, out: int, parts: list[TensorPart | None]) -> Product:
+    def columns(name: str, out: int, parts: list[TensorPart | None],
+                activation: str = "none") -> Product:
         """`parts` of a product's columns: of the weight [H, out] and of the bias [out]."""
         held = [weights.get(f"{prefix}{name}.weight", (hidden, out), p).t() for p in parts]
         biases = [weights.get(f"{prefix}{name}.bias", (out,), _of_bias(p)) for p in parts]
-        return torch.cat(held).contiguous(), torch.cat(biases)
+        return Product(torch.cat(held).contiguous(), torch.cat(biases), activation=activation)
 
     def rows(name: str, into: int) -> Product:
         weight = weights.get(f"{prefix}{name}.weight", (into, hidden), shard.part(0, into))
         bias = weights.get(f"{prefix}{name}.bias", (hidden,)) if shard.is_first else None
-        return weight.t().contiguous(), bias
+        return Product(weight.t().contiguous(), bias)
 
     # a shard's heads lie in three places of the joint matrix: in query's, key's and value's
     joint = [shard.part(1, hidden, first=i * hidden) for i in range(3)]
@@ -51,8 +51,8 @@ def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
         qkv=columns("attn.c_attn", 3 * hidden, joint if shard.degree > 1 else [None]),
         out=rows("attn.c_proj", hidden),
         mlp_norm=read_norm(weights, f"{prefix}ln_2", hidden),
-        up=columns("mlp.c_fc", inner, [shard.part(1, inner)]),
-        down=rows("mlp.c_proj", inner)), partial(F.gelu, approximate="tanh"))
+        up=columns("mlp.c_fc", inner, [shard.part(1, inner)], "gelu"),
+        down=rows("mlp.c_proj", inner)))
 
 
 def _of_bias(columns: TensorPart | None) -> TensorPart | None:

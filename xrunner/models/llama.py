@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +11,8 @@ from torch.nn import functional as F
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
-
-
-class Rotation(NamedTuple):
-    """cos and sin for one step's tokens, shared by all layers: each [T, 1, head_dim]."""
-
-    cos: Tensor
-    sin: Tensor
+from xrunner.ops.linear import Product
+from xrunner.ops.rows import Rotation, rms_norm, silu_mul
 
 
 class LlamaLayer:
@@ -29,7 +23,7 @@ class LlamaLayer:
                  shard: Shard = WHOLE) -> None:
         hidden, dim, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
         self.heads, self.kv_heads = shard.share(spec.num_heads), shard.share(spec.kv_heads)
-        self.dim, self.eps, self._all_reduce = dim, spec.norm_eps, shard.all_reduce
+        self.dim, self.eps, self._all_reduce = dim, spec.norm_eps, shard.completes
         prefix = f"model.layers.{index}."
         widths = {"q": spec.num_heads * dim, "k": spec.kv_heads * dim, "v": spec.kv_heads * dim}
 
@@ -40,32 +34,31 @@ class LlamaLayer:
             return weights.get(prefix + name, shape, shard.part(1, shape[1]))
 
         # one product instead of three (and two): fewer, larger kernels at small batches
-        self.qkv_weight = torch.cat([columns(f"self_attn.{n}_proj.weight", w, hidden)
-                                     for n, w in widths.items()])
-        self.qkv_bias = (torch.cat([columns(f"self_attn.{n}_proj.bias", w)
-                                    for n, w in widths.items()]) if spec.qkv_bias else None)
-        self.out_weight = rows("self_attn.o_proj.weight", hidden, widths["q"])
-        self.gate_up_weight = torch.cat([columns(f"mlp.{n}_proj.weight", inner, hidden)
-                                         for n in ("gate", "up")])
-        self.down_weight = rows("mlp.down_proj.weight", hidden, inner)
+        self._qkv = Product(
+            torch.cat([columns(f"self_attn.{n}_proj.weight", w, hidden)
+                       for n, w in widths.items()]),
+            torch.cat([columns(f"self_attn.{n}_proj.bias", w) for n, w in widths.items()])
+            if spec.qkv_bias else None)
+        self._out = Product(rows("self_attn.o_proj.weight", hidden, widths["q"]))
+        self._gate_up = Product(torch.cat([columns(f"mlp.{n}_proj.weight", inner, hidden)
+                                           for n in ("gate", "up")]))
+        self._down = Product(rows("mlp.down_proj.weight", hidden, inner))
         self.input_norm = weights.get(f"{prefix}input_layernorm.weight", (hidden,))
         self.mlp_norm = weights.get(f"{prefix}post_attention_layernorm.weight", (hidden,))
 
-    def qkv(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> query [T, h, d], key [T, k, d], value [T, k, d], rotated."""
-        normed = rms_norm(hidden, self.input_norm, self.eps)
-        joint = F.linear(normed, self.qkv_weight, self.qkv_bias)
-        joint = joint.view(len(hidden), self.heads + 2 * self.kv_heads, self.dim)
-        rotated = _rotate(joint[:, :self.heads + self.kv_heads], rotation)
-        return (rotated[:, :self.heads], rotated[:, self.heads:],
-                joint[:, self.heads + self.kv_heads:])
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self._qkv, self._out, self._gate_up, self._down
+
+    def qkv(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> query, key and value of each token [T, (h + 2 k) d], not yet rotated."""
+        return self._qkv(rms_norm(hidden, self.input_norm, self.eps))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
-        hidden = hidden + self._all_reduce(F.linear(attended, self.out_weight))
-        normed = rms_norm(hidden, self.mlp_norm, self.eps)
-        gate, up = F.linear(normed, self.gate_up_weight).chunk(2, dim=-1)
-        return hidden + self._all_reduce(F.linear(F.silu(gate) * up, self.down_weight))
+        hidden = self._out.added_to(hidden, attended, self._all_reduce)
+        inner = silu_mul(self._gate_up(rms_norm(hidden, self.mlp_norm, self.eps)))
+        return self._down.added_to(hidden, inner, self._all_reduce)
 
 
 class LlamaEnds:
@@ -77,39 +70,27 @@ class LlamaEnds:
         self.eps, self.dim = spec.norm_eps, spec.head_dim
         self.inverse_frequency = _frequencies(spec)
         self.embedding = weights.get(name, table) if first else None
-        self.norm = self.head_weight = None
+        self.norm = self.head = None
         if last:
             self.norm = weights.get("model.norm.weight", (spec.hidden_size,))
-            self.head_weight = head_weight(spec, weights, (name, self.embedding), shard)
+            self.head = Product(head_weight(spec, weights, (name, self.embedding), shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T] -> hidden [T, H]."""
         assert self.embedding is not None, "only the first stage embeds"
         return F.embedding(tokens, self.embedding)
 
-    def prepare(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """positions [T] -> what each layer's `qkv` needs besides the hidden state."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """positions [T] -> what the layers rotate queries and keys by."""
         if self.inverse_frequency.device != positions.device:  # once: it stays there
             self.inverse_frequency = self.inverse_frequency.to(positions.device)
-        angles = positions[:, None].float() * self.inverse_frequency[None, :]
-        angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+        angles = positions[:, None].float() * self.inverse_frequency
+        return Rotation(angles.cos(), angles.sin())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
-        assert self.norm is not None and self.head_weight is not None, (
-            "only the last stage has a head")
-        return F.linear(rms_norm(hidden, self.norm, self.eps), self.head_weight)
-
-
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(hidden, weight.shape, weight, eps)
-
-
-def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [T, heads, d]; the halves form the rotated pairs, as in transformers."""
-    low, high = x.chunk(2, dim=-1)
-    return x * rotation.cos + torch.cat([-high, low], dim=-1) * rotation.sin
+        assert self.norm is not None and self.head is not None, "only the last stage has a head"
+        return self.head(rms_norm(hidden, self.norm, self.eps))
 
 
 def _frequencies(spec: ModelSpec) -> Tensor:

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
 from xrunner.models.pre_norm import (
@@ -14,11 +13,11 @@ from xrunner.models.pre_norm import (
     PreNormEnds,
     PreNormLayer,
     PreNormWeights,
-    Product,
     read_norm,
 )
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
+from xrunner.ops.linear import Product
 
 POSITION_OFFSET = 2  # the first two rows of OPT's position table belong to padding
 opt_ends = partial(PreNormEnds, names=EndNames(
@@ -36,19 +35,21 @@ def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
     def bias(name: str, out: int, part: TensorPart | None) -> Tensor | None:
         return weights.get(f"{prefix}{name}.bias", (out,), part) if spec.has_bias else None
 
-    def columns(name: str, out: int, into: int) -> Product:
+    def columns(name: str, out: int, into: int) -> tuple[Tensor, Tensor | None]:
         part = shard.part(0, out)
         return weights.get(f"{prefix}{name}.weight", (out, into), part), bias(name, out, part)
 
     def rows(name: str, out: int, into: int) -> Product:
-        return (weights.get(f"{prefix}{name}.weight", (out, into), shard.part(1, into)),
-                bias(name, out, None) if shard.is_first else None)
+        return Product(weights.get(f"{prefix}{name}.weight", (out, into), shard.part(1, into)),
+                       bias(name, out, None) if shard.is_first else None)
 
     parts = [columns(f"self_attn.{n}_proj", hidden, hidden) for n in "qkv"]
     biases = [bias for _, bias in parts if bias is not None]
     return PreNormLayer(spec, shard, PreNormWeights(
         input_norm=read_norm(weights, f"{prefix}self_attn_layer_norm", hidden),
-        qkv=(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None),
+        qkv=Product(torch.cat([weight for weight, _ in parts]),
+                    torch.cat(biases) if biases else None),
         out=rows("self_attn.out_proj", hidden, hidden),
         mlp_norm=read_norm(weights, f"{prefix}final_layer_norm", hidden),
-        up=columns("fc1", ffn, hidden), down=rows("fc2", hidden, ffn)), F.relu)
+        up=Product(*columns("fc1", ffn, hidden), activation="relu"),
+        down=rows("fc2", hidden, ffn)))

@@ -4,18 +4,17 @@ MLP. A family reads its checkpoint's names and layouts into these, and names its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
+from xrunner.ops.linear import Product
+from xrunner.ops.rows import layer_norm
 
-Product = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
 Norm = tuple[Tensor, Tensor]  # weight, bias
 
 
@@ -34,27 +33,26 @@ class PreNormLayer:
     """One decoder layer, or one rank's shard of it. `heads` (h) are this shard's, each of size
     `dim` (d)."""
 
-    def __init__(self, spec: ModelSpec, shard: Shard, weights: PreNormWeights,
-                 activate: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, shard: Shard, weights: PreNormWeights) -> None:
         self.heads = self.kv_heads = shard.share(spec.num_heads)
-        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.all_reduce
-        self.weights, self._activate = weights, activate
+        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.completes
+        self.weights = weights
 
-    def qkv(self, hidden: Tensor, _prepared: None) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> query, key, value, each [T, h, d]."""
+    @property
+    def products(self) -> tuple[Product, ...]:
         weights = self.weights
-        normed = F.layer_norm(hidden, (hidden.shape[-1],), *weights.input_norm, self.eps)
-        joint = F.linear(normed, *weights.qkv)
-        query, key, value = joint.view(len(hidden), 3, self.heads, self.dim).unbind(1)
-        return query, key, value
+        return weights.qkv, weights.out, weights.up, weights.down
+
+    def qkv(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> query, key and value of each token [T, 3 h d]."""
+        return self.weights.qkv(layer_norm(hidden, *self.weights.input_norm, self.eps))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
         weights = self.weights
-        hidden = hidden + self._all_reduce(F.linear(attended, *weights.out))
-        normed = F.layer_norm(hidden, (hidden.shape[-1],), *weights.mlp_norm, self.eps)
-        inner = self._activate(F.linear(normed, *weights.up))
-        return hidden + self._all_reduce(F.linear(inner, *weights.down))
+        hidden = weights.out.added_to(hidden, attended, self._all_reduce)
+        inner = weights.up(layer_norm(hidden, *weights.mlp_norm, self.eps))
+        return weights.down.added_to(hidden, inner, self._all_reduce)
 
 
 class EndNames(NamedTuple):
@@ -74,14 +72,15 @@ class PreNormEnds:
                  last: bool, shard: Shard = WHOLE) -> None:
         assert spec.max_positions is not None, "a model with learned positions"
         hidden, self.eps, self._offset = spec.hidden_size, spec.norm_eps, names.position_offset
-        self.embedding = self.positions = self.norm = self.head_weight = None
+        self.embedding = self.positions = self.norm = self.head = None
         if first:
             rows = spec.max_positions + names.position_offset
             self.embedding = weights.get(names.tokens, (spec.vocab_size, hidden))
             self.positions = weights.get(names.positions, (rows, hidden))
         if last:
             self.norm = read_norm(weights, names.norm, hidden)
-            self.head_weight = head_weight(spec, weights, (names.tokens, self.embedding), shard)
+            self.head = Product(head_weight(
+                spec, weights, (names.tokens, self.embedding), shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""
@@ -90,15 +89,13 @@ class PreNormEnds:
         at = positions + self._offset if self._offset else positions
         return F.embedding(tokens, self.embedding) + F.embedding(at, self.positions)
 
-    def prepare(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """These layers need nothing besides the hidden state."""
+    def rotation(self, positions: Tensor) -> None:
+        """Positions are in the hidden state: nothing is rotated."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
-        assert self.norm is not None and self.head_weight is not None, (
-            "only the last stage has a head")
-        normed = F.layer_norm(hidden, (hidden.shape[-1],), *self.norm, self.eps)
-        return F.linear(normed, self.head_weight)
+        assert self.norm is not None and self.head is not None, "only the last stage has a head"
+        return self.head(layer_norm(hidden, *self.norm, self.eps))
 
 
 def read_norm(weights: WeightSource, name: str, hidden: int) -> Norm:

@@ -42,6 +42,11 @@ class Shard:
     def is_first(self) -> bool:
         return self.index == 0
 
+    @property
+    def completes(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes partial sums whole; None for a rank alone, whose sums are."""
+        return None if self.degree == 1 else self.all_reduce
+
     def share(self, count: int) -> int:
         """This rank's part of `count` heads or columns, which the degree divides."""
         assert count % self.degree == 0, f"{count = } {self.degree = }"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,8 +16,14 @@ from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource
-from xrunner.ops.attention import DecodeContext, attend_decode, attend_encode, attend_spans
-from xrunner.rules.slots import Span
+from xrunner.ops.attention import (
+    DecodeContext,
+    EncodeContext,
+    decode_attention,
+    encode_attention,
+)
+from xrunner.ops.linear import Product
+from xrunner.ops.rows import Places, place
 
 
 class Layer(Protocol):
@@ -29,7 +34,10 @@ class Layer(Protocol):
     kv_heads: int
     dim: int
 
-    def qkv(self, hidden: Tensor, prepared: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+    @property
+    def products(self) -> tuple[Product, ...]: ...
+
+    def qkv(self, hidden: Tensor) -> Tensor: ...
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor: ...
 
@@ -56,13 +64,22 @@ ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
 }
 
 
+def packed(layer: Any, weight_dtype: torch.dtype) -> Any:
+    """The layer, its products laid out for the processor."""
+    for product in layer.products:
+        product.pack(weight_dtype)
+    return layer
+
+
 class StageModel:
     """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                  dtype: torch.dtype, shard: Shard = WHOLE,
-                 device: torch.device | str = "cpu") -> None:
-        """`shard`: this rank's part of every layer and of the head; weights go to `device`."""
+                 device: torch.device | str = "cpu",
+                 weight_dtype: torch.dtype | None = None) -> None:
+        """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
+        are multiplied as `weight_dtype` (None: `dtype`)."""
         assert spec.family in LAYER_CLASSES, f"{spec.family = } is not decoder-only"
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
@@ -71,60 +88,49 @@ class StageModel:
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
-        self.layers: list[Layer] = [layer_class(spec, placed, stage.first_layer + i, shard)
-                                    for i in range(stage.num_layers)]
+        as_type = weight_dtype or dtype
+        self.layers: list[Layer] = [
+            packed(layer_class(spec, placed, stage.first_layer + i, shard), as_type)
+            for i in range(stage.num_layers)]
         self.ends = ends_class(spec, placed, first=self.is_first, last=self.is_last, shard=shard)
+        if self.is_last:
+            self.ends.head.pack(as_type)
 
     @property
     def kv_heads(self) -> int:
         """Key-value heads of this shard, as its caches hold them."""
         return self.shard.share(self.spec.kv_heads)
 
-    def encode(self, inputs: Tensor, cache: Tensor, first_slot: int,
-               lengths: Sequence[int]) -> Tensor:
-        """Whole inputs, packed. `inputs`: tokens [T] on the first stage, hidden [T, H] after it;
-        cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H]."""
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
-        hidden = self.ends.embed(inputs, positions) if self.is_first else inputs
-        prepared = self.ends.prepare(positions, self.dtype)
-        for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            query, key, value = layer.qkv(hidden, prepared)
-            attended = attend_encode(query, key, value, keys, values, first_slot, lengths)
-            hidden = layer.finish(hidden, attended)
-        return hidden
+    def encode(self, inputs: Tensor, cache: Tensor, step: EncodeContext) -> Tensor:
+        """Whole inputs, or spans of them, packed. `inputs`: tokens [T] on the first stage, hidden
+        [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H]."""
+        return self.mixed(inputs, cache, None, step)
 
     def decode(self, inputs: Tensor, cache: Tensor, step: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
         after it. Returns hidden [n, H]."""
-        hidden = self.ends.embed(inputs, self._within(step.positions)) if self.is_first else inputs
-        prepared = self.ends.prepare(step.positions, self.dtype)
-        for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            query, key, value = layer.qkv(hidden, prepared)
-            attended = attend_decode(query, key, value, keys, values, step)
-            hidden = layer.finish(hidden, attended)
-        return hidden
+        return self.mixed(inputs, cache, step, None)
 
-    def mixed(self, inputs: Tensor, cache: Tensor, step: DecodeContext | None,
-              spans: Sequence[Span]) -> Tensor:
-        """One token of each of n queries (None: of none), then spans of inputs, packed: one product
-        for all rows, attention apart (ORCA's selective batching). `inputs`: tokens [n + T] on the
-        first stage, hidden [n + T, H] after it. Returns hidden [n + T, H]."""
-        n = 0 if step is None else len(step.positions)
-        within = [torch.arange(span.first, span.first + span.tokens) for span in spans]
-        positions = torch.cat(within).to(inputs.device) if within else inputs.new_empty(
-            0, dtype=torch.long)
-        if step is not None:
-            positions = torch.cat([step.positions, positions])
-        hidden = self.ends.embed(inputs, positions) if self.is_first else inputs
-        prepared = self.ends.prepare(positions, self.dtype)
+    def mixed(self, inputs: Tensor, cache: Tensor, decoded: DecodeContext | None,
+              encoded: EncodeContext | None) -> Tensor:
+        """One token of each of n queries (None: of none), then spans of inputs (None: none),
+        packed: one product for all rows, attention apart (ORCA's selective batching). `inputs`:
+        tokens [n + T] on the first stage, hidden [n + T, H] after it. Returns hidden [n + T, H]."""
+        n = 0 if decoded is None else len(decoded.slots)
+        places = Places(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
+            *(step.places for step in (decoded, encoded) if step is not None), strict=True)))
+        hidden = self.ends.embed(inputs, self._within(places.positions)) if self.is_first else (
+            inputs)
+        rotation = self.ends.rotation(places.positions)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            query, key, value = layer.qkv(hidden, prepared)
+            query = place(layer.qkv(hidden), layer.heads, (keys, values), places, rotation)
             attended = []
-            if step is not None:
-                attended.append(attend_decode(query[:n], key[:n], value[:n], keys, values, step))
-            if spans:
-                attended.append(attend_spans(query[n:], key[n:], value[n:], keys, values, spans))
-            hidden = layer.finish(hidden, torch.cat(attended))
+            if decoded is not None:
+                attended.append(decode_attention(query[:n], (keys, values), decoded))
+            if encoded is not None:
+                attended.append(encode_attention(query[n:], (keys, values), encoded))
+            hidden = layer.finish(hidden, attended[0] if len(attended) == 1 else (
+                torch.cat(attended)))
         return hidden
 
     def _within(self, positions: Tensor) -> Tensor:

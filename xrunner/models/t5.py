@@ -1,8 +1,8 @@
 """T5 layers (versions 1.0 and 1.1): RMS norm, relative position biases, no scaling of scores.
 
-The attention kernels are apart from the layers, as in the other families: `attend_bidirectional`
-with the encoder's bias; `attend_decode` with the decoder's, then `attend_cross`; all with SCALE.
-What `prepare` of an end returns is that bias. Its table belongs to the first layer and serves all.
+The attention kernels are apart from the layers, as in the other families: `packed_attention` with
+the encoder's bias; `decode_attention` with the decoder's, then again, without, over the encoded
+input; all with SCALE. The ends make that bias; its table is the first layer's and serves all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.llama import rms_norm
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
+from xrunner.ops.attention import Distances
+from xrunner.ops.linear import Product
+from xrunner.ops.rows import rms_norm
 
 SCALE = 1.0  # of the attention scores: T5's initialisation stands in for 1 / sqrt(d)
 _EMBEDDING = "shared.weight"
@@ -30,18 +32,24 @@ class _Block:
         self._spec, self._weights, self._prefix, self._shard = spec, weights, prefix, shard
         self._width = spec.num_heads * spec.head_dim
 
-    def attention(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [w, H], key and value [2 w, H], output [H, w], with w = h * d of this shard."""
-        hidden, width = self._spec.hidden_size, self._width
-        q, k, v = (self._columns(f"{name}.{n}", width, hidden) for n in "qkv")
-        return q, torch.cat([k, v]), self._rows(f"{name}.o", hidden, width)
+    def joint(self, name: str, parts: str) -> Product:
+        """`parts` of query, key and value, as in "qkv", as one product [parts * w, H], with w =
+        h * d of this shard."""
+        return Product(torch.cat([
+            self._columns(f"{name}.{part}", self._width, self._spec.hidden_size)
+            for part in parts]))
 
-    def mlp(self, name: str) -> tuple[Tensor, Tensor]:
+    def output(self, name: str) -> Product:
+        """Of an attention's heads, [H, w]."""
+        return Product(self._rows(f"{name}.o", self._spec.hidden_size, self._width))
+
+    def mlp(self, name: str) -> tuple[Product, Product]:
         """Up [f, H] (gate and up [2 f, H], if gated), down [H, f], with f of this shard."""
         hidden, inner = self._spec.hidden_size, self._spec.intermediate_size
         ups = ("wi_0", "wi_1") if self._spec.is_gated_mlp else ("wi",)
-        up = [self._columns(f"{name}.{n}", inner, hidden) for n in ups]
-        return torch.cat(up) if len(up) > 1 else up[0], self._rows(f"{name}.wo", hidden, inner)
+        up = torch.cat([self._columns(f"{name}.{n}", inner, hidden) for n in ups])
+        return (Product(up, activation="none" if self._spec.is_gated_mlp else "relu"),
+                Product(self._rows(f"{name}.wo", hidden, inner)))
 
     def norm(self, layer: int) -> Tensor:
         return self._weights.get(f"{self._prefix}layer.{layer}.layer_norm.weight",
@@ -63,25 +71,27 @@ class T5EncoderLayer:
     def __init__(self, spec: ModelSpec, weights: WeightSource, index: int,
                  shard: Shard = WHOLE) -> None:
         self.heads = self.kv_heads = shard.share(spec.num_heads)
-        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.all_reduce
+        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.completes
         self._activate = _activation(spec)
         block = _Block(spec, weights, f"encoder.block.{index}.", shard)
-        query, key_value, self.out_weight = block.attention("layer.0.SelfAttention")
-        self.qkv_weight = torch.cat([query, key_value])
-        self.up_weight, self.down_weight = block.mlp("layer.1.DenseReluDense")
+        attention = "layer.0.SelfAttention"
+        self._qkv, self._out = block.joint(attention, "qkv"), block.output(attention)
+        self._up, self._down = block.mlp("layer.1.DenseReluDense")
         self.input_norm, self.mlp_norm = block.norm(0), block.norm(1)
 
-    def qkv(self, hidden: Tensor, _prepared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, H] -> query, key, value, each [T, h, d]."""
-        joint = F.linear(rms_norm(hidden, self.input_norm, self.eps), self.qkv_weight)
-        query, key, value = joint.view(len(hidden), 3, self.heads, self.dim).unbind(1)
-        return query, key, value
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self._qkv, self._out, self._up, self._down
+
+    def qkv(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> query, key and value of each token [T, 3 h d]."""
+        return self._qkv(rms_norm(hidden, self.input_norm, self.eps))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
-        hidden = hidden + self._all_reduce(F.linear(attended, self.out_weight))
-        inner = F.linear(rms_norm(hidden, self.mlp_norm, self.eps), self.up_weight)
-        return hidden + self._all_reduce(F.linear(self._activate(inner), self.down_weight))
+        hidden = self._out.added_to(hidden, attended, self._all_reduce)
+        inner = self._activate(self._up(rms_norm(hidden, self.mlp_norm, self.eps)))
+        return self._down.added_to(hidden, inner, self._all_reduce)
 
 
 class T5DecoderLayer:
@@ -92,40 +102,43 @@ class T5DecoderLayer:
     def __init__(self, spec: ModelSpec, weights: WeightSource, index: int,
                  shard: Shard = WHOLE) -> None:
         self.heads = self.kv_heads = shard.share(spec.num_heads)
-        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.all_reduce
+        self.dim, self.eps, self._all_reduce = spec.head_dim, spec.norm_eps, shard.completes
         self._activate = _activation(spec)
         block = _Block(spec, weights, f"decoder.block.{index}.", shard)
-        query, key_value, self.out_weight = block.attention("layer.0.SelfAttention")
-        self.qkv_weight = torch.cat([query, key_value])
-        self.cross_query_weight, self.cross_kv_weight, self.cross_out_weight = block.attention(
-            "layer.1.EncDecAttention")
-        self.up_weight, self.down_weight = block.mlp("layer.2.DenseReluDense")
+        attention = "layer.0.SelfAttention"
+        self._qkv, self._out = block.joint(attention, "qkv"), block.output(attention)
+        across = "layer.1.EncDecAttention"
+        self._cross_query, self._cross_out = block.joint(across, "q"), block.output(across)
+        self._cross_kv = block.joint(across, "kv")
+        self._up, self._down = block.mlp("layer.2.DenseReluDense")
         self.input_norm, self.cross_norm, self.mlp_norm = (block.norm(i) for i in range(3))
 
-    def qkv(self, hidden: Tensor, _prepared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [n, H] -> query, key, value, each [n, h, d]."""
-        joint = F.linear(rms_norm(hidden, self.input_norm, self.eps), self.qkv_weight)
-        query, key, value = joint.view(len(hidden), 3, self.heads, self.dim).unbind(1)
-        return query, key, value
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (self._qkv, self._out, self._cross_query, self._cross_out, self._cross_kv, self._up,
+                self._down)
+
+    def qkv(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> query, key and value of each token [n, 3 h d]."""
+        return self._qkv(rms_norm(hidden, self.input_norm, self.eps))
 
     def cross_kv(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """The encoder's output [T, H] -> key, value, each [T, h, d], for the cross-attention."""
-        joint = F.linear(encoded, self.cross_kv_weight)
-        key, value = joint.view(len(encoded), 2, self.heads, self.dim).unbind(1)
+        key, value = self._cross_kv(encoded).view(len(encoded), 2, self.heads, self.dim).unbind(1)
         return key, value
 
     def cross_query(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [n, H], self-attention's output [n, h * d] -> hidden [n, H] with it added, and
         the query of the cross-attention [n, h, d]."""
-        hidden = hidden + self._all_reduce(F.linear(attended, self.out_weight))
-        query = F.linear(rms_norm(hidden, self.cross_norm, self.eps), self.cross_query_weight)
+        hidden = self._out.added_to(hidden, attended, self._all_reduce)
+        query = self._cross_query(rms_norm(hidden, self.cross_norm, self.eps))
         return hidden, query.view(len(hidden), self.heads, self.dim)
 
     def finish(self, hidden: Tensor, cross_attended: Tensor) -> Tensor:
         """hidden [n, H], cross-attention's output [n, h * d] -> the layer's output [n, H]."""
-        hidden = hidden + self._all_reduce(F.linear(cross_attended, self.cross_out_weight))
-        inner = F.linear(rms_norm(hidden, self.mlp_norm, self.eps), self.up_weight)
-        return hidden + self._all_reduce(F.linear(self._activate(inner), self.down_weight))
+        hidden = self._cross_out.added_to(hidden, cross_attended, self._all_reduce)
+        inner = self._activate(self._up(rms_norm(hidden, self.mlp_norm, self.eps)))
+        return self._down.added_to(hidden, inner, self._all_reduce)
 
 
 class T5EncoderEnds:
@@ -145,15 +158,12 @@ class T5EncoderEnds:
         assert self.embedding is not None, "only the first encoder stage embeds"
         return F.embedding(tokens, self.embedding)
 
-    def prepare(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """positions [T] of packed inputs -> bias [h, L, L] for `attend_bidirectional`."""
-        longest = int(positions.max()) + 1
-        at = torch.arange(longest, device=positions.device)
-        distances = torch.arange(1 - longest, longest, device=positions.device)
+    def bias(self, longest: int) -> Distances:
+        """For inputs of at most `longest` tokens."""
+        distances = torch.arange(1 - longest, longest, device=self.bias_table.device)
         buckets = _buckets(distances, len(self.bias_table), self._max_distance,
                            is_bidirectional=True)
-        by_distance = F.embedding(buckets, self.bias_table).t().to(dtype)  # [h, 2 L - 1]
-        return by_distance[:, at[None, :] - at[:, None] + longest - 1]
+        return _distances(self.bias_table, buckets, longest - 1)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] -> what the decoder layers look at [T, H]."""
@@ -172,38 +182,33 @@ class T5DecoderEnds:
         self.embedding = (weights.get(_EMBEDDING, (spec.vocab_size, spec.hidden_size))
                           if first else None)
         self.bias_table = _bias_table(spec, weights, "decoder", shard)
-        self.norm = self.head_weight = None
+        self.norm = self.head = None
         if last:
             self.norm = weights.get("decoder.final_layer_norm.weight", (spec.hidden_size,))
-            self.head_weight = head_weight(spec, weights, (_EMBEDDING, self.embedding), shard)
+            self.head = Product(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
 
     def embed(self, tokens: Tensor, _positions: Tensor) -> Tensor:
         """tokens [n] -> hidden [n, H]."""
         assert self.embedding is not None, "only the first decoder stage embeds"
         return F.embedding(tokens, self.embedding)
 
-    def prepare(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """positions [n] of the tokens being decoded -> bias [n, h, 1, max_context] for
-        `attend_decode`, -inf beyond each query's context."""
-        at = torch.arange(int(positions.max()) + 1, device=positions.device)
-        distances = at[None, :] - positions[:, None]  # [n, max_context]
+    def bias(self, longest: int) -> Distances:
+        """For queries of at most `longest` tokens, those being decoded among them."""
+        distances = torch.arange(1 - longest, 1, device=self.bias_table.device)
         buckets = _buckets(distances, len(self.bias_table), self._max_distance,
                            is_bidirectional=False)
-        bias = F.embedding(buckets, self.bias_table).to(dtype)  # [n, max_context, h]
-        bias = bias.masked_fill(distances[:, :, None] > 0, float("-inf"))
-        return bias.transpose(1, 2).contiguous()[:, :, None, :]
+        return _distances(self.bias_table, buckets, longest - 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
-        assert self.norm is not None and self.head_weight is not None, (
+        assert self.norm is not None and self.head is not None, (
             "only the last decoder stage has a head")
-        normed = rms_norm(hidden, self.norm, self.eps)
-        return F.linear(normed * self._head_scale, self.head_weight)
+        return self.head(rms_norm(hidden, self.norm, self.eps) * self._head_scale)
 
 
 def _activation(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
     assert spec.activation == ("gelu_new" if spec.is_gated_mlp else "relu"), f"{spec.activation = }"
-    return _gated_gelu if spec.is_gated_mlp else F.relu
+    return _gated_gelu if spec.is_gated_mlp else lambda inner: inner  # its product has the ReLU
 
 
 def _gated_gelu(joint: Tensor) -> Tensor:
@@ -215,6 +220,11 @@ def _bias_table(spec: ModelSpec, weights: WeightSource, side: str, shard: Shard)
     """[buckets, h]: a score's bias by distance and this shard's heads."""
     name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return weights.get(name, (spec.relative_buckets, spec.num_heads), shard.part(1, spec.num_heads))
+
+
+def _distances(table: Tensor, buckets: Tensor, center: int) -> Distances:
+    """table [buckets, h], the bucket of each distance [width] -> the biases by distance."""
+    return Distances(F.embedding(buckets, table).t().float().contiguous(), center)
 
 
 def _buckets(distances: Tensor, num_buckets: int, max_distance: int, *,

@@ -1,213 +1,246 @@
 """Attention over the KV cache, apart from the rest of a layer (as XProfiler times it).
 
-Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, g = h / k, d head size.
-Grouped heads are kept as a [k, g] pair, so that keys and values are never repeated in memory.
+Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, d head size. A layer's
+cache is keys and values, each [slots, k, capacity, d]; what a step adds is there before attention
+reads it (`xrunner.ops.rows.place`). The native operators (csrc/attention.cpp) serve where they can,
+each query read as far as it is long; else torch, which pads and masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from xrunner.ops.native import check, dtype_code, library, serves, threads
+from xrunner.ops.rows import Places
 from xrunner.rules.slots import Span
+
+Cache = tuple[Tensor, Tensor]
+
+
+class Distances(NamedTuple):
+    """A score's bias by the key's position less the query's: table [h, width] float32, whose column
+    `center` is of distance 0."""
+
+    table: Tensor
+    center: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeContext:
-    """What every layer of one decode step shares: where to write, and what to read.
+    """What every layer of one decode step shares: which slots, how much of each is read. Built once
+    a step, so that nothing in a layer grows with the number of queries in Python."""
 
-    Built once a step, so that nothing in a layer grows with the number of queries in Python.
-    Where queries between these rest, all slots below `width` are read, and the mask has rows for
-    all of them; None: n slots.
+    slots: Tensor  # [n] int64, rising
+    positions: Tensor  # [n] int64 of the token being decoded
+    lengths: Tensor  # [n] int64 entries that a query reads, that token's too: positions + 1
+    longest: int
+    width: int  # slots below which all of `slots` lie
+    _masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @property
+    def places(self) -> Places:
+        """Where the tokens being decoded go."""
+        return Places(self.slots, self.positions)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """[width, 1, 1, longest] added to scores by torch: 0 within a query's length, -inf
+        beyond."""
+        if dtype not in self._masks:
+            lengths = self.lengths.new_full((self.width,), self.longest)
+            lengths[self.slots] = self.lengths
+            beyond = torch.arange(self.longest, device=lengths.device) >= lengths[:, None]
+            mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
+            self._masks[dtype] = mask.masked_fill_(beyond, float("-inf"))[:, None, None, :]
+        return self._masks[dtype]
+
+
+def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
+                   device: torch.device | str = "cpu") -> DecodeContext:
+    """`lengths`: entries that each query reads, the token's own too; `slots`: theirs, rising; None:
+    0, 1, 2, ..."""
+    where = range(len(lengths)) if slots is None else slots
+    held = torch.tensor(lengths, device=device)
+    return DecodeContext(slots=torch.tensor(where, device=device), positions=held - 1, lengths=held,
+                         longest=max(lengths), width=where[-1] + 1)
+
+
+def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None = None,
+                     bias: Distances | None = None) -> Tensor:
+    """One token of each of n queries against its own entries, the last of which is its own.
+
+    query [n, h, d], rows contiguous; `scale` None: 1 / sqrt(d). Returns [n, h * d].
     """
-
-    rows: Tensor  # [n] slot of each query: 0..n-1 where none rests
-    positions: Tensor  # [n] index of the token being decoded
-    # added to the scores, [n, 1, 1, max_context] or, with a bias by head, [n, k, g, max_context]:
-    # 0 (the bias) where present, -inf beyond a query's context
-    mask: Tensor
-    max_context: int
-    width: int | None = None
-
-
-def decode_context(contexts: Tensor, dtype: torch.dtype) -> DecodeContext:
-    """`contexts` [n]: tokens already cached for each query, the one being decoded excluded."""
-    longest = int(contexts.max()) + 1
-    return DecodeContext(rows=torch.arange(len(contexts), device=contexts.device),
-                         positions=contexts, mask=_mask(contexts + 1, longest, dtype),
-                         max_context=longest)
+    keys, values = cache
+    n, heads, dim = query.shape
+    num_slots, kv_heads, capacity, _ = keys.shape
+    if not _is_native(query, keys):
+        return _masked_decode(query, cache, step, scale, bias)
+    out, lib = query.new_empty(n, heads * dim), library()
+    assert lib is not None
+    table, width, center = _addresses(bias)
+    check(lib.xgpt_decode_attention(
+        dtype_code(query), out.data_ptr(), query.data_ptr(), query.stride(0), keys.data_ptr(),
+        values.data_ptr(), step.slots.data_ptr(), step.lengths.data_ptr(), n, heads, kv_heads, dim,
+        num_slots, capacity, dim ** -0.5 if scale is None else scale, table, width, center,
+        threads()))
+    return out
 
 
-def _mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """[n, 1, 1, longest], added to scores: 0 within each of the `lengths` [n], -inf beyond it."""
-    beyond = torch.arange(longest, device=lengths.device)[None, :] >= lengths[:, None]
-    mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
-    return mask.masked_fill_(beyond, float("-inf"))[:, None, None, :]
-
-
-def decode_context_of(slots: Sequence[int], contexts: Sequence[int], dtype: torch.dtype,
-                      device: torch.device) -> DecodeContext:
-    """The same of the queries in `slots` alone, in rising order; contexts by slot, of all. What
-    lies between them is read along, and dropped: gathering the rows would copy them all."""
-    width = slots[-1] + 1
-    rows = torch.tensor(slots, device=device)
-    whole = decode_context(torch.tensor(contexts[:width], device=device), dtype)
-    if width == len(slots):
-        return whole
-    positions = whole.positions[rows]
-    longest = int(positions.max()) + 1
-    return replace(whole, rows=rows, positions=positions, max_context=longest, width=width,
-                   mask=whole.mask[..., :longest])
+def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None,
+                   bias: Distances | None) -> Tensor:
+    """By torch. What lies between the slots is read along and dropped: gathering the rows would
+    copy them all."""
+    n, heads, dim = query.shape
+    kv_heads = cache[0].shape[1]
+    grouped = query.reshape(n, kv_heads, heads // kv_heads, dim)
+    is_dense = step.width == n
+    if not is_dense:
+        spread = grouped.new_zeros(step.width, *grouped.shape[1:])
+        spread[step.slots] = grouped
+        grouped = spread
+    mask = step.mask(query.dtype)
+    if bias is not None:
+        distances = torch.arange(step.longest, device=mask.device) - step.positions[:, None]
+        own = bias.table[:, (distances + bias.center).clamp(max=bias.table.shape[1] - 1)]
+        added = mask.new_zeros(step.width, heads, 1, step.longest)
+        added[step.slots] = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
+        mask = (mask + added).view(step.width, kv_heads, -1, step.longest)
+    keys, values = (part[:step.width, :, :step.longest] for part in cache)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return (out if is_dense else out[step.slots]).reshape(n, heads * dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossContext:
-    """What every layer of one decode step shares of the encoded inputs it looks at."""
+class EncodeContext:
+    """What every layer of one encode step shares: spans of inputs, packed one after the other."""
 
-    mask: Tensor  # [n, 1, 1, longest] additive: 0 within a query's input, -inf beyond it
-    longest: int
-
-
-def cross_context(lengths: Tensor, dtype: torch.dtype) -> CrossContext:
-    """`lengths` [n]: encoded input tokens of each query, in order of their slots."""
-    longest = int(lengths.max())
-    return CrossContext(mask=_mask(lengths, longest, dtype), longest=longest)
+    spans: Sequence[Span]
+    columns: Tensor  # [3, spans] int64: slot, first position, tokens of each
+    places: Places  # of every token
 
 
-def attend_decode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
-                  cache_value: Tensor, step: DecodeContext, scale: float | None = None) -> Tensor:
-    """One new token of each of n queries against its own cache.
+def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu") -> EncodeContext:
+    """A span's tokens are those from `first` on of the query in its slot."""
+    positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
+    columns = torch.tensor([[span.slot, span.first, span.tokens] for span in spans],
+                           dtype=torch.long).view(-1, 3).t().contiguous()
+    slots = torch.repeat_interleave(columns[0], columns[2])
+    return EncodeContext(
+        spans=spans, columns=columns.to(device),
+        places=Places(slots.to(device), torch.tensor(list(positions), device=device,
+                                                     dtype=torch.long)))
 
-    query [n, h, d]; key, value [n, k, d]; cache_* [slots, k, capacity, d], written in place.
-    `scale` None: 1 / sqrt(d). Returns [n, h * d].
+
+def whole_inputs(lengths: Sequence[int], first_slot: int = 0) -> list[Span]:
+    """Inputs of these lengths, in slots from `first_slot` on."""
+    return [Span(first_slot + i, 0, length, True) for i, length in enumerate(lengths)]
+
+
+def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
+                     scale: float | None = None) -> Tensor:
+    """Causal: a token attends to its query's entries up to its own. query [T, h, d], rows
+    contiguous; `scale` None: 1 / sqrt(d). Returns [T, h * d]."""
+    keys, values = cache
+    tokens, heads, dim = query.shape
+    num_slots, kv_heads, capacity, _ = keys.shape
+    if not _is_native(query, keys):
+        return _encode_by_span(query, cache, step, scale)
+    out, lib = query.new_empty(tokens, heads * dim), library()
+    assert lib is not None
+    slots, first, lengths = step.columns
+    check(lib.xgpt_encode_attention(
+        dtype_code(query), out.data_ptr(), query.data_ptr(), query.stride(0), keys.data_ptr(),
+        values.data_ptr(), slots.data_ptr(), first.data_ptr(), lengths.data_ptr(), len(step.spans),
+        heads, kv_heads, dim, num_slots, capacity, dim ** -0.5 if scale is None else scale,
+        threads()))
+    return out
+
+
+def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext,
+                    scale: float | None) -> Tensor:
+    outs = []
+    ends = list(accumulate(span.tokens for span in step.spans))
+    for (slot, first, tokens, _), end in zip(step.spans, ends, strict=True):
+        at = torch.arange(first + tokens, device=query.device)
+        mask = None if first == 0 else at[None, :] <= at[first:, None]
+        key, value = (part[slot, :, :first + tokens] for part in cache)
+        outs.append(_attend_one(query[end - tokens:end], key, value, mask, scale,
+                                is_causal=first == 0))
+    return torch.cat(outs) if outs else query.flatten(1)
+
+
+def packed_attention(joint: Tensor, heads: int, lengths: Sequence[int], scale: float | None = None,
+                     bias: Distances | None = None) -> Tensor:
+    """Every token of an input attends to all of that input (an encoder); inputs are packed.
+
+    joint [T, 3 h d]: query, key, value of each token; `scale` None: 1 / sqrt(d). Returns
+    [T, h * d].
     """
-    n, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    cache_key[step.rows, :, step.positions] = key
-    cache_value[step.rows, :, step.positions] = value
-    grouped = query.view(n, kv_heads, heads // kv_heads, dim)
-    width = n if step.width is None else step.width
-    if width > n:
-        spread = grouped.new_zeros(width, *grouped.shape[1:])
-        spread[step.rows] = grouped
-        grouped = spread
-    out = scaled_dot_product_attention(
-        grouped, cache_key[:width, :, :step.max_context], cache_value[:width, :, :step.max_context],
-        attn_mask=step.mask, scale=scale,
-    )
-    if width > n:
-        out = out[step.rows]
-    return out.reshape(n, heads * dim)
+    tokens = len(joint)
+    dim = joint.shape[1] // (3 * heads)
+    query, key, value = joint.view(tokens, 3, heads, dim).unbind(1)
+    if not _is_native(query, joint):
+        return _packed_by_input(query, key, value, lengths, scale, bias)
+    out, lib = query.new_empty(tokens, heads * dim), library()
+    assert lib is not None
+    table, width, center = _addresses(bias)
+    counts = torch.tensor(lengths, dtype=torch.long)
+    check(lib.xgpt_packed_attention(
+        dtype_code(query), out.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+        joint.stride(0), counts.data_ptr(), len(lengths), heads, dim,
+        dim ** -0.5 if scale is None else scale, table, width, center, threads()))
+    return out
 
 
-def attend_encode(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
-                  cache_value: Tensor, first_slot: int, lengths: Sequence[int]) -> Tensor:
-    """Causal attention of whole inputs, packed one after the other (no padding is computed).
-
-    query [T, h, d]; key, value [T, k, d]; query i of `lengths` goes to slot first_slot + i of
-    cache_* [slots, k, capacity, d]. Returns [T, h * d].
-    """
-    out = torch.empty_like(query)
-    start = 0
-    for i, length in enumerate(lengths):
-        end = start + length
-        k, v = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)  # [k, L, d]
-        cache_key[first_slot + i, :, :length] = k
-        cache_value[first_slot + i, :, :length] = v
-        out[start:end] = _attend_packed(query[start:end], k, v, is_causal=True)
-        start = end
-    assert start == len(query), f"{start = } {len(query) = }"
-    return out.flatten(1)
+def _packed_by_input(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
+                     scale: float | None, bias: Distances | None) -> Tensor:
+    outs, heads = [], query.shape[1]
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
+        here, mask = slice(end - length, end), None
+        if bias is not None:
+            at = torch.arange(length, device=query.device)
+            mask = bias.table[:, at[None, :] - at[:, None] + bias.center].to(query.dtype).view(
+                heads, 1, length, length)
+        outs.append(_attend_one(query[here], key[here].transpose(0, 1),
+                                value[here].transpose(0, 1), mask, scale))
+    return torch.cat(outs) if outs else query.flatten(1)
 
 
-def attend_spans(query: Tensor, key: Tensor, value: Tensor, cache_key: Tensor,
-                 cache_value: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Causal attention of whole inputs or spans of them, packed; a span attends to the entries its
-    query has so far, too. Shapes as of attend_encode. Returns [T, h * d]."""
-    outs, start = [], 0
-    for slot, first, tokens, _ in spans:
-        here = slice(start, start + tokens)
-        start += tokens
-        if first == 0:
-            outs.append(attend_encode(query[here], key[here], value[here], cache_key, cache_value,
-                                      slot, [tokens]))
-        else:
-            outs.append(_attend_on(query[here], key[here], value[here], cache_key[slot],
-                                   cache_value[slot], first))
-    assert start == len(query), f"{start = } {len(query) = }"
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _attend_on(query: Tensor, key: Tensor, value: Tensor, row_key: Tensor, row_value: Tensor,
-               first: int) -> Tensor:
-    """Tokens from `first` on of one query; row_* [k, capacity, d] of its slot."""
-    end = first + len(query)
-    row_key[:, first:end] = key.transpose(0, 1)
-    row_value[:, first:end] = value.transpose(0, 1)
-    at = torch.arange(end, device=query.device)
-    return _attend_packed(query, row_key[:, :end], row_value[:, :end],
-                          attn_mask=at[None, :] <= at[first:, None]).flatten(1)
-
-
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-    """Tokens [t, h, d] of one query against its keys and values [k, s, d], each of which serves
-    g heads. `how`: what else torch's attention takes. Returns [t, h, d]."""
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                scale: float | None, *, is_causal: bool = False) -> Tensor:
+    """Tokens [t, h, d] of one query against keys and values [k, s, d], each of which serves h / k
+    heads. Returns [t, h * d]."""
     tokens, heads, dim = query.shape
     kv_heads, context = key.shape[:2]
     group = (kv_heads, heads // kv_heads, context, dim)
     attended = scaled_dot_product_attention(
-        query.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3),
-        key.unsqueeze(1).expand(group), value.unsqueeze(1).expand(group), **how)
-    return attended.permute(2, 0, 1, 3).reshape(tokens, heads, dim)
+        query.reshape(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3),
+        key.unsqueeze(1).expand(group), value.unsqueeze(1).expand(group), attn_mask=mask,
+        scale=scale, is_causal=is_causal)
+    return attended.permute(2, 0, 1, 3).reshape(tokens, heads * dim)
 
 
-def attend_bidirectional(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
-                         bias: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """Every token of an input attends to all of that input (an encoder); inputs are packed.
-
-    query [T, h, d]; key, value [T, k, d]; `bias` [h, L, L] with L the longest of `lengths`: its
-    corner serves a shorter input, as it depends on distances alone. `scale` None: 1 / sqrt(d).
-    Returns [T, h * d].
-    """
-    out = torch.empty_like(query)
-    start, kv_heads = 0, key.shape[1]
-    for length in lengths:
-        end = start + length
-        mask = None if bias is None else bias[:, :length, :length].view(
-            kv_heads, -1, length, length)
-        out[start:end] = _attend_packed(
-            query[start:end], key[start:end].transpose(0, 1), value[start:end].transpose(0, 1),
-            attn_mask=mask, scale=scale)
-        start = end
-    assert start == len(query), f"{start = } {len(query) = }"
-    return out.flatten(1)
+def store_packed(key: Tensor, value: Tensor, cache: Cache, places: Places) -> None:
+    """Keys and values [T, k, d] of packed inputs into the cache."""
+    for part, new in zip(cache, (key, value), strict=True):
+        part[places.slots, :, places.positions] = new
 
 
-def store_packed(key: Tensor, value: Tensor, cache_key: Tensor, cache_value: Tensor,
-                 slots: Tensor, positions: Tensor) -> None:
-    """Keys and values of packed inputs into their cache rows: token t to slots[t], positions[t].
-
-    key, value [T, k, d]; cache_* [slots, k, capacity, d], written in place.
-    """
-    cache_key[slots, :, positions] = key
-    cache_value[slots, :, positions] = value
+def _is_native(query: Tensor, keys: Tensor) -> bool:
+    heads_apart, dim = query.stride(1), query.shape[2]
+    return (serves(query) and keys.dtype == query.dtype and keys.is_contiguous()
+            and query.stride(2) == 1 and heads_apart == dim)
 
 
-def attend_cross(query: Tensor, cache_key: Tensor, cache_value: Tensor, step: CrossContext,
-                 scale: float | None = None) -> Tensor:
-    """One token of each of n queries against the input that was encoded for it.
-
-    query [n, h, d]; cache_* [slots, k, capacity, d]; `scale` None: 1 / sqrt(d). Returns [n, h * d].
-    """
-    n, heads, dim = query.shape
-    kv_heads = cache_key.shape[1]
-    out = scaled_dot_product_attention(
-        query.view(n, kv_heads, heads // kv_heads, dim), cache_key[:n, :, :step.longest],
-        cache_value[:n, :, :step.longest], attn_mask=step.mask, scale=scale,
-    )
-    return out.reshape(n, heads * dim)
+def _addresses(bias: Distances | None) -> tuple[int | None, int, int]:
+    if bias is None:
+        return None, 0, 0
+    assert bias.table.is_contiguous() and bias.table.dtype == torch.float32, f"{bias.table.dtype}"
+    return bias.table.data_ptr(), bias.table.shape[1], bias.center

@@ -70,7 +70,7 @@ class FakeModel:
         self._powers = (1 << i for i in itertools.count())
         self.layers = [SimpleNamespace(qkv=self._part("rest"), finish=self._part("rest"))
                        for _ in range(num_layers)]
-        self.ends = SimpleNamespace(embed=self._part("embed"), prepare=self._part("rest"),
+        self.ends = SimpleNamespace(embed=self._part("embed"), rotation=self._part("rest"),
                                     logits=self._part("head"))
         self.spent: dict[str, int] = {}
 
@@ -88,9 +88,9 @@ class FakeModel:
         spend = self._part
         spend("overhead")()
         self.ends.embed("tokens", "positions")
-        self.ends.prepare("positions", "dtype")
+        self.ends.rotation("positions")
         for layer in self.layers:
-            assert layer.qkv("hidden", "prepared") == ("hidden", "prepared")
+            assert layer.qkv("hidden") == ("hidden",)
             spend("attention")()
             layer.finish("hidden", "attended")
         spend("overhead")()
@@ -135,10 +135,10 @@ def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts() -> None:
     """Each mark is a tick, nothing else takes time: 2 around each of a layer's parts."""
     clock = FakeClock(per_mark=1)
     layer = SimpleNamespace(qkv=lambda *_: None, finish=lambda *_: None)
-    ends = SimpleNamespace(embed=lambda *_: None, prepare=lambda *_: None, logits=lambda *_: None)
+    ends = SimpleNamespace(embed=lambda *_: None, rotation=lambda *_: None, logits=lambda *_: None)
 
     def step() -> None:
-        for call in (ends.embed, ends.prepare, layer.qkv, layer.finish, ends.logits):
+        for call in (ends.embed, ends.rotation, layer.qkv, layer.finish, ends.logits):
             call()
 
     probe = Probe(SimpleNamespace(layers=[layer], ends=ends), clock)  # type: ignore[arg-type]

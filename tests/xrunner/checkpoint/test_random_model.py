@@ -20,6 +20,7 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.ops.attention import encode_context, whole_inputs
 
 SMALL = ModelSpec(name="small", family="llama", num_layers=4, hidden_size=48, num_heads=6,
                   num_kv_heads=2, vocab_size=97, intermediate_size=80, is_gated_mlp=True,
@@ -118,7 +119,8 @@ def test_activations_stay_finite_in_half_precision(family: str, tmp_path: Path) 
     model = StageModel(spec, open_weights(folder, torch.float16), stage, torch.float16)
     cache = torch.zeros(spec.num_layers, 2, 1, model.kv_heads, 24, spec.head_dim,
                         dtype=torch.float16)
+    step = encode_context(whole_inputs([24]))
     with torch.inference_mode():
-        logits = model.logits(model.encode(torch.arange(24), cache, 0, [24])).float()
+        logits = model.logits(model.encode(torch.arange(24), cache, step)).float()
     assert logits.isfinite().all() and 0.01 < float(logits.std()) < 100
     assert spec_of(folder) == spec

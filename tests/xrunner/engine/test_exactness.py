@@ -26,7 +26,8 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.attention import cross_context, decode_context
+from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.linear import Product
 from xrunner.query import Sampling
 
 
@@ -138,7 +139,7 @@ def test_half_precision_logits_stay_near_transformers_in_the_same(
     def work(shard: Shard) -> torch.Tensor:
         ours = StageModel(spec, CheckpointReader(directory, dtype), stage, dtype, shard)
         cache = torch.zeros(spec.num_layers, 2, 1, ours.kv_heads, 24, spec.head_dim, dtype=dtype)
-        return ours.logits(ours.encode(tokens, cache, 0, [24])).float()
+        return ours.logits(ours.encode(tokens, cache, encode_context(whole_inputs([24])))).float()
 
     rounded = copy.deepcopy(model).to(dtype)  # the fixture serves other tests too
     with torch.inference_mode():
@@ -165,9 +166,9 @@ def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
             caches = torch.zeros(2, spec.num_layers, 2, 1, ours.kv_heads, 24, spec.head_dim,
                                  dtype=dtype)
             ours.store_encoded(ours.encode(tokens, [24]), caches[1], 0, [24])
-            across = cross_context(torch.tensor([24]), dtype)
+            across = decode_context([24])
             for at, token in enumerate(tokens[3:15].tolist()):
-                step = decode_context(torch.tensor([at]), dtype)
+                step = decode_context([at + 1])
                 rows.append(ours.logits(ours.decode(torch.tensor([token]), *caches, step, across)))
         return torch.cat(rows).float()
 
@@ -202,6 +203,8 @@ def _tensors(executor: Any) -> list[torch.Tensor]:
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Product):
+        return value.tensors
     if isinstance(value, tuple):
         return [tensor for part in value for tensor in _flat(part)]
     return [value] if isinstance(value, torch.Tensor) else []

@@ -18,6 +18,7 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.ops.linear import Product
 
 CONFIG = {"model_type": "gpt2", "n_layer": 5, "n_embd": 48, "n_head": 6, "vocab_size": 97,
           "n_positions": 128}
@@ -48,9 +49,9 @@ def test_weights_are_turned_once_and_lie_in_rows(gpt2: tuple[Path, Any]) -> None
     directory, model = gpt2
     layer = gpt2_layer(spec_of(directory), CheckpointReader(directory, torch.float32), 1)
     attn, mlp = model.transformer.h[1].attn, model.transformer.h[1].mlp
-    for ours, conv in ((layer.weights.qkv[0], attn.c_attn), (layer.weights.out[0], attn.c_proj),
-                       (layer.weights.up[0], mlp.c_fc), (layer.weights.down[0], mlp.c_proj)):
-        assert torch.equal(ours, conv.weight.detach().t()) and ours.is_contiguous()
+    for ours, conv in zip(layer.products, (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj),
+                          strict=True):
+        assert torch.equal(ours.weight, conv.weight.detach().t()) and ours.weight.is_contiguous()
 
 
 def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2: tuple[Path, Any]) -> None:
@@ -59,19 +60,19 @@ def test_a_shard_takes_its_heads_from_query_key_and_value(gpt2: tuple[Path, Any]
     layer = gpt2_layer(spec_of(directory), reader, 2, Shard(1, 2))
     conv = model.transformer.h[2].attn.c_attn
     rows = [i * 48 + 24 + j for i in range(3) for j in range(24)]  # heads 3 to 5 of 6
-    assert torch.equal(layer.weights.qkv[0], conv.weight.detach().t()[rows])
-    assert torch.equal(layer.weights.qkv[1], conv.bias.detach()[rows])
-    assert layer.weights.qkv[0].is_contiguous() and layer.weights.out[1] is None
+    assert torch.equal(layer.weights.qkv.weight, conv.weight.detach().t()[rows])
+    assert torch.equal(layer.weights.qkv.bias, conv.bias.detach()[rows])
+    assert layer.weights.qkv.weight.is_contiguous() and layer.weights.out.bias is None
 
 
 def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2: tuple[Path, Any]) -> None:
     directory, _ = gpt2
     spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
     ends = gpt2_ends(spec, reader, first=True, last=True, shard=Shard(1, 2))
-    assert ends.head_weight.data_ptr() == ends.embedding[49:].data_ptr()
-    assert ends.head_weight.shape == (48, 48)
+    assert ends.head.weight.data_ptr() == ends.embedding[49:].data_ptr()
+    assert ends.head.shape == (48, 48)
     alone = gpt2_ends(spec, reader, first=False, last=True, shard=Shard(1, 2))
-    assert alone.embedding is None and torch.equal(alone.head_weight, ends.head_weight)
+    assert alone.embedding is None and torch.equal(alone.head.weight, ends.head.weight)
 
 
 def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
@@ -80,8 +81,9 @@ def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
     model = StageModel(spec, reader, split_stages(spec.num_layers, 1)[0], torch.float32,
                        device="meta")
     values = [*vars(model.ends).values(), *(v for layer in model.layers for v in layer.weights)]
-    held = [t for v in values for t in (v if isinstance(v, tuple) else (v,))
-            if isinstance(t, torch.Tensor)]
+    parts = [(v.weight, v.bias) if isinstance(v, Product) else v if isinstance(v, tuple) else (v,)
+             for v in values]
+    held = [t for part in parts for t in part if isinstance(t, torch.Tensor)]
     assert len(held) > 5 * 8 and {t.device.type for t in held} == {"meta"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
 from xrunner.models.t5 import SCALE
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import (
-    attend_bidirectional,
-    attend_cross,
-    attend_decode,
-    cross_context,
+    decode_attention,
     decode_context,
+    encode_context,
+    packed_attention,
     store_packed,
+    whole_inputs,
 )
+from xrunner.ops.rows import place
 
 LENGTHS, STEPS = [17, 3, 1, 9], 9
 F32 = torch.float32
@@ -50,28 +50,28 @@ class Runner:
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Packed tokens [T] -> encoder output [T, H]; leaves the cross-attention's entries."""
-        positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        slots = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-        hidden = self.encoder_ends.embed(tokens, positions)
-        bias = self.encoder_ends.prepare(positions, F32)
+        places = encode_context(whole_inputs(LENGTHS)).places
+        hidden = self.encoder_ends.embed(tokens, places.positions)
+        bias = self.encoder_ends.bias(max(LENGTHS))
         for layer in self.encoder:
-            attended = attend_bidirectional(*layer.qkv(hidden, bias), LENGTHS, bias, SCALE)
+            attended = packed_attention(layer.qkv(hidden), layer.heads, LENGTHS, SCALE, bias)
             hidden = layer.finish(hidden, attended)
         encoded = self.encoder_ends.finish(hidden)
         for layer, (keys, values) in zip(self.decoder, self.cross_cache, strict=True):
-            store_packed(*layer.cross_kv(encoded), keys, values, slots, positions)
+            store_packed(*layer.cross_kv(encoded), (keys, values), places)
         return encoded
 
     def decode(self, tokens: Tensor, contexts: Tensor) -> Tensor:
         """One token [n] of the first n queries, of which each has `contexts` [n] cached."""
-        step, bias = decode_context(contexts, F32), self.decoder_ends.prepare(contexts, F32)
-        cross = cross_context(torch.tensor(LENGTHS[:len(tokens)]), F32)
+        step = decode_context((contexts + 1).tolist())
+        bias, cross = self.decoder_ends.bias(step.longest), decode_context(LENGTHS[:len(tokens)])
         hidden = self.decoder_ends.embed(tokens, contexts)
         for layer, own, theirs in zip(self.decoder, self.self_cache, self.cross_cache, strict=True):
-            attended = attend_decode(*layer.qkv(hidden, bias), *own,
-                                     replace(step, mask=bias), SCALE)
+            query = place(layer.qkv(hidden), layer.heads, tuple(own), step.places)
+            attended = decode_attention(query, tuple(own), step, SCALE, bias)
             hidden, query = layer.cross_query(hidden, attended)
-            hidden = layer.finish(hidden, attend_cross(query, *theirs, cross, SCALE))
+            attended = decode_attention(query, tuple(theirs), cross, SCALE)
+            hidden = layer.finish(hidden, attended)
         return self.decoder_ends.logits(hidden)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from xrunner.models import weights as weights_module
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights, TensorPart
-from xrunner.ops.attention import DecodeContext, decode_context
+from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.linear import Product
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
 SHAPE = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=48, num_heads=12,
@@ -43,9 +45,9 @@ def run_stage(spec: ModelSpec, shard: Shard) -> dict[str, Tensor]:
     cache.allocate(LENGTHS)
     tokens = torch.arange(sum(LENGTHS)) * 7 % spec.vocab_size
     with torch.inference_mode():
-        hidden = [model.encode(tokens, cache.store, 0, LENGTHS)]
+        hidden = [model.encode(tokens, cache.store, encode_context(whole_inputs(LENGTHS)))]
         for step in range(DECODES):
-            context = decode_context(torch.tensor(cache.lengths), torch.float32)
+            context = decode_context([length + 1 for length in cache.lengths])
             hidden.append(model.decode(torch.tensor([3, 50, 96]) - step, cache.store, context))
             cache.extend()
         return {"hidden": torch.cat(hidden), "logits": model.logits(hidden[-1]),
@@ -90,12 +92,11 @@ def test_weights_and_all_that_is_made_in_a_step_are_on_the_inputs_device(family:
     spec, stage, meta = SPECS[family], split_stages(2, 1)[0], torch.device("meta")
     model = StageModel(spec, RandomWeights(torch.float32), stage, torch.float32, Shard(1, 2), meta)
     cache = torch.zeros(2, 2, 3, model.kv_heads, CAPACITY, spec.head_dim, device=meta)
-    step = DecodeContext(rows=torch.arange(3, device=meta), max_context=10,
-                         positions=torch.tensor(LENGTHS, device=meta),
-                         mask=torch.zeros(3, 1, 1, 10, device=meta))
+    step = decode_context([length + 1 for length in LENGTHS], device=meta)
+    spans = encode_context(whole_inputs(LENGTHS), meta)
     tokens = torch.zeros(sum(LENGTHS), dtype=torch.long, device=meta)
     with torch.inference_mode():
-        encoded = model.encode(tokens, cache, 0, LENGTHS)
+        encoded = model.encode(tokens, cache, spans)
         logits = model.logits(model.decode(tokens[:3], cache, step))
     assert encoded.device == logits.device == meta
     assert (encoded.shape, logits.shape) == ((15, 48), (3, 48))
@@ -166,10 +167,10 @@ def test_a_checkpoints_shards_together_are_the_whole(llama: tuple[Path, Any]) ->
         StageModel(spec, reader, stage, torch.float32, shard)
         for reader, shard in zip(readers, (Shard(0, 2), Shard(1, 2), WHOLE), strict=True))
     for a, b, c in zip(first.layers, second.layers, whole.layers, strict=True):
-        assert torch.equal(torch.cat([a.down_weight, b.down_weight], dim=1), c.down_weight)
-        assert torch.equal(torch.cat([a.out_weight, b.out_weight], dim=1), c.out_weight)
-    heads = torch.cat([first.ends.head_weight, second.ends.head_weight])
-    assert torch.equal(heads, whole.ends.head_weight)
+        for x, y, both in list(zip(a.products, b.products, c.products, strict=True))[1::2]:
+            assert torch.equal(torch.cat([_weight(x), _weight(y)], dim=1), _weight(both))
+    heads = torch.cat([_weight(first.ends.head), _weight(second.ends.head)])
+    assert torch.equal(heads, _weight(whole.ends.head))
     norms = 4 * spec.hidden_size * (2 * stage.num_layers + 1)  # both ranks read these whole
     assert readers[0].bytes_read + readers[1].bytes_read == readers[2].bytes_read + norms
 
@@ -178,6 +179,7 @@ def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy: tuple[Pa
     directory, model = toy
     torch.set_num_threads(1)
     spec, tokens = spec_of(directory), torch.arange(6, 30)
+    step = encode_context(whole_inputs([len(tokens)]))
     stage = split_stages(spec.num_layers, 1)[0]
 
     def run(shard: Shard) -> Tensor:
@@ -186,7 +188,7 @@ def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy: tuple[Pa
         cache = KvCache(kv_shape(spec, torch.float32, slots=1, capacity=len(tokens),
                                  kv_heads=ours.kv_heads))
         with torch.inference_mode():
-            return ours.logits(ours.encode(tokens, cache.store, 0, [len(tokens)]))
+            return ours.logits(ours.encode(tokens, cache.store, step))
 
     logits = torch.cat(Lockstep(2).run(run), dim=1)
     with torch.no_grad():
@@ -194,6 +196,10 @@ def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy: tuple[Pa
     assert (logits - expected).abs().max() < 1e-3 * expected.std()
 
 
+def _weight(product: Product) -> Tensor:
+    """[out, in], however it is laid out: its product with the unit matrix."""
+    return product(torch.eye(product.shape[1])).t()
+
+
 def _matrix_elements(layer: Any) -> int:
-    return sum(t.numel() for t in vars(layer).values()
-               if isinstance(t, Tensor) and t.ndim == 2)
+    return sum(math.prod(product.shape) for product in layer.products)

@@ -1,0 +1,80 @@
+"""A layer's matrix products: torch's and oneDNN's, on weights laid out once for the processor.
+
+A weight is a view of the checkpoint until `pack` copies it into oneDNN's own blocked layout, which
+spares oneDNN from doing that at every call (measured: 1.2 to 1.9 times quicker below 128 rows).
+A bfloat16 weight may be kept as float32: some processors multiply that twice as fast. The result
+is rounded to the activations' type either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_PACKED = torch.ops.mkldnn
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh")}
+
+
+class Product:
+    """y = x W^T + b, then `activation`: one of ACTIVATIONS."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *,
+                 activation: str = "none") -> None:
+        """weight [out, in], bias [out]."""
+        assert activation in ACTIVATIONS, f"{activation = }"
+        self.weight: Tensor | None = weight
+        self.bias, self._activation = bias, activation
+        self.shape = tuple(weight.shape)
+        self._dtype = weight.dtype  # of the activations
+        self._packed: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds: weight, then bias if it has one."""
+        return [t for t in (self.weight, self._packed, self.bias) if t is not None]
+
+    def pack(self, dtype: torch.dtype) -> None:
+        """Copies the weight, as `dtype`, into oneDNN's layout where that serves, and lets go of the
+        checkpoint's. Widened weights that oneDNN does not serve stay as they came."""
+        weight = self.weight
+        if weight is None or not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
+            return
+        self._packed = _PACKED._reorder_linear_weight(weight.to(dtype).contiguous(), None)
+        self.bias = None if self.bias is None else self.bias.to(dtype)
+        self.weight = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out], both of the weight's dtype."""
+        if self._packed is None:
+            assert self.weight is not None
+            out = F.linear(x, self.weight, self.bias)
+            return ACTIVATIONS[self._activation](out)
+        algorithm = "tanh" if self._activation == "gelu" else ""
+        out = _PACKED._linear_pointwise(x.to(self._packed.dtype), self._packed, self.bias,
+                                        self._activation, [], algorithm)
+        result: Tensor = out.to(self._dtype)
+        return result
+
+    def added_to(self, hidden: Tensor, x: Tensor,
+                 all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """hidden [T, out] + x W^T + b, in one pass where that serves. `all_reduce` sums the product
+        over a tensor-parallel group; None: this rank has all of it."""
+        if all_reduce is not None or self._packed is None or self._packed.dtype != hidden.dtype:
+            out = self(x)
+            return hidden + (out if all_reduce is None else all_reduce(out))
+        added: Tensor = _PACKED._linear_pointwise(x, hidden, self._packed, self.bias, "add")
+        return added
+
+
+def is_packable(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by packed weights of `dtype` on this processor."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.float32:
+        return True
+    return dtype == torch.bfloat16 and bool(_PACKED._is_mkldnn_bf16_supported())

@@ -1,0 +1,103 @@
+"""What a layer does to each token's row between its products; one pass over the row each.
+
+The native operators (csrc/rows.cpp) serve where they can, else torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from xrunner.ops.native import check, dtype_code, library, serves, threads
+
+
+class Rotation(NamedTuple):
+    """Rotary cos and sin of one step's tokens, shared by all layers: each [T, d / 2] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Places(NamedTuple):
+    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64."""
+
+    slots: Tensor
+    positions: Tensor
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """hidden [T, H], weight [H] -> hidden / sqrt(mean(hidden^2) + eps) * weight."""
+    if not _is_native(hidden):
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    normed, lib = torch.empty_like(hidden), library()
+    assert lib is not None
+    check(lib.xgpt_add_rms_norm(dtype_code(hidden), normed.data_ptr(), hidden.data_ptr(), None,
+                                weight.data_ptr(), *hidden.shape, eps, threads()))
+    return normed
+
+
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """hidden [T, H], weight and bias [H] -> the normalised rows, scaled and shifted."""
+    if not _is_native(hidden):
+        return F.layer_norm(hidden, weight.shape, weight, bias, eps)
+    normed, lib = torch.empty_like(hidden), library()
+    assert lib is not None
+    check(lib.xgpt_add_layer_norm(dtype_code(hidden), normed.data_ptr(), hidden.data_ptr(), None,
+                                  weight.data_ptr(), bias.data_ptr(), *hidden.shape, eps,
+                                  threads()))
+    return normed
+
+
+def silu_mul(joint: Tensor) -> Tensor:
+    """joint [T, 2 I], gate then up of each token -> silu(gate) * up [T, I]."""
+    tokens, inner = len(joint), joint.shape[1] // 2
+    if not _is_native(joint):
+        gate, up = joint.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out, lib = joint.new_empty(tokens, inner), library()
+    assert lib is not None
+    check(lib.xgpt_silu_mul(dtype_code(joint), out.data_ptr(), joint.data_ptr(), tokens, inner,
+                            threads()))
+    return out
+
+
+def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Places,
+          rotation: Rotation | None = None) -> Tensor:
+    """Rotates query and key, if the family does, and puts key and value into the cache.
+
+    joint [T, (h + 2 k) d]: query, key, value of each token, rotated in place; cache: keys and
+    values, each [slots, k, capacity, d]. Returns the query [T, h, d], a view of `joint`.
+    """
+    keys, values = cache
+    num_slots, kv_heads, capacity, dim = keys.shape
+    split = joint.view(len(joint), heads + 2 * kv_heads, dim)
+    if _is_native(joint) and keys.dtype == joint.dtype and keys.is_contiguous():
+        cos, sin = rotation or (None, None)
+        lib = library()
+        assert lib is not None
+        check(lib.xgpt_place(
+            dtype_code(joint), joint.data_ptr(), None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            places.slots.data_ptr(), places.positions.data_ptr(), len(joint), heads, kv_heads, dim,
+            num_slots, capacity, threads()))
+        return split[:, :heads]
+    query, key, value = torch.split(split, [heads, kv_heads, kv_heads], dim=1)
+    if rotation is not None:
+        query, key = _rotated(query, rotation), _rotated(key, rotation)
+    keys[places.slots, :, places.positions] = key
+    values[places.slots, :, places.positions] = value
+    return query
+
+
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """x [T, heads, d]; the halves form the rotated pairs, as in transformers."""
+    cos, sin = (torch.cat([part, part], dim=-1)[:, None, :].to(x.dtype) for part in rotation)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def _is_native(tensor: Tensor) -> bool:
+    return serves(tensor) and tensor.is_contiguous()
