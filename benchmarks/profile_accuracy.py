@@ -31,7 +31,7 @@ from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import parse_seconds
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
-from xprofiler.measure.bench import LayerBench
+from xprofiler.measure.bench import LayerBench, WholeBench
 from xprofiler.measure.probe import StepParts
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.profile import Profile
@@ -199,7 +199,7 @@ def full_steps(ranks: Ranks, profile: Profile, timing: ProfileTiming, rng: np.ra
     """Steps of the whole model on each rank, from outside; predicted by the simulator's sum."""
     spec, of = profile.model, profile.metadata
     assert spec is not None
-    bench = LayerBench(spec, getattr(torch, of.dtype), num_stages=1, is_probed=False)
+    bench = WholeBench(spec, getattr(torch, of.dtype), num_stages=1)
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=spec.num_layers)
     cluster = detect(of.ranks)
     times = StageTimes(LayerTimes(spec, timing, cluster.intra_link, of.dtype, empirical([1])),

@@ -14,7 +14,7 @@ from xprofiler.profile import ProfileMetadata
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
                "xrunner/engine/head.py", "xrunner/engine/roster.py", "xrunner/engine/head.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
-               "xgpt/launch/local.py")
+               "xgpt/launch/local.py", "csrc")
 
 
 def model_shape(spec: ModelSpec) -> str:
@@ -25,10 +25,13 @@ def model_shape(spec: ModelSpec) -> str:
     return _digest(json.dumps(shape, sort_keys=True))
 
 
+_TIMED_SUFFIXES = (".py", ".cpp", ".h")
+
+
 def kernels_fingerprint() -> str:
     """Fingerprint of the code that is timed: a profile of other code is none of this one."""
     root = Path(__file__).resolve().parent.parent
-    files: Iterable[Path] = (f for name in _TIMED_CODE for f in _python_files(root / name))
+    files: Iterable[Path] = (f for name in _TIMED_CODE for f in _code_files(root / name))
     return _digest("".join(f.read_text(encoding="utf-8") for f in files))
 
 
@@ -39,8 +42,10 @@ def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
     return folder / f"{metadata.dtype}-{machine}-{digest}.json"
 
 
-def _python_files(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+def _code_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.is_file() else []  # an installed package may lack csrc
+    return sorted(f for f in path.rglob("*") if f.suffix in _TIMED_SUFFIXES)
 
 
 def _digest(text: str) -> str:

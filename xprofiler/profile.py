@@ -20,7 +20,8 @@ from xprofiler.timing import MessageKind, Operator
 # Fields of the metadata that say when and from what a profile came, not what it is a profile of.
 _LABELS = ("model", "date", "commit", "clock")
 # A profile of another of these is of something else, and refused.
-_MUST = {"model_shape": "model", "device": "device", "dtype": "dtype"}
+_MUST = {"model_shape": "model", "device": "device", "dtype": "dtype",
+         "weight_dtype": "weight_dtype"}
 # Of another of these it may still be near: it is used, and marked. Ranks and threads matter where
 # ranks share a host's memory, libraries where the run is on this machine.
 _SHOULD = ("kernels", "sampling", "origin")
@@ -50,6 +51,7 @@ class ProfileMetadata:
     kernels: str  # fingerprint of the timed code
     libraries: str  # versions that decide kernels: torch, MPI, CUDA and driver
     sampling: str = "greedy"  # or "drawn": the output head's share of it
+    weight_dtype: str = ""  # as which weights were multiplied; "": as `dtype`
     is_padded: bool = True  # decode attention reads every query up to the longest context
     # threads a core where ranks outnumber the cores, else 1: operators are then timed with no more
     # ranks at work than there are cores, and take so many times as long while all work
@@ -58,6 +60,10 @@ class ProfileMetadata:
     clock: str = ""  # core clock while measuring, where it can be read
     date: str = ""
     commit: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.weight_dtype:
+            object.__setattr__(self, "weight_dtype", self.dtype)
 
     @property
     def identity(self) -> dict[str, object]:

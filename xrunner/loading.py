@@ -61,7 +61,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
     spec = read_spec(plan.model_dir, plan.model_name)
     dtype = getattr(torch, plan.dtype)
     reader = open_weights(plan.model_dir, dtype)
-    model = load_stage(spec, reader, stage, dtype, shard, world.device)
+    model = load_stage(spec, reader, stage, dtype, shard, world.device,
+                       getattr(torch, plan.weight_dtype))
     reader.close()
     seconds, from_disk = time.perf_counter() - start, meter.num_bytes
     is_sampled = rank == 0 and isinstance(reader, CheckpointReader)

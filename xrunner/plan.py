@@ -30,6 +30,7 @@ class RunPlan:
     is_chat: bool
     max_tokens: int
     dtype: str
+    weight_dtype: str
     seed: int
     temperature: float
     top_k: int | None

@@ -184,8 +184,10 @@ def _next_memory(estimate: Estimate, problem: Problem) -> float:
     """Bytes on the fullest rank if what is not weights grew by one query's part of the batch."""
     fullest = max(estimate.figures.memory_bytes)
     rank = estimate.figures.memory_bytes.index(fullest)
-    weights = sum(float(size) for pool in estimate.deployment.pools for stage, size in zip(
-        pool.stages, memory.weight_bytes(problem.model, pool.stages, problem.dtype), strict=True)
+    weights = sum(
+        float(size) for pool in estimate.deployment.pools for stage, size in zip(
+            pool.stages, memory.weight_bytes(problem.model, pool.stages, problem.dtype,
+                                             problem.weight_dtype), strict=True)
         if rank in stage.ranks)
     return fullest + max(fullest - weights, 0.0) / estimate.figures.encode_batch
 

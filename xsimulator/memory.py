@@ -35,15 +35,18 @@ def capacity_bytes(device: Device) -> int:
     return int(device.memory_bytes * USABLE_SHARE)
 
 
-def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str) -> FloatArray:
-    """[stages] bytes of weights on each rank of a stage. The embedding lies whole on every rank of
-    the first stage; layers and the head are sharded."""
+def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,
+                 weight_dtype: str | None = None) -> FloatArray:
+    """[stages] bytes of weights on each rank of a stage. The embedding lies whole, as `dtype`, on
+    every rank of the first stage; layers and the head are sharded, and held as `weight_dtype`
+    (None: as `dtype`)."""
     elements = np.array([
         (s.num_layers * model.decoder_layer_params
          + s.num_encoder_layers * model.encoder_layer_params) / s.tp_degree for s in stages])
-    elements[0] += model.embedding_params
     elements[-1] += model.head_params / stages[-1].tp_degree
-    return elements * DTYPE_BYTES[dtype]
+    held: FloatArray = elements * DTYPE_BYTES[weight_dtype or dtype]
+    held[0] += model.embedding_params * DTYPE_BYTES[dtype]
+    return held
 
 
 def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],

@@ -108,9 +108,10 @@ class Plans:
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> Plan:
         """The pool of these stages."""
         problem, model = self.problem, self.problem.model
-        weights = memory.weight_bytes(model, stages, problem.dtype)
+        weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
-            weights[-1] -= model.head_params / stages[-1].tp_degree * DTYPE_BYTES[problem.dtype]
+            weights[-1] -= (model.head_params / stages[-1].tp_degree
+                            * DTYPE_BYTES[problem.weight_dtype])
         return Plan(stages=stages, weight_bytes=weights,
                     times=StageTimes(self.layers, problem.cluster, stages))
 

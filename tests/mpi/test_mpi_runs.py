@@ -126,7 +126,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
         fingerprint=problem.fingerprint), out / "schedule.json")
     plan = RunPlan(
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, tmp_path / "requests.jsonl")

@@ -120,8 +120,8 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     plan = RunPlan(
         name="random", output=out, model_dir=out / "model", model_name="opt-125m",
         served_by=SERVED_BY, requests="test", is_chat=False, max_tokens=16,
-        dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
-        threads_per_rank=1,
+        dtype="float32", weight_dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0,
+        ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=estimate.deployment.group_kv_tokens)
     spool = SpoolWriter()
     for i in range(20):

@@ -92,8 +92,8 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     plan = RunPlan(
         name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
         requests="test", is_chat=False, max_tokens=40,
-        dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False,
-        threads_per_rank=1,
+        dtype="float32", weight_dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0,
+        ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, job_file.with_name("requests.jsonl"))
     return plan.save()

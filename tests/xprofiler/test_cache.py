@@ -11,7 +11,7 @@ from xprofiler import cache
 
 @pytest.mark.parametrize("name", cache._TIMED_CODE)
 def test_timed_code_is_there(name: str) -> None:
-    assert any(cache._python_files(Path(cache.__file__).parents[1] / name)), name
+    assert any(cache._code_files(Path(cache.__file__).parents[1] / name)), name
     assert (Path(cache.__file__).parents[1] / name).exists()
 
 

@@ -33,6 +33,7 @@ from xprofiler.profile import Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir
+from xrunner.ops.build import is_native
 
 DEFAULT_BUDGET_S = 45.0
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
@@ -149,9 +150,11 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
         problem.cluster.devices_per_node * threads / usable_cores(), 1.0)
     return ProfileMetadata(
         model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
-        dtype=problem.dtype, ranks=problem.cluster.num_devices, threads_per_rank=threads,
-        kernels=kernels_fingerprint(), sharing=sharing, libraries=_libraries(device),
+        dtype=problem.dtype, weight_dtype=problem.weight_dtype, ranks=problem.cluster.num_devices,
+        threads_per_rank=threads, kernels=kernels_fingerprint(), sharing=sharing,
+        libraries=_libraries(device),
         sampling="drawn" if job.run.temperature > 0 else "greedy",
+        is_padded=device.kind != "cpu" or not is_native(cache_dir() / "native"),
         clock=core_clock(), date=date.today().isoformat(), commit=_commit())
 
 

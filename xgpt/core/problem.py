@@ -17,6 +17,7 @@ import numpy as np
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import wrong
 from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
@@ -27,6 +28,7 @@ from xgpt.core.model_file import read_shape
 from xgpt.core.query_lengths import QueryLengths
 from xgpt.core.requests import Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
+from xgpt.core.units import DTYPE_BYTES
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
 # (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
@@ -50,7 +52,7 @@ class Problem:
     lengths: JointLengths
     constraint: Constraint
     fixed: FixedSchedule
-    dtype: str  # never "auto"
+    dtype: str  # never "auto"; of activations and KV cache
     num_queries: int | None
     default_max_tokens: int  # cap on the output of a request that names none
     adjustment: Adjustment = Adjustment()
@@ -59,6 +61,11 @@ class Problem:
     seed: int = 0  # of the order in which queries are taken up, and of those that are made
     observes: bool = False
     is_revised: bool = False
+    weight_dtype: str = ""  # as which weights are held and multiplied; "": as `dtype`
+
+    def __post_init__(self) -> None:
+        if not self.weight_dtype:
+            object.__setattr__(self, "weight_dtype", self.dtype)
 
     @property
     def fingerprint(self) -> str:
@@ -85,9 +92,11 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     cluster = resolve_cluster(job)
     lengths = resolve_lengths(job, shape, requests)
     most_outputs = default_max_tokens(job, lengths)
+    dtype = resolve_dtype(job.run.dtype, cluster.device)
     return Problem(
         model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
-        fixed=job.schedule, dtype=resolve_dtype(job.run.dtype, cluster.device),
+        fixed=job.schedule, dtype=dtype,
+        weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
         default_max_tokens=most_outputs, adjustment=job.adjustment,
         queries=_query_lengths(requests, most_outputs, shape),
@@ -146,6 +155,27 @@ def resolve_dtype(dtype: str, device: Device) -> str:
     if "bfloat16" in rates:
         return "bfloat16"
     return "float16" if device.kind == "gpu" and "float16" in rates else "float32"
+
+
+def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluster) -> str:
+    """`auto`: `dtype`, but float32 for bfloat16 on a CPU that multiplies float32 quicker, where
+    that takes no more than half of its memory. Raises InputError for what cannot be executed."""
+    wish, device = job.run.weight_dtype, cluster.device
+    if wish not in ("auto", dtype) and (wish, dtype, device.kind) != ("float32", "bfloat16", "cpu"):
+        raise wrong(job.source, "run.weight_dtype", wish,
+                    f"auto or the run's dtype, here {dtype}; float32 for bfloat16 on CPUs")
+    if job.run.engine != OWN_ENGINE or dtype != "bfloat16" or device.kind != "cpu":
+        if wish not in ("auto", dtype):
+            raise wrong(job.source, "run.weight_dtype", wish,
+                        f"auto or {dtype} with run.engine: {job.run.engine}")
+        return dtype
+    if wish != "auto":
+        return wish
+    rates = dict(device.flops_per_s)
+    widened = model.num_params * DTYPE_BYTES["float32"]
+    is_quicker = rates["float32"] > rates.get("bfloat16", np.inf)
+    has_room = widened <= cluster.num_devices * device.memory_bytes / 2
+    return "float32" if is_quicker and has_room else dtype
 
 
 def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:

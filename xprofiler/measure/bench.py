@@ -44,10 +44,9 @@ class LayerBench:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int = 1, device: torch.device | str = "cpu",
-                 sampling: Sampling = GREEDY, is_probed: bool = True,
+                 sampling: Sampling = GREEDY,
                  weight_dtype: torch.dtype | None = None) -> None:
-        """`is_probed` False: steps are timed as a whole, without marks inside. `weight_dtype`: as
-        which weights are multiplied; None: as `dtype`."""
+        """`weight_dtype`: as which weights are multiplied; None: as `dtype`."""
         layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
         self.num_layers = max(1, min(math.ceil(spec.num_layers / num_stages),
                                      MAX_WEIGHT_BYTES // layer_bytes))
@@ -57,8 +56,10 @@ class LayerBench:
         self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
                                 stage, dtype, shard=Shard(degree=tp_degree), device=self.device,
                                 weight_dtype=weight_dtype)
-        clock = clock_of(self.device)
-        self._probe = Probe(self.model, clock) if is_probed else Whole(clock)
+        self._probe = self._probe_of(clock_of(self.device))
+
+    def _probe_of(self, clock: Clock) -> Probe | Whole:
+        return Probe(self.model, clock)
 
     def decode(self, contexts: list[int]) -> Measurement:
         """A decode step of one query for each of `contexts` (tokens already cached)."""
@@ -122,6 +123,13 @@ class LayerBench:
             cache.share_layers(layers)
         cache.store[:1 if is_shared else None].fill_(_ENTRY)
         return cache
+
+
+class WholeBench(LayerBench):
+    """Steps timed as a whole, without marks inside."""
+
+    def _probe_of(self, clock: Clock) -> Whole:
+        return Whole(clock)
 
 
 def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable[[], float]:

@@ -75,6 +75,7 @@ class _Session:
         refused = {**known.refused, **{int(k): v for k, v in request.refused.items()}}
         known = replace(known, refused=refused)
         self._spec, self._dtype = spec, getattr(torch, metadata.dtype)
+        self._weight_dtype = getattr(torch, metadata.weight_dtype or metadata.dtype)
         self._device = own_device(metadata.device, ranks)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
@@ -96,7 +97,7 @@ class _Session:
         for index, degree in enumerate(degrees):
             bench = (EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench)(
                 self._spec, self._dtype, num_stages=self._known.metadata.ranks, tp_degree=degree,
-                device=self._device, sampling=self._sampling)
+                device=self._device, sampling=self._sampling, weight_dtype=self._weight_dtype)
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):

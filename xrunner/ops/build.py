@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
+VARIABLE = "XGPT_NATIVE"  # auto, off or require
 # Portable: what instruction set serves is chosen when it runs (csrc/levels.h), so that one library
 # is right on every CPU of a family. No OpenMP: it is handed torch's (csrc/threads.h).
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
@@ -115,6 +116,17 @@ def cached_library(cache: Path) -> Path:
             raise
         failure.unlink(missing_ok=True)
     return target
+
+
+def is_native(cache: Path) -> bool:
+    """Whether native operators will serve on this machine's CPU, found without loading them; they
+    are compiled here where need be, so that no rank has to."""
+    if os.environ.get(VARIABLE, "").strip() == "off":
+        return False
+    try:
+        return (source_folder() / LIBRARY).is_file() or cached_library(cache).is_file()
+    except (BuildError, OSError):
+        return False
 
 
 @contextlib.contextmanager

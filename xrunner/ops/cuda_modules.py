@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.ops.build import source_folder
+from xrunner.ops.build import VARIABLE, source_folder
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.cuda_check import Case, cases, distance, tolerance
 from xrunner.ops.launch import DTYPES, Launch, Launcher
-from xrunner.ops.native import VARIABLE
 
 SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
 _HEADER = '#include "cuda_elements.h"'

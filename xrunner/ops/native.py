@@ -21,9 +21,15 @@ from torch import Tensor
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import cache_dir
-from xrunner.ops.build import LIBRARY, BuildError, cached_library, extra_flags, source_folder
+from xrunner.ops.build import (
+    LIBRARY,
+    VARIABLE,
+    BuildError,
+    cached_library,
+    extra_flags,
+    source_folder,
+)
 
-VARIABLE = "XGPT_NATIVE"
 WISHES = ("auto", "off", "require")
 LEVELS = ("portable", "avx2", "avx512")  # in the order of csrc/native.h
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import StageAssignment  # noqa: E402
-from xprofiler.measure.bench import LayerBench, ordinary_inputs, ragged  # noqa: E402
+from xprofiler.measure.bench import LayerBench, WholeBench, ordinary_inputs, ragged  # noqa: E402
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
 from xprofiler.measure.probe import Probe, StepParts, Whole  # noqa: E402
@@ -251,7 +251,7 @@ def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_who
 
 
 def test_an_unprobed_bench_takes_the_same_step_as_a_whole() -> None:
-    bench = LayerBench(SPECS["llama"], torch.float32, is_probed=False)
+    bench = WholeBench(SPECS["llama"], torch.float32)
     parts = bench.decode([4, 9])()
     assert parts.whole_s > 0
     assert parts[1:] == (0,) * (len(parts) - 1)

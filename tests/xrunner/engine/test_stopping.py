@@ -69,8 +69,8 @@ def test_a_last_token_under_way_at_a_stop_still_ends_its_query(llama: tuple[Path
 def plan_of(output: Path) -> RunPlan:
     return RunPlan(
         name="toy", output=output, model_dir=output, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=4, dtype="float32", seed=0,
-        temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        requests="test", is_chat=False, max_tokens=4, dtype="float32", weight_dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=9)
 
 

@@ -55,7 +55,7 @@ def plan(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan
     save(tmp_path, estimate_of(toys.spec_of(directory).num_layers))
     own = RunPlan(
         name="toy", output=tmp_path, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
         seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
         query_kv_tokens=100, engine="deepspeed")
     toys.write_spool(own, tmp_path / "requests.jsonl")

@@ -18,8 +18,8 @@ def plan_of(output: Path, model: Path, **changes: Any) -> RunPlan:
     values: dict[str, Any] = {
         "name": "toy", "output": output, "model_dir": model, "model_name": "toy",
         "served_by": "test", "requests": "test", "is_chat": False, "max_tokens": 8,
-        "dtype": "float32", "seed": 2, "temperature": 0.5, "top_k": None, "top_p": 1.0,
-        "ignore_eos": False, "threads_per_rank": 1, "query_kv_tokens": 40}
+        "dtype": "float32", "weight_dtype": "float32", "seed": 2, "temperature": 0.5, "top_k": None,
+        "top_p": 1.0, "ignore_eos": False, "threads_per_rank": 1, "query_kv_tokens": 40}
     return RunPlan(**{**values, **changes})
 
 
