@@ -1,0 +1,216 @@
+"""Attention over a cache and over packed inputs: every implementation does what a softmax over each
+token's own entries, in float64, does."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
+from torch import Tensor
+
+from xrunner.ops.attention import (
+    Distances,
+    decode_attention,
+    decode_context,
+    encode_attention,
+    encode_context,
+    packed_attention,
+)
+from xrunner.rules.slots import Span
+
+DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130]
+DTYPES = [torch.float32, torch.bfloat16]
+GARBAGE = 1e30  # beyond a query's length: finite, as torch's mask multiplies it by 0
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
+many = settings(deadline=None, max_examples=50)
+
+
+class Shape(NamedTuple):
+    """What a case draws besides lengths. `group`: heads of a KV head."""
+
+    dtype: torch.dtype
+    kv_heads: int
+    group: int
+    dim: int
+    scale: float | None
+    threads: int
+    seed: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def normal(self, *shape: int) -> Tensor:
+        """Of the type, the same for the same seed and shape."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+
+shapes = st.builds(
+    Shape, st.sampled_from(DTYPES), st.integers(1, 3), st.integers(1, 9), st.sampled_from(DIMS),
+    st.sampled_from([None, 1.0, 0.3]), st.integers(1, 5), st.integers(0, 2**31))
+
+
+def softmax_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float | None,
+                      added: Tensor | None = None) -> Tensor:
+    """query [t, h, d], keys and values [s, k, d], added [h, t, s] -> [t, h * d], in float64."""
+    tokens, heads, dim = query.shape
+    repeated = [part.double().repeat_interleave(heads // part.shape[1], dim=1)
+                for part in (keys, values)]
+    scores = torch.einsum("thd,shd->hts", query.double(), repeated[0])
+    scores = scores * (dim ** -0.5 if scale is None else scale)
+    if added is not None:
+        scores = scores + added
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), repeated[1]).reshape(tokens, -1)
+
+
+def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == expected.shape and got.dtype == dtype
+    assert torch.isfinite(got).all()
+    off = (got.double() - expected).abs().max() if got.numel() else 0.0
+    assert off <= TOLERANCE[dtype] * 4, f"{off = }"
+
+
+def cache_of(shape: Shape, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+    drawn = shape.normal(2, slots, shape.kv_heads, capacity, shape.dim)
+    return drawn[0].contiguous(), drawn[1].contiguous()
+
+
+def entries(cache: tuple[Tensor, Tensor], slot: int, length: int) -> list[Tensor]:
+    """A slot's first keys and values, each [length, k, d]."""
+    return [part[slot, :, :length].transpose(0, 1).clone() for part in cache]
+
+
+def bias_of(shape: Shape, longest: int, both_ways: bool) -> Distances:
+    width = 2 * longest - 1 if both_ways else longest
+    table = shape._replace(dtype=torch.float32).normal(shape.heads, width)
+    return Distances(table.to(shape.dtype).float(), longest - 1)
+
+
+@st.composite
+def decode_cases(draw: st.DrawFn) -> tuple[Shape, int, list[int], list[int]]:
+    """Shape, capacity, slots in rising order, lengths."""
+    capacity = draw(st.sampled_from([1, 7, 40, 64, 65, 200, 700]))
+    slots = sorted(draw(st.sets(st.integers(0, 8), min_size=1, max_size=6)))
+    lengths = [draw(st.integers(1, capacity)) for _ in slots]
+    return draw(shapes), capacity, slots, lengths
+
+
+@every_implementation
+@many
+@given(case=decode_cases(), has_bias=st.booleans())
+def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
+        implementation: Implementation, case: tuple[Shape, int, list[int], list[int]],
+        has_bias: bool) -> None:
+    shape, capacity, slots, lengths = case
+    keys, values = cache_of(shape, 9, capacity)
+    # the rows of a product that has key and value behind the query
+    joint = shape.normal(len(slots), shape.heads + 2 * shape.kv_heads, shape.dim)
+    query = joint[:, :shape.heads]
+    bias = bias_of(shape, max(lengths), both_ways=False) if has_bias else None
+    expected = []
+    for i, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        added = None if bias is None else bias.table[:, None, bias.center - length + 1:].double()
+        expected.append(softmax_attention(query[i:i + 1], *entries((keys, values), slot, length),
+                                          shape.scale, added))
+        keys[slot, :, length:], values[slot, :, length:] = GARBAGE, -GARBAGE
+    cache = (keys.to(implementation.device), values.to(implementation.device))
+    with implementation.using(), num_threads(shape.threads):
+        step = decode_context(lengths, slots, implementation.device)
+        got = decode_attention(query.to(implementation.device), cache, step, shape.scale, bias)
+    assert_near(got.cpu(), torch.cat(expected), shape.dtype)
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[Shape, int, list[Span]]:
+    """Shape, capacity, spans of inputs, none of them twice."""
+    capacity = draw(st.sampled_from([1, 7, 40, 64, 130]))
+    slots = draw(st.lists(st.integers(0, 5), unique=True, max_size=4))
+    found = []
+    for slot in slots:
+        first = draw(st.integers(0, capacity - 1))
+        found.append(Span(slot, first, draw(st.integers(1, capacity - first)), True))
+    return draw(shapes), capacity, found
+
+
+@every_implementation
+@many
+@given(case=spans())
+def test_a_token_that_is_encoded_attends_to_what_came_before_it(
+        implementation: Implementation, case: tuple[Shape, int, list[Span]]) -> None:
+    shape, capacity, parts = case
+    keys, values = cache_of(shape, 6, capacity)
+    total = sum(part.tokens for part in parts)
+    query = shape.normal(total, shape.heads + 1, shape.dim)[:, :shape.heads]
+    expected, start = [query.new_empty(0, shape.heads * shape.dim).double()], 0
+    for slot, first, tokens, _ in parts:
+        end = first + tokens
+        later = torch.arange(end)[None, :] > torch.arange(first, end)[:, None]
+        expected.append(softmax_attention(
+            query[start:start + tokens], *entries((keys, values), slot, end), shape.scale,
+            torch.zeros(later.shape).masked_fill(later, float("-inf")).double()))
+        keys[slot, :, end:], values[slot, :, end:] = GARBAGE, -GARBAGE
+        start += tokens
+    cache = (keys.to(implementation.device), values.to(implementation.device))
+    with implementation.using(), num_threads(shape.threads):
+        step = encode_context(parts, implementation.device)
+        got = encode_attention(query.to(implementation.device), cache, step, shape.scale)
+    assert_near(got.cpu(), torch.cat(expected), shape.dtype)
+
+
+@every_implementation
+@many
+@given(shape=shapes, lengths=st.lists(st.integers(1, 70), max_size=4), has_bias=st.booleans())
+def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
+        implementation: Implementation, shape: Shape, lengths: list[int], has_bias: bool) -> None:
+    shape = shape._replace(group=1)
+    joint = shape.normal(sum(lengths), 3 * shape.heads * shape.dim)
+    query, key, value = joint.view(-1, 3, shape.heads, shape.dim).unbind(1)
+    bias = bias_of(shape, max(lengths), both_ways=True) if has_bias and lengths else None
+    expected = [query.new_empty(0, shape.heads * shape.dim).double()]
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
+        here, at, added = slice(end - length, end), torch.arange(length), None
+        if bias is not None:
+            added = bias.table[:, at[None, :] - at[:, None] + bias.center].double()
+        expected.append(softmax_attention(query[here], key[here], value[here], shape.scale, added))
+    with implementation.using(), num_threads(shape.threads):
+        got = packed_attention(joint.to(implementation.device), shape.heads, lengths, shape.scale,
+                               bias)
+    assert_near(got.cpu(), torch.cat(expected), shape.dtype)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_one_long_query_is_cut_among_threads(implementation: Implementation, dtype: torch.dtype,
+                                             threads: int) -> None:
+    shape = Shape(dtype, 1, 4, 64, None, threads, 5)
+    keys, values = cache_of(shape, 2, 5000)
+    keys[0, :, 3000] *= 3  # a maximum that one part alone sees
+    query = shape.normal(2, 4, 64)
+    expected = [softmax_attention(query[i:i + 1], *entries((keys, values), i, length), None)
+                for i, length in enumerate((4999, 3))]
+    cache = (keys.to(implementation.device), values.to(implementation.device))
+    with implementation.using(), num_threads(threads):
+        step = decode_context([4999, 3], device=implementation.device)
+        got = decode_attention(query.to(implementation.device), cache, step)
+    assert_near(got.cpu(), torch.cat(expected), dtype)
+
+
+@every_implementation
+def test_scores_far_apart_neither_overflow_nor_vanish(implementation: Implementation) -> None:
+    """Scores from -10,000 to 10,000 within one query: the largest alone is left."""
+    keys = torch.linspace(-100, 100, 300).repeat_interleave(16).view(1, 1, 300, 16).contiguous()
+    values = torch.arange(300.0).repeat_interleave(16).view(1, 1, 300, 16).contiguous()
+    query = torch.full((1, 1, 16), 25.0)
+    with implementation.using():
+        for order in (torch.arange(300), torch.arange(299, -1, -1), torch.randperm(300)):
+            cache = tuple(part[:, :, order].to(implementation.device) for part in (keys, values))
+            step = decode_context([300], device=implementation.device)
+            got = decode_attention(query.to(implementation.device), cache, step)  # type: ignore[arg-type]
+            assert torch.equal(got.cpu(), torch.full((1, 16), 299.0))
