@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from xrunner.ops import cuda_modules
+from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
 from xrunner.ops.native import check, dtype_code, library, serves, threads
 from xrunner.ops.rows import Places
 from xrunner.rules.slots import Span
@@ -80,6 +82,10 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: fl
     keys, values = cache
     n, heads, dim = query.shape
     num_slots, kv_heads, capacity, _ = keys.shape
+    if (gpu := _cuda("decode_attention", query, keys)) is not None:
+        return gpu.decode_attention(
+            query, cache, step.slots, step.lengths, dim ** -0.5 if scale is None else scale,
+            None if bias is None else DistanceBias(*bias)).flatten(1)
     if not _is_native(query, keys):
         return _masked_decode(query, cache, step, scale, bias)
     out, lib = query.new_empty(n, heads * dim), library()
@@ -150,6 +156,9 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
     keys, values = cache
     tokens, heads, dim = query.shape
     num_slots, kv_heads, capacity, _ = keys.shape
+    if (gpu := _cuda("encode_attention", query, keys)) is not None:
+        return gpu.encode_attention(query, cache, step.spans,
+                                    dim ** -0.5 if scale is None else scale).flatten(1)
     if not _is_native(query, keys):
         return _encode_by_span(query, cache, step, scale)
     out, lib = query.new_empty(tokens, heads * dim), library()
@@ -234,9 +243,19 @@ def store_packed(key: Tensor, value: Tensor, cache: Cache, places: Places) -> No
 
 
 def _is_native(query: Tensor, keys: Tensor) -> bool:
-    heads_apart, dim = query.stride(1), query.shape[2]
-    return (serves(query) and keys.dtype == query.dtype and keys.is_contiguous()
-            and query.stride(2) == 1 and heads_apart == dim)
+    return serves(query) and _are_plain(query, keys)
+
+
+def _cuda(operator: str, query: Tensor, keys: Tensor) -> CudaOps | None:
+    """The CUDA operators, where this one serves such tensors."""
+    gpu = cuda_modules.ops_for(operator, query)
+    return gpu if query.shape[2] <= MAX_DIM and _are_plain(query, keys) else None
+
+
+def _are_plain(query: Tensor, keys: Tensor) -> bool:
+    """Whether both lie as an operator reads them: the rows of the query may be apart."""
+    return (keys.dtype == query.dtype and keys.is_contiguous() and query.stride(2) == 1
+            and query.stride(1) == query.shape[2])
 
 
 def _addresses(bias: Distances | None) -> tuple[int | None, int, int]:

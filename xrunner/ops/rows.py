@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xrunner.ops import cuda_modules
 from xrunner.ops.native import check, dtype_code, library, serves, threads
 
 
@@ -30,6 +31,9 @@ class Places(NamedTuple):
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """hidden [T, H], weight [H] -> hidden / sqrt(mean(hidden^2) + eps) * weight."""
+    gpu = cuda_modules.ops_for("add_rms_norm", hidden)
+    if gpu is not None and hidden.is_contiguous():
+        return gpu.add_rms_norm(hidden, None, weight, eps)
     if not _is_native(hidden):
         return F.rms_norm(hidden, weight.shape, weight, eps)
     normed, lib = torch.empty_like(hidden), library()
@@ -41,6 +45,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """hidden [T, H], weight and bias [H] -> the normalised rows, scaled and shifted."""
+    gpu = cuda_modules.ops_for("add_layer_norm", hidden)
+    if gpu is not None and hidden.is_contiguous():
+        return gpu.add_layer_norm(hidden, None, (weight, bias), eps)
     if not _is_native(hidden):
         return F.layer_norm(hidden, weight.shape, weight, bias, eps)
     normed, lib = torch.empty_like(hidden), library()
@@ -54,6 +61,9 @@ def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 def silu_mul(joint: Tensor) -> Tensor:
     """joint [T, 2 I], gate then up of each token -> silu(gate) * up [T, I]."""
     tokens, inner = len(joint), joint.shape[1] // 2
+    gpu = cuda_modules.ops_for("silu_mul", joint)
+    if gpu is not None and joint.is_contiguous():
+        return gpu.silu_mul(joint)
     if not _is_native(joint):
         gate, up = joint.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -74,6 +84,11 @@ def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Place
     keys, values = cache
     num_slots, kv_heads, capacity, dim = keys.shape
     split = joint.view(len(joint), heads + 2 * kv_heads, dim)
+    gpu = cuda_modules.ops_for("place", joint)
+    if (gpu is not None and joint.is_contiguous() and keys.dtype == joint.dtype
+            and keys.is_contiguous()):
+        gpu.place(joint, rotation, cache, *places)
+        return split[:, :heads]
     if _is_native(joint) and keys.dtype == joint.dtype and keys.is_contiguous():
         cos, sin = rotation or (None, None)
         lib = library()

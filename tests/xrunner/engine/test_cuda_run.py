@@ -1,0 +1,29 @@
+"""A whole run on the CUDA sources, executed on the CPU: every family answers as `generate` does,
+through the launches that a GPU would have been given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cpu_cuda
+import pytest
+import toys
+
+FAMILIES = (*toys.FAMILIES, *toys.T5_FAMILIES)
+EVERY = {"decode_attention", "encode_attention", "place", "kv_compact"}
+T5 = EVERY - {"encode_attention"}  # its encoder has no cache
+OF_FAMILY = {"llama": EVERY | {"add_rms_norm", "silu_mul"}, "t5": T5, "t5-1.1": T5}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_as_generate_does(tmp_path: Path, family: str) -> None:
+    model = toys.make_model(family, tmp_path)
+    queries = toys.random_queries(5)
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    with cpu_cuda.using(launcher):
+        sink, _ = toys.run_in_process(tmp_path, queries, degrees=(1,), num_groups=1)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
+        q.index: toys.generate(model, q) for q in queries}
+    launched = " ".join(sorted({launch.kernel for launch in launcher.launched}))
+    expected = OF_FAMILY.get(family, EVERY)
+    assert {operator for operator in expected if operator in launched} == expected, launched
