@@ -238,6 +238,6 @@ def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[int, int,
     slots, kv_heads, capacity, _ = keys.shape
     if kv_heads < 1 or heads % kv_heads != 0:
         raise refusal(f"{heads} heads for {kv_heads} KV heads")
-    if n > 0 and query.stride(1) != dim:
+    if n > 0 and heads > 1 and query.stride(1) != dim:
         raise refusal("the heads of a query are apart")
     return slots, kv_heads, capacity
