@@ -26,6 +26,8 @@ from xgpt.core.units import format_bytes
 from xrunner.ops.kv import compact
 from xrunner.rules.slots import apply_moves, compaction_moves
 
+_MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it
+
 
 class KvShape(NamedTuple):
     """The size of a cache. `slots`: queries that it holds at most; `capacity`: tokens of each."""
@@ -121,14 +123,22 @@ def _zeros(shape: KvShape, device: torch.device, is_resident: bool) -> Tensor:
             return torch.zeros(dimensions, dtype=dtype, device=device)
         except torch.cuda.OutOfMemoryError:
             raise _refused(shape, f"of memory, more than {device} has left") from None
-    # numpy asks the system for zero pages, torch.zeros would write (and so occupy) every one
-    try:
-        memory = np.zeros(shape.num_bytes, dtype=np.uint8)
-    except MemoryError:
+    try:  # pages of zeros, none of them occupied as yet; torch.zeros would write every one
+        memory = mmap.mmap(-1, shape.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError):
         raise _refused(shape, "of address space, which this machine refuses") from None
     if is_resident:
-        memory[::mmap.PAGESIZE] = 0
-    return torch.from_numpy(memory).view(dtype).view(dimensions)
+        _occupy(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions)
+
+
+def _occupy(memory: mmap.mmap) -> None:
+    """Takes all of its pages now: by one request where Linux knows it (5.14; measured: 0.6 s
+    for 2 GiB), else by writing to each."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError:
+        np.frombuffer(memory, dtype=np.uint8)[::mmap.PAGESIZE] = 0
 
 
 def _refused(shape: KvShape, why: str) -> XgptError:

@@ -8,7 +8,7 @@ each query read as far as it is long; else torch, which pads and masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -130,6 +130,23 @@ class EncodeContext:
     spans: Sequence[Span]
     columns: Tensor  # [3, spans] int64: slot, first position, tokens of each
     places: Places  # of every token
+
+    def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
+        """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
+        is longer is a piece of its own. Each comes with its rows."""
+        total = sum(span.tokens for span in self.spans)
+        share = total / -(-total // most)  # all pieces as large, or the last would be a small one
+        first = begin = end = 0
+        for i, span in enumerate(self.spans):
+            if end > begin and (end + span.tokens - begin > most or end - begin >= share):
+                yield slice(begin, end), self._part(first, i, slice(begin, end))
+                first, begin = i, end
+            end += span.tokens
+        yield slice(begin, end), self._part(first, len(self.spans), slice(begin, end))
+
+    def _part(self, first: int, last: int, rows: slice) -> EncodeContext:
+        return EncodeContext(spans=self.spans[first:last], columns=self.columns[:, first:last],
+                             places=Places(*(part[rows] for part in self.places)))
 
 
 def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu") -> EncodeContext:

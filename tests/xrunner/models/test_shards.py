@@ -17,6 +17,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.models import stage_model
 from xrunner.models import weights as weights_module
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
@@ -203,3 +204,22 @@ def _weight(product: Product) -> Tensor:
 
 def _matrix_elements(layer: Any) -> int:
     return sum(math.prod(product.shape) for product in layer.products)
+
+
+def test_an_encode_step_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, stage, lengths = SHAPE, split_stages(2, 1)[0], [5, 1, 9, 3, 3, 2, 7]
+    model = StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32)
+    tokens, step = torch.arange(30) * 7 % spec.vocab_size, encode_context(whole_inputs(lengths))
+
+    def encoded(most: int) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(stage_model, "PIECE_TOKENS", most)
+        cache = torch.zeros(2, 2, len(lengths), model.kv_heads, 9, spec.head_dim)
+        with torch.inference_mode():
+            return model.encode(tokens, cache, step), cache
+
+    whole, cache = encoded(30)
+    for most in (1, 4, 8, 16, 29):
+        sizes = [rows.stop - rows.start for rows, _ in step.pieces(most)]
+        assert sum(sizes) == 30 and all(n <= most or n in lengths for n in sizes)
+        for ours, theirs in zip(encoded(most), (whole, cache), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
