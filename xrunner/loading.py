@@ -24,6 +24,7 @@ from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
+from xrunner.ops import cuda_modules, native
 from xrunner.plan import RunPlan
 from xrunner.rank import Stopwatch
 from xrunner.transport.courier import EntryReceiver, EntrySender
@@ -100,7 +101,13 @@ def report_of(loaded: Loaded) -> RankReport:
                       load_s=loaded.seconds, bytes_read=loaded.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
                       handover_bytes=handed_bytes, handover_s=handover_s,
-                      disk_bytes=loaded.disk_bytes, disk_bytes_per_s=loaded.disk_bytes_per_s)
+                      disk_bytes=loaded.disk_bytes, disk_bytes_per_s=loaded.disk_bytes_per_s,
+                      operators=operators_in_words(executor.model.device))
+
+
+def operators_in_words(device: torch.device) -> str:
+    """Whose operators serve on the device, and why no native ones do."""
+    return native.describe() if device.type == "cpu" else cuda_modules.describe(device)
 
 
 class DiskMeter:

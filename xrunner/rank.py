@@ -136,7 +136,7 @@ def write_measured(output: Path, outcome: Outcome, tally: Tally,
         **tally.percentiles(),
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
-        **_of_disk(reports),
+        **_of_disk(reports), "operators": next((r.operators for r in reports), None),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),

@@ -70,6 +70,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
             measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
         **{key: measured[key] for key in (
             "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
+        "operators": measured.get("operators"),
         "model_source": opened.files.served_by, "weights": job.run.weights,
         "ranks": cluster.num_devices, "dtype": opened.problem.dtype,
         "weight_dtype": opened.problem.weight_dtype,

@@ -193,6 +193,12 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
     return text + (f", which gives one reader {_decimal_bytes(rate)}/s)" if rate else ")")
 
 
+def operators_words(metrics: Mapping[str, Any]) -> str | None:
+    """That torch's operators served, and why; None where ours did."""
+    said = text_at(metrics, "operators")
+    return said if said is not None and "torch's" in said else None
+
+
 def _decimal_bytes(num_bytes: float) -> str:
     """Writes bytes in powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

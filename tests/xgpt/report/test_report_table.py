@@ -82,6 +82,13 @@ def test_the_summary_says_how_much_was_loaded_and_what_of_it_came_from_the_disk(
     assert "loaded" not in summary_table(METRICS)
 
 
+def test_the_summary_says_why_torch_s_operators_served() -> None:
+    torch = "native operators: none, torch's serve: no C++ compiler (g++) is on the PATH"
+    assert torch in " ".join(summary_table({**METRICS, "operators": torch}).split())
+    native = summary_table({**METRICS, "operators": "native operators: avx2, as installed"})
+    assert native == summary_table(METRICS)
+
+
 def test_a_stopped_run_and_an_empty_one_have_a_summary() -> None:
     assert "stopped early" in summary_table({**METRICS, "status": "stopped"})
     assert summary_table({}) == "0 queries done"

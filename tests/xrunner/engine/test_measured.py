@@ -71,6 +71,11 @@ def test_what_came_from_the_disk_is_the_sum_of_the_ranks_where_all_count_it(
     assert [r["disk_bytes"] for r in measured["ranks"]] == [None]
 
 
+def test_whose_operators_served_is_what_rank_0_says(tmp_path: Path) -> None:
+    write(tmp_path, [replace(report(0, 0), operators="ours"), report(1, 1)])
+    assert json.loads((tmp_path / "measured.json").read_text())["operators"] == "ours"
+
+
 def test_ranks_of_a_group_that_took_different_steps_are_our_own_mistake(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ranks 0 and 1 of stage 0"):
         write(tmp_path, [report(0, 0), report(1, 0, iterations=3)])
