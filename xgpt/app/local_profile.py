@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from xprofiler.profile import Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir
-from xrunner.ops.build import is_native
+from xrunner.ops.build import why_not_native
 
 DEFAULT_BUDGET_S = 45.0
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
@@ -142,6 +143,13 @@ def _alone(folder: Path, tell: Teller) -> Iterator[None]:
         yield
 
 
+@cache
+def why_no_operators() -> str:
+    """Why torch serves on this machine's CPU instead of the native operators; empty where they
+    do."""
+    return why_not_native(cache_dir() / "native")
+
+
 def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
     """What a profile must be of to speak of this job's run on this machine."""
     device, threads = problem.cluster.device, threads_per_rank(job, problem)
@@ -154,7 +162,7 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
         threads_per_rank=threads, kernels=kernels_fingerprint(), sharing=sharing,
         libraries=_libraries(device),
         sampling="drawn" if job.run.temperature > 0 else "greedy",
-        is_padded=device.kind != "cpu" or not is_native(cache_dir() / "native"),
+        is_padded=device.kind != "cpu" or bool(why_no_operators()),
         clock=core_clock(), date=date.today().isoformat(), commit=_commit())
 
 

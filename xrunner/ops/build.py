@@ -118,15 +118,18 @@ def cached_library(cache: Path) -> Path:
     return target
 
 
-def is_native(cache: Path) -> bool:
-    """Whether native operators will serve on this machine's CPU, found without loading them; they
-    are compiled here where need be, so that no rank has to."""
+def why_not_native(cache: Path) -> str:
+    """Why torch will serve on this machine's CPU instead of native operators; empty where they
+    will. Found without loading them; they are compiled here where need be, so that no rank has
+    to."""
     if os.environ.get(VARIABLE, "").strip() == "off":
-        return False
+        return f"{VARIABLE} is off"
     try:
-        return (source_folder() / LIBRARY).is_file() or cached_library(cache).is_file()
-    except (BuildError, OSError):
-        return False
+        if not (source_folder() / LIBRARY).is_file():
+            cached_library(cache)
+    except (BuildError, OSError) as error:
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager

@@ -202,3 +202,14 @@ def test_gpus_are_used_where_the_driver_lists_them(monkeypatch: pytest.MonkeyPat
     assert local.detect().device.name == "A40"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert local.detect(1).device.kind == "cpu"
+
+
+@pytest.mark.parametrize(("vendor", "flags", "is_slower"), [
+    ("GenuineIntel", "avx512f avx512_bf16", True),  # its own unit for it is AMX
+    ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", False),
+    ("AuthenticAMD", "avx512f avx512_bf16", False)])
+def test_intel_without_amx_multiplies_float32_quicker_than_bfloat16(
+        vendor: str, flags: str, is_slower: bool) -> None:
+    cpuinfo = f"vendor_id\t: {vendor}\nmodel name\t: some\nflags\t\t: {flags}\n"
+    rates = dict(local._cpu_device(2, 1, 2**34, cpuinfo).flops_per_s)
+    assert (rates["bfloat16"] < rates["float32"]) == is_slower

@@ -156,6 +156,35 @@ def test_auto_on_a_cpu_is_bfloat16_only_with_a_unit_for_it() -> None:
     assert resolve_dtype("auto", brain) == "bfloat16"
 
 
+_CPU = ("cluster={{device: {{kind: cpu, memory_bytes: {memory}, flops_per_s: {{float32: 160e9, "
+        "bfloat16: {brain}}}, bandwidth_bytes_per_s: 13 GB}}}}")
+
+
+@pytest.mark.parametrize(("brain", "memory", "held"), [
+    ("85e9", "64 GiB", "bfloat16"),  # OPT-13B as float32 takes 48 GiB, more than half
+    ("85e9", "128 GiB", "float32"), ("300e9", "128 GiB", "bfloat16")])
+def test_weights_are_widened_where_that_is_quicker_and_has_room(
+        folder: Path, brain: str, memory: str, held: str) -> None:
+    problem = _resolve(folder, _CPU.format(brain=brain, memory=memory))
+    assert (problem.dtype, problem.weight_dtype) == ("bfloat16", held)
+    forced = _resolve(folder, _CPU.format(brain=brain, memory=memory), "run.weight_dtype=bfloat16")
+    assert forced.weight_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "wish"), [
+    ("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])
+def test_weights_narrower_or_of_another_kind_are_refused(
+        folder: Path, dtype: str, wish: str) -> None:
+    said = _refused(folder, _CPU.format(brain="1e9", memory="128 GiB"), f"run.dtype={dtype}",
+                    f"run.weight_dtype={wish}")
+    assert "run.weight_dtype" in said and dtype in said
+
+
+def test_weights_on_a_gpu_are_of_the_runs_dtype(folder: Path) -> None:
+    assert _resolve(folder).weight_dtype == "bfloat16"
+    assert "on CPUs" in _refused(folder, "run.weight_dtype=float32")
+
+
 def test_requests_give_joint_lengths(folder: Path) -> None:
     problem = _resolve(folder, "workload={requests: tokens.jsonl, output_tokens: from_requests}")
     assert problem.lengths.pairs is not None and problem.num_queries == 2
