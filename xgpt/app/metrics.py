@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from xgpt.app.attribution import attribute
-from xgpt.app.local_profile import why_no_operators
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_folder import RESULTS_FILE
 from xgpt.core.job import Job
@@ -75,8 +74,6 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
         "model_source": opened.files.served_by, "weights": job.run.weights,
         "ranks": cluster.num_devices, "dtype": opened.problem.dtype,
         "weight_dtype": opened.problem.weight_dtype,
-        "operators": None if cluster.device.kind != "cpu" else (
-            f"torch: {why}" if (why := why_no_operators()) else "native"),
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": {"device": cluster.device.name,
                     "threads_per_rank": threads_per_rank(job, opened.problem),

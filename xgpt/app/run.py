@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
-from xgpt.app.local_profile import why_no_operators
 from xgpt.app.metrics import kept, write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
@@ -19,7 +18,6 @@ from xgpt.app.simulate import replay_steady, steady_timeline
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
@@ -52,11 +50,7 @@ def open_to_run(job: Job, tell: Teller) -> OpenedJob:
     tell.say(f"model: {job.model}, served by {opened.files.served_by}")
     check_model(opened)
     make_folder(job)
-    opened = executable(opened)
-    is_on_cpu = opened.problem.cluster.device.kind == "cpu"
-    if is_on_cpu and job.run.engine == OWN_ENGINE and (why := why_no_operators()):
-        tell.say(textwrap.fill(f"note: no native operators, torch's serve: {why}", WIDTH))
-    return opened
+    return executable(opened)
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:

@@ -157,7 +157,8 @@ def test_auto_on_a_cpu_is_bfloat16_only_with_a_unit_for_it() -> None:
 
 
 _CPU = ("cluster={{device: {{kind: cpu, memory_bytes: {memory}, flops_per_s: {{float32: 160e9, "
-        "bfloat16: {brain}}}, bandwidth_bytes_per_s: 13 GB}}}}")
+        "bfloat16: {brain}}}, bandwidth_bytes_per_s: 13 GB}}, devices_per_node: 1, "
+        "intra_link: pcie3-x16}}")
 
 
 @pytest.mark.parametrize(("brain", "memory", "held"), [
