@@ -109,7 +109,10 @@ class _Easy(NamedTuple):
 
 def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool) -> InfeasibleError:
     """The error to raise: the binding constraint, the tightest latency and who reaches it."""
-    easy = [_Easy(space, tight) for space in spaces for tight in space.easiest()]
+    # a time that is infinite is one the profile does not speak of
+    easy = [_Easy(space, tight if math.isfinite(tight.latency_s) or tight.limit else
+                  tight._replace(limit=Limit.RANGE))
+            for space in spaces for tight in space.easiest()]
     with_room = [one for one in easy if not one.tight.limit]
     if not with_room:
         return InfeasibleError(_without_room(easy))

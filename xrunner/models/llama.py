@@ -57,7 +57,7 @@ class LlamaLayer:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
         hidden = self._out.added_to(hidden, attended, self._all_reduce)
-        inner = silu_mul(self._gate_up(rms_norm(hidden, self.mlp_norm, self.eps)))
+        inner = silu_mul(self._gate_up.unrounded(rms_norm(hidden, self.mlp_norm, self.eps)))
         return self._down.added_to(hidden, inner, self._all_reduce)
 
 

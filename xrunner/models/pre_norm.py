@@ -51,7 +51,7 @@ class PreNormLayer:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
         weights = self.weights
         hidden = weights.out.added_to(hidden, attended, self._all_reduce)
-        inner = weights.up(layer_norm(hidden, *weights.mlp_norm, self.eps))
+        inner = weights.up.unrounded(layer_norm(hidden, *weights.mlp_norm, self.eps))
         return weights.down.added_to(hidden, inner, self._all_reduce)
 
 

@@ -90,7 +90,7 @@ class T5EncoderLayer:
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
         hidden = self._out.added_to(hidden, attended, self._all_reduce)
-        inner = self._activate(self._up(rms_norm(hidden, self.mlp_norm, self.eps)))
+        inner = self._activate(self._up.unrounded(rms_norm(hidden, self.mlp_norm, self.eps)))
         return self._down.added_to(hidden, inner, self._all_reduce)
 
 
@@ -137,7 +137,7 @@ class T5DecoderLayer:
     def finish(self, hidden: Tensor, cross_attended: Tensor) -> Tensor:
         """hidden [n, H], cross-attention's output [n, h * d] -> the layer's output [n, H]."""
         hidden = self._cross_out.added_to(hidden, cross_attended, self._all_reduce)
-        inner = self._activate(self._up(rms_norm(hidden, self.mlp_norm, self.eps)))
+        inner = self._activate(self._up.unrounded(rms_norm(hidden, self.mlp_norm, self.eps)))
         return self._down.added_to(hidden, inner, self._all_reduce)
 
 

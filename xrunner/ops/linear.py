@@ -49,15 +49,19 @@ class Product:
         self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], both of the weight's dtype."""
+        """x [T, in] -> [T, out], of the activations' dtype."""
+        return self.unrounded(x).to(self._dtype)
+
+    def unrounded(self, x: Tensor) -> Tensor:
+        """The same of the dtype that the weight is held as, for what follows at once: rounding is
+        a pass over the result, and widening it again another."""
         if self._packed is None:
             assert self.weight is not None
             out = F.linear(x, self.weight, self.bias)
             return ACTIVATIONS[self._activation](out)
         algorithm = "tanh" if self._activation == "gelu" else ""
-        out = _PACKED._linear_pointwise(x.to(self._packed.dtype), self._packed, self.bias,
-                                        self._activation, [], algorithm)
-        result: Tensor = out.to(self._dtype)
+        result: Tensor = _PACKED._linear_pointwise(
+            x.to(self._packed.dtype), self._packed, self.bias, self._activation, [], algorithm)
         return result
 
     def added_to(self, hidden: Tensor, x: Tensor,
