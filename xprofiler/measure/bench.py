@@ -147,6 +147,15 @@ def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable
     return move
 
 
+def around(queries: int, mean: int) -> list[int]:
+    """Contexts of a decode batch, all different, of exactly this mean; the same each time."""
+    rng = np.random.default_rng((queries, mean))
+    drawn = rng.integers(max(2 * mean // 3, 1), 4 * mean // 3 + 1, size=queries)
+    left = mean * queries - int(drawn.sum())
+    shift, odd = divmod(left, queries)
+    return [max(int(n) + shift + (i < odd), 1) for i, n in enumerate(drawn)]
+
+
 def ragged(queries: int, longest: int) -> list[int]:
     """Contexts of a decode batch: all different, the longest among them; the same each time."""
     rng = np.random.default_rng((queries, longest))

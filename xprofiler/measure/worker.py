@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from xprofiler.measure.bench import DRAWN, GREEDY, LayerBench, Measurement, ordinary_inputs, ragged
+from xprofiler.measure.bench import (
+    DRAWN,
+    GREEDY,
+    LayerBench,
+    Measurement,
+    around,
+    ordinary_inputs,
+    ragged,
+)
 from xprofiler.measure.clock import measure_peaks
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
@@ -135,7 +143,7 @@ class _Session:
             self._recorder.add(TableKey(Operator.KV_COMPACTION.value, degree), point.x, point.y,
                                seconds)
             return
-        lengths = _lengths(point, self._spec.max_positions)
+        lengths = _lengths(point, self._spec.max_positions, self._known.metadata.is_padded)
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
         steps = self._ranks.steady(_step(bench, point.kind, lengths))
         self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.num_layers)
@@ -201,10 +209,12 @@ def _step(bench: Bench, kind: Kind, lengths: list[int]) -> Measurement:
     return bench.encode(lengths, most_layers=_ATTENTION_LAYERS if kind is Kind.ENCODE else None)
 
 
-def _lengths(point: Point, most: int | None) -> list[int]:
-    """Tokens cached before a decode step, inputs of an encode step."""
+def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:
+    """Tokens cached before a decode step, inputs of an encode step. `most`: the model's positions.
+    A decode point's y is the longest context where attention is padded to it, else the mean."""
     if point.kind in (Kind.DECODE, Kind.CROSS):
-        return ragged(point.x, point.y - 1)  # the token decoded is read too
+        # the token decoded is read too
+        return ragged(point.x, point.y - 1) if is_padded else around(point.x, point.y - 1)
     return ordinary_inputs(point.x, most) if point.kind is Kind.REST else [point.x] * point.y
 
 

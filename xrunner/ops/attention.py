@@ -151,14 +151,12 @@ class EncodeContext:
 
 def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu") -> EncodeContext:
     """A span's tokens are those from `first` on of the query in its slot."""
+    slots = chain.from_iterable([span.slot] * span.tokens for span in spans)
     positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
     columns = torch.tensor([[span.slot, span.first, span.tokens] for span in spans],
                            dtype=torch.long).view(-1, 3).t().contiguous()
-    slots = torch.repeat_interleave(columns[0], columns[2])
-    return EncodeContext(
-        spans=spans, columns=columns.to(device),
-        places=Places(slots.to(device), torch.tensor(list(positions), device=device,
-                                                     dtype=torch.long)))
+    return EncodeContext(spans=spans, columns=columns.to(device), places=Places(*(
+        torch.tensor(list(part), device=device, dtype=torch.long) for part in (slots, positions))))
 
 
 def whole_inputs(lengths: Sequence[int], first_slot: int = 0) -> list[Span]:

@@ -13,7 +13,13 @@ torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import StageAssignment  # noqa: E402
-from xprofiler.measure.bench import LayerBench, WholeBench, ordinary_inputs, ragged  # noqa: E402
+from xprofiler.measure.bench import (  # noqa: E402
+    LayerBench,
+    WholeBench,
+    around,
+    ordinary_inputs,
+    ragged,
+)
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
 from xprofiler.measure.probe import Probe, StepParts, Whole  # noqa: E402
@@ -282,6 +288,13 @@ def test_contexts_of_a_decode_step_are_ragged_with_the_longest_among_them(
     assert len(contexts) == queries and max(contexts) == longest and min(contexts) >= 1
     assert contexts == ragged(queries, longest)
     assert queries < 7 or len(set(contexts)) > queries // 2
+
+
+@pytest.mark.parametrize(("queries", "mean"), [(1, 1), (1, 300), (7, 2), (33, 100), (128, 519)])
+def test_contexts_around_a_mean_have_it(queries: int, mean: int) -> None:
+    contexts = around(queries, mean)
+    assert len(contexts) == queries and sum(contexts) == mean * queries and min(contexts) >= 1
+    assert contexts == around(queries, mean) and max(contexts) <= 2 * mean
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 75, 300, 2080])
