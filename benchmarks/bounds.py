@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from workload import draw
 
 MODEL = "smollm2-135m"
 FACTORS = (0.25, 0.5, 2.0)
-QUERIES = 200
 OURS = ("rra", "waa-c")
 BASELINES = ("ft", "orca", "vllm")
 _XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
@@ -92,16 +92,6 @@ def write_job(folder: Path, workload: Path | None, ranks: int) -> Path:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     return path
-
-
-def draw(rng: np.random.Generator, mean: float, std: float, most: int) -> list[int]:
-    """Whole numbers of a normal law, those outside [1, most] drawn again."""
-    found: list[int] = []
-    while len(found) < QUERIES:
-        value = round(rng.normal(mean, std))
-        if 1 <= value <= most:
-            found.append(value)
-    return found
 
 
 def schedule(job: Path, bound_s: float, policy: str) -> dict[str, Any] | None:

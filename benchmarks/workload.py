@@ -22,19 +22,19 @@ class Query(NamedTuple):
     output_tokens: int
 
 
-def read_or_draw(file: Path | None) -> list[Query]:
+def read_ordraw(file: Path | None) -> list[Query]:
     """The file's queries; without one they are drawn: inputs about N(128, 81) on [1, 256], outputs
     about N(64, 30) on [1, 160]."""
     if file is not None:
         rows = [json.loads(line) for line in file.open(encoding="utf-8")]
         return [Query(row["input_ids"], row["output_len"]) for row in rows]
     rng = np.random.default_rng(20261121)
-    inputs, outputs = _draw(rng, 128, 81, 256), _draw(rng, 64, 30, 160)
+    inputs, outputs = draw(rng, 128, 81, 256), draw(rng, 64, 30, 160)
     return [Query(rng.integers(100, 30_000, size=n).tolist(), m)
             for n, m in zip(inputs, outputs, strict=True)]
 
 
-def _draw(rng: np.random.Generator, mean: float, std: float, most: int) -> list[int]:
+def draw(rng: np.random.Generator, mean: float, std: float, most: int) -> list[int]:
     """Whole numbers of a normal law, those outside [1, most] drawn again."""
     found: list[int] = []
     while len(found) < QUERIES:

@@ -13,12 +13,12 @@ from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
+from xprofiler.points import Needs
 from xprofiler.profile import (
     HANDOVER,
     HANDOVER_DIRECT,
     STEP_OVERHEAD,
     Profile,
-    ProfileMetadata,
     Sample,
     TableKey,
 )
@@ -54,7 +54,11 @@ class ProfileTiming:
         """`marks`: how the profile differs from what will run; every provenance shows them."""
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
         self._borrowed: set[str] = set()  # what the fallback was asked for, in words
-        self._grids = {key: _grid(key, points, profile.metadata)
+        # XRunner takes many rows through a CPU's decoder-only layers in pieces (StageModel.mixed)
+        in_pieces = (profile.metadata.origin == "measured"
+                     and profile.metadata.device.startswith("cpu-")
+                     and not any(key.name == Operator.ENCODER_REST.value for key in profile.tables))
+        self._grids = {key: _grid(key, points, in_pieces and key.name in _IN_PIECES)
                        for key, points in profile.tables.items()}
         self._sharing = profile.metadata.sharing
         self.facts = TimingFacts(
@@ -135,12 +139,9 @@ class ProfileTiming:
                         f"it has: {', '.join(links) or 'none'}")
 
 
-def _grid(key: TableKey, points: Sequence[Sample], metadata: ProfileMetadata) -> Grid:
+def _grid(key: TableKey, points: Sequence[Sample], is_in_pieces: bool) -> Grid:
     xs, ys, seconds = ([p.x for p in points], [p.y for p in points], [p.median_s for p in points])
-    is_ours = metadata.origin == "measured" and metadata.device.startswith("cpu-")
-    if is_ours and key.name in _IN_PIECES and len(points) > 1 and points[-1].x == max(xs):
-        # XRunner does more of these than it was measured with piece by piece on a CPU
-        # (StageModel.encode, csrc/kv.cpp): so many times as much takes so many times as long
+    if is_in_pieces and points and xs[-1] == max(xs) >= Needs().tokens:  # whole pieces
         xs, ys = [*xs, _PIECES * xs[-1]], [*ys, ys[-1]]
         seconds.append(_PIECES * seconds[-1])
     return Grid(xs, ys, seconds, table_shape(key))

@@ -180,3 +180,17 @@ def test_what_comes_back_broadcasts_like_its_arguments() -> None:
     assert source.operator_s(Operator.LAYER_REST, np.ones((2, 3)), 0).shape == (2, 3)
     assert source.operator_s(Operator.LAYER_REST, 1.0).shape == ()
     assert source.message_s(SEND, np.ones((4, 2)), NEAR).shape == (4, 2)
+
+
+@pytest.mark.parametrize(("device", "rows", "encoder", "times"), [
+    ("cpu-1c-x", 2080, False, 16), ("cpu-1c-x", 2080, True, 1), ("A100-80", 2080, False, 1),
+    ("cpu-1c-x", 2000, False, 1)])  # the last is no whole piece
+def test_rows_that_go_in_pieces_count_as_measured(
+        device: str, rows: int, encoder: bool, times: int) -> None:
+    tables = {TableKey("layer_rest"): points((100, 0, 1.0), (rows, 0, 10.0)),
+              **({TableKey("encoder_rest"): points((100, 0, 1.0))} if encoder else {})}
+    source = ProfileTiming(Profile(metadata=replace(METADATA, device=device), tables=tables))
+    assert source.reach(Operator.LAYER_REST, 1).x == times * rows
+    if times > 1:
+        assert source.operator_s(Operator.LAYER_REST, 8 * rows) == pytest.approx(80.0)
+        assert np.isinf(source.operator_s(Operator.LAYER_REST, 4.1 * times * rows))

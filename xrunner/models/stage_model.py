@@ -106,13 +106,8 @@ class StageModel:
 
     def encode(self, inputs: Tensor, cache: Tensor, step: EncodeContext) -> Tensor:
         """Whole inputs, or spans of them, packed. `inputs`: tokens [T] on the first stage, hidden
-        [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H]. On a CPU
-        they go through the layers in pieces of at most PIECE_TOKENS, but for a longer span: more
-        rows than that are no quicker, and leave its caches (measured: a sixth slower at 6,900)."""
-        if self.device.type != "cpu" or len(inputs) <= PIECE_TOKENS:
-            return self.mixed(inputs, cache, None, step)
-        return torch.cat([self.mixed(inputs[rows], cache, None, piece)
-                          for rows, piece in step.pieces(PIECE_TOKENS)])
+        [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H]."""
+        return self.mixed(inputs, cache, None, step)
 
     def decode(self, inputs: Tensor, cache: Tensor, step: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
@@ -123,7 +118,21 @@ class StageModel:
               encoded: EncodeContext | None) -> Tensor:
         """One token of each of n queries (None: of none), then spans of inputs (None: none),
         packed: one product for all rows, attention apart (ORCA's selective batching). `inputs`:
-        tokens [n + T] on the first stage, hidden [n + T, H] after it. Returns hidden [n + T, H]."""
+        tokens [n + T] on the first stage, hidden [n + T, H] after it. Returns hidden [n + T, H].
+
+        On a CPU more than PIECE_TOKENS rows go through the layers in pieces of at most so many (but
+        for a longer span): they are no quicker together, and leave its caches (measured: a sixth
+        slower at 6,900)."""
+        if encoded is None or self.device.type != "cpu" or len(inputs) <= PIECE_TOKENS:
+            return self._together(inputs, cache, decoded, encoded)
+        n = 0 if decoded is None else len(decoded.slots)
+        out = [] if decoded is None else [self._together(inputs[:n], cache, decoded, None)]
+        out += [self._together(inputs[n:][rows], cache, None, piece)
+                for rows, piece in encoded.pieces(PIECE_TOKENS)]
+        return torch.cat(out)
+
+    def _together(self, inputs: Tensor, cache: Tensor, decoded: DecodeContext | None,
+                  encoded: EncodeContext | None) -> Tensor:
         n = 0 if decoded is None else len(decoded.slots)
         places = Places(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
             *(step.places for step in (decoded, encoded) if step is not None), strict=True)))

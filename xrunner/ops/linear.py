@@ -1,7 +1,8 @@
 """A layer's matrix products: torch's and oneDNN's, on weights laid out once for the processor.
 
 A weight is a view of the checkpoint until `pack` copies it into oneDNN's own blocked layout, which
-spares oneDNN from doing that at every call (measured: 1.2 to 1.9 times quicker below 128 rows).
+spares oneDNN from doing that at every call (benchmarks/floor.py measures both; bfloat16 on an Intel
+Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
 A bfloat16 weight may be kept as float32: some processors multiply that twice as fast. The result
 is rounded to the activations' type either way.
 """
@@ -40,13 +41,15 @@ class Product:
 
     def pack(self, dtype: torch.dtype) -> None:
         """Copies the weight, as `dtype`, into oneDNN's layout where that serves, and lets go of the
-        checkpoint's. Widened weights that oneDNN does not serve stay as they came."""
+        checkpoint's; elsewhere it is held as `dtype` in torch's."""
         weight = self.weight
-        if weight is None or not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
+        if weight is None:
             return
-        self._packed = _PACKED._reorder_linear_weight(weight.to(dtype).contiguous(), None)
+        self.weight = weight.to(dtype)
         self.bias = None if self.bias is None else self.bias.to(dtype)
-        self.weight = None
+        if weight.is_cpu and is_packable(dtype) and 0 not in weight.shape:
+            self._packed = _PACKED._reorder_linear_weight(self.weight.contiguous(), None)
+            self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of the activations' dtype."""
@@ -57,7 +60,7 @@ class Product:
         a pass over the result, and widening it again another."""
         if self._packed is None:
             assert self.weight is not None
-            out = F.linear(x, self.weight, self.bias)
+            out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
             return ACTIVATIONS[self._activation](out)
         algorithm = "tanh" if self._activation == "gelu" else ""
         result: Tensor = _PACKED._linear_pointwise(

@@ -15,6 +15,7 @@ from toys import Lockstep, spec_of, split_stages
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xprofiler.points import Needs
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models import stage_model
@@ -223,3 +224,22 @@ def test_an_encode_step_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         assert sum(sizes) == 30 and all(n <= most or n in lengths for n in sizes)
         for ours, theirs in zip(encoded(most), (whole, cache), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixed_step_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, stage, lengths = SHAPE, split_stages(2, 1)[0], [5, 1, 9, 3]
+    model = StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32)
+    tokens = torch.arange(20) * 7 % spec.vocab_size  # two are decoded, eighteen encoded
+    spans, decoded = encode_context(whole_inputs(lengths, 2)), decode_context([4, 2])
+
+    def mixed(most: int) -> Tensor:
+        monkeypatch.setattr(stage_model, "PIECE_TOKENS", most)
+        with torch.inference_mode():
+            return model.mixed(tokens, torch.ones(2, 2, 6, model.kv_heads, 9, spec.head_dim),
+                               decoded, spans)
+
+    torch.testing.assert_close(mixed(7), mixed(20), rtol=1e-5, atol=1e-5)
+
+
+def test_a_piece_is_as_large_as_what_the_profiler_measures() -> None:
+    assert Needs().tokens == stage_model.PIECE_TOKENS
