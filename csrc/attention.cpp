@@ -11,7 +11,7 @@ namespace xgpt {
 
 /* The arguments of xgpt_decode_attention (native.h). */
 struct Decode {
-    int dtype;
+    int dtype, kv_dtype;
     void *out;
     const void *query;
     int64_t query_stride;
@@ -36,7 +36,7 @@ struct Task {
 
 /* What encode and packed attention share. */
 struct Encode {
-    int dtype;
+    int dtype, kv_dtype;
     void *out;
     const void *query;
     int64_t query_stride;
@@ -91,11 +91,11 @@ double most_scores(double all, int threads) { return std::max(all / (8.0 * threa
 }  // namespace
 
 extern "C" int xgpt_decode_attention(
-    int dtype, void *out, const void *query, int64_t query_stride, const void *keys,
+    int dtype, int kv_dtype, void *out, const void *query, int64_t query_stride, const void *keys,
     const void *values, const int64_t *slots, const int64_t *lengths, int64_t n, int64_t heads,
     int64_t kv_heads, int64_t dim, int64_t num_slots, int64_t capacity, float scale,
     const float *bias, int64_t bias_width, int64_t bias_center, int threads) {
-    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (wrong_dtype(dtype) || wrong_dtype(kv_dtype)) return XGPT_WRONG_DTYPE;
     if (wrong_heads(heads, kv_heads, dim) || n < 0 || query_stride < heads * dim || threads < 1)
         return XGPT_WRONG_SIZE;
     for (int64_t i = 0; i < n; ++i) {
@@ -104,17 +104,17 @@ extern "C" int xgpt_decode_attention(
         if (wrong_bias(bias, 1 - lengths[i], 0, bias_width, bias_center)) return XGPT_WRONG_BIAS;
     }
     if (n == 0) return XGPT_OK;
-    return run(xgpt::Decode{dtype, out, query, query_stride, keys, values, slots, lengths, n, heads,
+    return run(xgpt::Decode{dtype, kv_dtype, out, query, query_stride, keys, values, slots, lengths, n, heads,
                             kv_heads, dim, capacity, scale, bias, bias_width, bias_center,
                             threads});
 }
 
 extern "C" int xgpt_encode_attention(
-    int dtype, void *out, const void *query, int64_t query_stride, const void *keys,
+    int dtype, int kv_dtype, void *out, const void *query, int64_t query_stride, const void *keys,
     const void *values, const int64_t *slots, const int64_t *first, const int64_t *tokens,
     int64_t num_spans, int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_slots,
     int64_t capacity, float scale, int threads) {
-    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (wrong_dtype(dtype) || wrong_dtype(kv_dtype)) return XGPT_WRONG_DTYPE;
     if (wrong_heads(heads, kv_heads, dim) || num_spans < 0 || query_stride < heads * dim ||
         threads < 1)
         return XGPT_WRONG_SIZE;
@@ -125,7 +125,7 @@ extern "C" int xgpt_encode_attention(
             return XGPT_WRONG_LENGTH;
         scores += double(tokens[i]) * double(first[i] + tokens[i] / 2 + 1) * double(kv_heads);
     }
-    xgpt::Encode encode{dtype, out, query, query_stride, keys, values, dim, heads, kv_heads, dim,
+    xgpt::Encode encode{dtype, kv_dtype, out, query, query_stride, keys, values, dim, heads, kv_heads, dim,
                         scale, true, nullptr, 0, 0, threads, {}, {}};
     int64_t packed = 0;
     for (int64_t i = 0; i < num_spans; packed += tokens[i++])
@@ -150,7 +150,7 @@ extern "C" int xgpt_packed_attention(
             return XGPT_WRONG_BIAS;
         scores += double(lengths[i]) * double(lengths[i]) * double(heads);
     }
-    xgpt::Encode encode{dtype, out, query, stride, key, value, stride, heads, heads, dim, scale,
+    xgpt::Encode encode{dtype, dtype, out, query, stride, key, value, stride, heads, heads, dim, scale,
                         false, bias, bias_width, bias_center, threads, {}, {}};
     int64_t packed = 0;
     for (int64_t i = 0; i < num_inputs; packed += lengths[i++])

@@ -143,14 +143,36 @@ struct Part {
     const float *most, *total, *sums;  // [group], [group], [group, width]
 };
 
-template <typename E>
-static void write_out(E *out, const float *sums, const float *total, int64_t group, int64_t width,
-                      int64_t dim) {
+/* One head of a query, scaled, as float32 in `row` [rounded(dim)], 0 beyond dim; `at`: elements
+ * before it. */
+template <typename Q>
+static inline void read_head(const Q *head, int64_t dim, float scale, float *row) {
+    for (int64_t x = 0; x < dim; x += W) store(row + x, load(head + x, dim - x) * scale);
+}
+static inline void read_head(int dtype, const void *query, int64_t at, int64_t dim, float scale,
+                             float *row) {
+    if (dtype == XGPT_FLOAT32)
+        read_head(static_cast<const float *>(query) + at, dim, scale, row);
+    else
+        read_head(static_cast<const bfloat16 *>(query) + at, dim, scale, row);
+}
+
+template <typename Q>
+static inline void write_heads(Q *out, const float *sums, const float *total, int64_t group,
+                               int64_t width, int64_t dim) {
     for (int64_t g = 0; g < group; ++g) {
         const float scale = 1.0f / total[g];
         for (int64_t x = 0; x < dim; x += W)
             store(out + g * dim + x, load(sums + g * width + x) * scale, dim - x);
     }
+}
+/* `group` heads of sums / total, from element `at` of `out` on. */
+static void write_out(int dtype, void *out, int64_t at, const float *sums, const float *total,
+                      int64_t group, int64_t width, int64_t dim) {
+    if (dtype == XGPT_FLOAT32)
+        write_heads(static_cast<float *>(out) + at, sums, total, group, width, dim);
+    else
+        write_heads(static_cast<bfloat16 *>(out) + at, sums, total, group, width, dim);
 }
 
 template <typename E>
@@ -176,12 +198,9 @@ static int decode(const Decode &a) {
             const int64_t from = std::max(first, start[pair]) - start[pair];
             const int64_t to = std::min(last, start[pair + 1]) - start[pair];
             const int64_t row = (a.slots[i] * a.kv_heads + head) * a.capacity + from;
-            const E *given = static_cast<const E *>(a.query) + i * a.query_stride +
-                             head * group * a.dim;
             for (int64_t g = 0; g < group; ++g)
-                for (int64_t x = 0; x < width; x += W)
-                    store(query + g * width + x,
-                          x < a.dim ? load(given + g * a.dim + x, a.dim - x) * a.scale : vec{});
+                read_head(a.dtype, a.query, i * a.query_stride + (head * group + g) * a.dim, a.dim,
+                          a.scale, query + g * width);
             float *most = sums + group * width, *total = most + group;
             std::fill(sums, most, 0.0f);
             std::fill(most, total, NOTHING);
@@ -205,8 +224,8 @@ static int decode(const Decode &a) {
                        most + g, total + g, sums + g * width, after);
             }
             if (to - from == a.lengths[i]) {
-                write_out(static_cast<E *>(a.out) + (i * a.heads + head * group) * a.dim, sums,
-                          total, group, width, a.dim);
+                write_out(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group,
+                          width, a.dim);
             } else {  // kept until all parts are there; a thread has two of them at most
                 parts[thread * 2 + cut++] = Part{pair, most, total, sums};
                 sums += kept;
@@ -238,8 +257,8 @@ static int decode(const Decode &a) {
             }
         }
         const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
-        write_out(static_cast<E *>(a.out) + (i * a.heads + head * group) * a.dim, sums, total,
-                  group, width, a.dim);
+        write_out(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group, width,
+                  a.dim);
     }
     return XGPT_OK;
 }
@@ -319,12 +338,12 @@ static void attend_rows(const Encode &a, const Task &task, Turned &turned,
         auto token_of = [&](int64_t r) { return task.from + (row + r) / group; };
         auto offset_of = [&](int64_t r) { return (task.head * group + (row + r) % group) * dim; };
         for (int64_t r = 0; r < ROWS; ++r) {
-            const E *given = static_cast<const E *>(a.query) +
-                             (task.packed + token_of(std::min(r, here - 1))) * a.query_stride +
-                             offset_of(std::min(r, here - 1));
-            for (int64_t x = 0; x < width; x += W)
-                store(query + r * width + x,
-                      x < dim && r < here ? load(given + x, dim - x) * a.scale : vec{});
+            if (r < here)
+                read_head(a.dtype, a.query,
+                          (task.packed + token_of(r)) * a.query_stride + offset_of(r), dim, a.scale,
+                          query + r * width);
+            else
+                std::fill(query + r * width, query + (r + 1) * width, 0.0f);
             most[r] = NOTHING;
             total[r] = 0;
             limit[r] = r >= here ? 0 : a.causal ? task.first + token_of(r) + 1 : task.keys;
@@ -357,8 +376,7 @@ static void attend_rows(const Encode &a, const Task &task, Turned &turned,
                 tile_values<ROWS, 1>(sums, width, scores, values, count, x);
         }
         for (int64_t r = 0; r < here; ++r)
-            write_out(static_cast<E *>(a.out) + (task.packed + token_of(r)) * a.heads * dim +
-                          offset_of(r),
+            write_out(a.dtype, a.out, (task.packed + token_of(r)) * a.heads * dim + offset_of(r),
                       sums + r * width, total + r, 1, width, dim);
     }
 }
@@ -375,10 +393,10 @@ static int encode(const Encode &a) {
 }
 
 static int decode_any(const Decode &a) {
-    return a.dtype == XGPT_FLOAT32 ? decode<float>(a) : decode<bfloat16>(a);
+    return a.kv_dtype == XGPT_FLOAT32 ? decode<float>(a) : decode<bfloat16>(a);
 }
 static int encode_any(const Encode &a) {
-    return a.dtype == XGPT_FLOAT32 ? encode<float>(a) : encode<bfloat16>(a);
+    return a.kv_dtype == XGPT_FLOAT32 ? encode<float>(a) : encode<bfloat16>(a);
 }
 
 }  // namespace XGPT_ISA

@@ -1,8 +1,8 @@
 /* The native operators of xgpt for CPUs: a plain C interface, loaded by xrunner/ops/native.py.
  *
  * Arrays are contiguous and row-major unless a stride is named; their shapes stand in [brackets].
- * `dtype` names the elements of activations and of the KV cache: XGPT_FLOAT32 or XGPT_BFLOAT16;
- * whatever is summed is summed in float32. `threads` is how many threads may work.
+ * `dtype` names the elements of activations, and of the KV cache where no `kv_dtype` names those:
+ * XGPT_FLOAT32 or XGPT_BFLOAT16; whatever is summed is summed in float32. `threads` is how many threads may work.
  * Every operator returns 0, or one of the XGPT_WRONG_* codes if an argument cannot be served; then
  * nothing was written. `xgpt_words(code)` says what is wrong in words.
  *
@@ -48,8 +48,8 @@ void xgpt_use_openmp(void *gomp_parallel);
  * capacity, d]; query i reads the first lengths[i] >= 1 entries of slot slots[i].
  * bias (null: none) [h, bias_width] float32 is added to the scaled score of the key at position p
  * by its distance from the token: bias[head][p - (lengths[i] - 1) + bias_center]. */
-int xgpt_decode_attention(int dtype, void *out, const void *query, int64_t query_stride,
-                          const void *keys, const void *values, const int64_t *slots,
+int xgpt_decode_attention(int dtype, int kv_dtype, void *out, const void *query,
+                          int64_t query_stride, const void *keys, const void *values, const int64_t *slots,
                           const int64_t *lengths, int64_t n, int64_t heads, int64_t kv_heads,
                           int64_t dim, int64_t num_slots, int64_t capacity, float scale,
                           const float *bias, int64_t bias_width, int64_t bias_center, int threads);
@@ -57,8 +57,8 @@ int xgpt_decode_attention(int dtype, void *out, const void *query, int64_t query
 /* Spans of inputs, packed: span i has tokens[i] tokens, which are those from position first[i] on
  * of the query in slot slots[i]. Their keys and values are in the cache already. A token attends to
  * all positions up to its own (causal); query, out [T, h, d], T the sum of `tokens`. */
-int xgpt_encode_attention(int dtype, void *out, const void *query, int64_t query_stride,
-                          const void *keys, const void *values, const int64_t *slots,
+int xgpt_encode_attention(int dtype, int kv_dtype, void *out, const void *query,
+                          int64_t query_stride, const void *keys, const void *values, const int64_t *slots,
                           const int64_t *first, const int64_t *tokens, int64_t num_spans,
                           int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_slots,
                           int64_t capacity, float scale, int threads);

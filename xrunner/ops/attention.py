@@ -2,8 +2,9 @@
 
 Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, d head size. A layer's
 cache is keys and values, each [slots, k, capacity, d]; what a step adds is there before attention
-reads it (`xrunner.ops.rows.place`). The native operators (csrc/attention.cpp) serve where they can,
-each query read as far as it is long; else torch, which pads and masks.
+reads it (`xrunner.ops.rows.place`). A query may be of another type than the cache (float32 beside
+bfloat16); what comes out is of the query's. The native operators (csrc/attention.cpp) serve where
+they can, each query read as far as it is long; else torch, which pads and masks.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: fl
     assert lib is not None
     table, width, center = _addresses(bias)
     check(lib.xgpt_decode_attention(
-        dtype_code(query), out.data_ptr(), query.data_ptr(), query.stride(0), keys.data_ptr(),
-        values.data_ptr(), step.slots.data_ptr(), step.lengths.data_ptr(), n, heads, kv_heads, dim,
-        num_slots, capacity, dim ** -0.5 if scale is None else scale, table, width, center,
-        threads()))
+        dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
+        keys.data_ptr(), values.data_ptr(), step.slots.data_ptr(), step.lengths.data_ptr(), n,
+        heads, kv_heads, dim, num_slots, capacity, dim ** -0.5 if scale is None else scale, table,
+        width, center, threads()))
     return out
 
 
@@ -118,7 +119,7 @@ def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: floa
         added = mask.new_zeros(step.width, heads, 1, step.longest)
         added[step.slots] = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
         mask = (mask + added).view(step.width, kv_heads, -1, step.longest)
-    keys, values = (part[:step.width, :, :step.longest] for part in cache)
+    keys, values = (part[:step.width, :, :step.longest].to(query.dtype) for part in cache)
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return (out if is_dense else out[step.slots]).reshape(n, heads * dim)
 
@@ -180,10 +181,10 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
     assert lib is not None
     slots, first, lengths = step.columns
     check(lib.xgpt_encode_attention(
-        dtype_code(query), out.data_ptr(), query.data_ptr(), query.stride(0), keys.data_ptr(),
-        values.data_ptr(), slots.data_ptr(), first.data_ptr(), lengths.data_ptr(), len(step.spans),
-        heads, kv_heads, dim, num_slots, capacity, dim ** -0.5 if scale is None else scale,
-        threads()))
+        dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
+        keys.data_ptr(), values.data_ptr(), slots.data_ptr(), first.data_ptr(), lengths.data_ptr(),
+        len(step.spans), heads, kv_heads, dim, num_slots, capacity,
+        dim ** -0.5 if scale is None else scale, threads()))
     return out
 
 
@@ -194,7 +195,7 @@ def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext,
     for (slot, first, tokens, _), end in zip(step.spans, ends, strict=True):
         at = torch.arange(first + tokens, device=query.device)
         mask = None if first == 0 else at[None, :] <= at[first:, None]
-        key, value = (part[slot, :, :first + tokens] for part in cache)
+        key, value = (part[slot, :, :first + tokens].to(query.dtype) for part in cache)
         outs.append(_attend_one(query[end - tokens:end], key, value, mask, scale,
                                 is_causal=first == 0))
     return torch.cat(outs) if outs else query.flatten(1)
@@ -254,22 +255,23 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 def store_packed(key: Tensor, value: Tensor, cache: Cache, places: Places) -> None:
     """Keys and values [T, k, d] of packed inputs into the cache."""
     for part, new in zip(cache, (key, value), strict=True):
-        part[places.slots, :, places.positions] = new
+        part[places.slots, :, places.positions] = new.to(part.dtype)
 
 
 def _is_native(query: Tensor, keys: Tensor) -> bool:
-    return serves(query) and _are_plain(query, keys)
+    return serves(query) and serves(keys) and _are_plain(query, keys)
 
 
 def _cuda(operator: str, query: Tensor, keys: Tensor) -> CudaOps | None:
     """The CUDA operators, where this one serves such tensors."""
     gpu = cuda_modules.ops_for(operator, query)
-    return gpu if query.shape[2] <= MAX_DIM and _are_plain(query, keys) else None
+    return (gpu if query.shape[2] <= MAX_DIM and keys.dtype == query.dtype
+            and _are_plain(query, keys) else None)
 
 
 def _are_plain(query: Tensor, keys: Tensor) -> bool:
     """Whether both lie as an operator reads them: the rows of the query may be apart."""
-    return (keys.dtype == query.dtype and keys.is_contiguous() and query.stride(2) == 1
+    return (keys.is_contiguous() and query.stride(2) == 1
             and query.stride(1) == query.shape[2])
 
 

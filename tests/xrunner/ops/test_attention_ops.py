@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     """What a case draws besides lengths. `group`: heads of a KV head."""
 
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     kv_heads: int
     group: int
     dim: int
@@ -52,8 +53,9 @@ class Shape(NamedTuple):
 
 
 shapes = st.builds(
-    Shape, st.sampled_from(DTYPES), st.integers(1, 3), st.integers(1, 9), st.sampled_from(DIMS),
-    st.sampled_from([None, 1.0, 0.3]), st.integers(1, 5), st.integers(0, 2**31))
+    Shape, st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 3), st.integers(1, 9),
+    st.sampled_from(DIMS), st.sampled_from([None, 1.0, 0.3]), st.integers(1, 5),
+    st.integers(0, 2**31))
 
 
 def softmax_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float | None,
@@ -77,7 +79,7 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def cache_of(shape: Shape, slots: int, capacity: int) -> tuple[Tensor, Tensor]:
-    drawn = shape.normal(2, slots, shape.kv_heads, capacity, shape.dim)
+    drawn = shape.normal(2, slots, shape.kv_heads, capacity, shape.dim).to(shape.kv_dtype)
     return drawn[0].contiguous(), drawn[1].contiguous()
 
 
@@ -186,10 +188,11 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
 
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_one_long_query_is_cut_among_threads(implementation: Implementation, dtype: torch.dtype,
-                                             threads: int) -> None:
-    shape = Shape(dtype, 1, 4, 64, None, threads, 5)
+                                             kv_dtype: torch.dtype, threads: int) -> None:
+    shape = Shape(dtype, kv_dtype, 1, 4, 64, None, threads, 5)
     keys, values = cache_of(shape, 2, 5000)
     keys[0, :, 3000] *= 3  # a maximum that one part alone sees
     query = shape.normal(2, 4, 64)

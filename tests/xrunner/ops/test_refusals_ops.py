@@ -20,9 +20,10 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe
 # Arguments that are served, by the names that native.h gives them: two queries, two heads of size
 # four that share one KV head, three slots of five entries.
 SERVED: dict[str, Any] = {
-    "dtype": 0, "query_stride": 8, "stride": 8, "slots": [0, 2], "lengths": [5, 1], "n": 2,
-    "first": [0, 4], "tokens": [2, 1], "num_spans": 2, "num_inputs": 2, "heads": 2, "kv_heads": 1,
-    "dim": 4, "num_slots": 3, "capacity": 5, "scale": 1.0, "bias_width": 9, "bias_center": 4,
+    "dtype": 0, "kv_dtype": 0, "query_stride": 8, "stride": 8, "slots": [0, 2],
+    "lengths": [5, 1], "n": 2, "first": [0, 4], "tokens": [2, 1], "num_spans": 2, "num_inputs": 2,
+    "heads": 2, "kv_heads": 1, "dim": 4,
+    "num_slots": 3, "capacity": 5, "scale": 1.0, "bias_width": 9, "bias_center": 4,
     "threads": 2, "hidden_size": 8, "eps": 1e-5, "positions": [4, 0], "inner": 4,
     "num_arrays": 2, "slot_stride": 80, "sources": [2, 1], "targets": [0, 2], "num_moves": 2,
     "entry_bytes": 16, "block_tokens": 6}
@@ -30,7 +31,7 @@ SERVED: dict[str, Any] = {
 OVER = {name: {"tokens": 2} for name in ("xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place",
                                          "xgpt_silu_mul")}
 WRONG = {
-    "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}],
+    "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}, {"kv_dtype": 2}],
     "XGPT_WRONG_SIZE": [
         {"heads": 0}, {"kv_heads": 0}, {"dim": 0}, {"n": -1}, {"num_spans": -1}, {"num_inputs": -1},
         {"threads": 0}, {"heads": 3, "kv_heads": 2, "query_stride": 99}, {"query_stride": 7},
@@ -91,8 +92,10 @@ class Call:
 
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("dtype", [0, 1])
-def test_what_the_wrong_arguments_are_made_from_is_served(name: str, dtype: int) -> None:
-    assert Call(name, {"dtype": dtype})() == 0
+@pytest.mark.parametrize("kv_dtype", [0, 1])
+def test_what_the_wrong_arguments_are_made_from_is_served(name: str, dtype: int,
+                                                          kv_dtype: int) -> None:
+    assert Call(name, {"dtype": dtype, "kv_dtype": kv_dtype})() == 0
 
 
 # What one operator refuses and another serves: it has no capacity, or no heads that share.
