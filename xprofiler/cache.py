@@ -1,7 +1,5 @@
 """Profiles measured on this machine, kept by everything that makes one differ from another."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

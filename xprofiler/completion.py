@@ -3,8 +3,6 @@
 All functions work on `values` [y, x], seconds; NaN stands for a cell that was not measured.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression

@@ -1,7 +1,5 @@
 """Measured points as a function of (x, y): piecewise linear, vectorised, monotone where wanted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

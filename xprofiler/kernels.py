@@ -5,8 +5,6 @@ Every time grows with its size, and the time per token never grows: the search r
 Waves and tiles therefore enter as their smooth envelope, not as stairs.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 

@@ -1,7 +1,5 @@
 """Analytic times of collectives and messages, by the kind of link they go over."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 

@@ -2,8 +2,6 @@
 changes shows how much a figure rests on the table), and one that remembers what it was asked (many
 plans have layers of the same degree)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache

@@ -3,8 +3,6 @@
 Torch-free: measuring is xprofiler.measure's; reading, judging and interpolating happens anywhere.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping

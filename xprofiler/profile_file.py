@@ -1,7 +1,5 @@
 """A Profile as a file: versioned JSON, one point a line, so that two can be compared with diff."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields

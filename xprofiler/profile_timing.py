@@ -1,7 +1,5 @@
 """A Profile as a `TimingSource`: interpolation between its points, never far beyond them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ arrays (broadcast against each other), in elements, tokens, bytes and seconds; a
 tensor-parallel group needs for its shard, without synchronisation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol

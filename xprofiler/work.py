@@ -14,8 +14,6 @@ operations. Data that stay in a cache between two calls can beat the floor; in a
 weights do not.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

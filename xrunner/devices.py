@@ -3,8 +3,6 @@
 The ranks of a host take its GPUs in turn. Where there are more ranks than GPUs they share them:
 each has its own part of the memory, and messages between them go through the host's."""
 
-from __future__ import annotations
-
 import resource
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -2,8 +2,6 @@
 xrunner.examine` with `torch`, `native` or `mpi`. A process of its own, so that one can tell of a
 package that crashes or hangs when it is imported."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -3,8 +3,6 @@ disk, as opposed to the page cache, and what the disk gives: a rate of loading s
 disk unless it is known how many of its bytes came from there. Linux counts them for each process.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

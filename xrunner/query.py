@@ -1,7 +1,5 @@
 """A query as it comes to the runner and as it leaves it; free of torch, as the launcher is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ steps.jsonl (every stage's steps).
 A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
 steps are those of its first rank, since all of a group take the same ones at the same time."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

@@ -3,8 +3,6 @@
 All ranks run this; what differs is the stage they belong to, and their place in it. `-m mpi4py`
 makes an uncaught error on one rank end them all."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ranks of a run, as its launcher started them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Whether a configuration may be chosen: one place for what all searches ask."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import IntEnum

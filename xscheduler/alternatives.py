@@ -2,8 +2,6 @@
 and what the latency bound excludes; or, where there is no schedule, why, and the tightest latency
 that one could keep."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ quicker than a query that no encoding interrupts, and what a phase takes ends wi
 there really are. So of such schedules the largest batch within NEAR of the least latency is taken:
 a query that does run to its cap is late in any case, the others are far from it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

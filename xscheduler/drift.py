@@ -7,8 +7,6 @@ the paper: (a) `queries_s`, the constraint's quantile of all latencies, and (b) 
 mean latency of a query of a fixed length, the planned distribution's at that quantile. All replays
 draw from the same random numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Figures of a schedule, by closed form or by replay, on the stages that it has; and what a
 problem's finite job is expected to measure, its lengths as far as they are known."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Why this schedule, in three sentences, as the case study of the paper's Table 6 does: the policy,
 the control variables, and what binds and what the bound costs. Facts of the figures alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

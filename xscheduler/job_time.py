@@ -7,8 +7,6 @@ are replayed (xsimulator.replay) with the job's queries, the same for each; the 
 its bound with its own margin is taken. No bound is proved for that; what is proved of the steady
 state stays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

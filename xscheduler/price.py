@@ -7,8 +7,6 @@
 An offer that brings nothing says why. Where the problem itself has no schedule, the offers say
 which of them would give it one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 memory goes, since one request longer than the planned lengths should be answered, not refused; and
 for the queries that a running job may come to hold once it changes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ one after the other. Bounds hold for step times as they are, monotone or not, wi
 that xsimulator.policies.{rra,waa}.bounds state; the reported gap is what is left between the best
 schedule found and the highest bound of any box that was given up."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

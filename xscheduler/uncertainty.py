@@ -20,8 +20,6 @@ Layers and control variables stay as the schedule has them. Closed forms let a W
 decode batch grow with longer outputs, which in a run its `max_in_system` prevents: the margin is
 too large rather than too small there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The best schedule that keeps its bound with the confidence that is asked for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

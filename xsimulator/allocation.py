@@ -6,8 +6,6 @@ first and last, that of the embedding and the output head, for a fixed reference
 problem, so the split does not depend on the batch sizes searched over.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Sequence

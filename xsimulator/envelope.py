@@ -6,8 +6,6 @@ that, as physics would have it, the envelope is the times; a measured table's di
 would make a bound at the corner of a box wrong, are cut off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ each of them.
 Symbols: D = decode iterations a query needs, k = iteration of a query, from 1 on.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

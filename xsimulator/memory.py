@@ -5,8 +5,6 @@ what is *reserved*, at a high quantile over the queries present, group by group:
 micro-batch has an equal share of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

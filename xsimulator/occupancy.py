@@ -6,8 +6,6 @@ where 1/E[c] is right). Symbols: N_D = decode_iterations, D = decode iterations 
 encoded per phase, u = iteration within a phase, j = phases a query has already been through.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, lru_cache
 

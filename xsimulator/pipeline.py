@@ -19,8 +19,6 @@ equal rounds stays on one stage or goes around, whichever takes longer, and chan
 its ends only, so this misses no more than what it takes to change over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

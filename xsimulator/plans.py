@@ -5,8 +5,6 @@ which the problem's queries need encoding and decoding. It depends on the plan a
 batch sizes searched over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property

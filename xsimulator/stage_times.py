@@ -8,8 +8,6 @@ xsimulator.replay.step_clock). Arrays broadcast; the last axis of every result i
 The output of an encoder goes back through the head to every stage: one transfer each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 

@@ -7,8 +7,6 @@ whole numbers, of a hundred thousand configurations at once; the replay has tabl
 was either slower for one of them or not exact for the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@
     measured         what is left: the head, messages, and ranks that wait for one another
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What keeps a job from being run: found before anything is planned or measured for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from xgpt.app.opened import OpenedJob

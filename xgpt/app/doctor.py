@@ -1,8 +1,6 @@
 """What this machine has of what xgpt can use, and how the CUDA kernels do on its GPU. What needs
 torch or MPI is asked of processes of their own."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

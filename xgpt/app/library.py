@@ -1,7 +1,5 @@
 """The functions of `import xgpt`: one a use case, each with what it needs by default."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from os import PathLike

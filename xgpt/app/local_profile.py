@@ -1,7 +1,5 @@
 """This machine's profile of a job's model: found in the cache, gone on with, or measured."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

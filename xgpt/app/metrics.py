@@ -1,7 +1,5 @@
 """metrics.json: what a run measured, beside what was predicted."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict

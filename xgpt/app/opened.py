@@ -1,8 +1,6 @@
 """A job file opened: what the job asks, resolved as far as planning needs, its requests, and its
 model's files as far as a command needs them. The file of requests is opened here alone."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Planning a job: within what its engine executes, by the one planner there is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from xgpt.app.opened import OpenedJob

@@ -1,8 +1,6 @@
 """Taking over what a run left whose ranks came to their end after their launcher was killed: all
 results, and no metrics.json. Nothing is run again."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

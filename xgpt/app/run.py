@@ -1,7 +1,5 @@
 """One run of a schedule: files laid out, ranks started and watched, measured beside predicted."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The output folder of a run before its ranks start: what they are told, and what stays of earlier
 runs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path

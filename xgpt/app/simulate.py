@@ -1,8 +1,6 @@
 """Simulating a schedule of a job: its Estimate by closed form, the replay that checks it, and a
 picture of that."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

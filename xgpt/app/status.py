@@ -1,7 +1,5 @@
 """How far a run is, from the files it writes, and whether it is alive."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

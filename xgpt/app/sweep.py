@@ -1,7 +1,5 @@
 """The best schedule at each of several latency bounds: the trade-off a user chooses on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

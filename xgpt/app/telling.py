@@ -1,8 +1,6 @@
 """Whom a use case tells the user things through (the command line prints them, the library logs
 them), and how far a profile or a run is, in one line, as the files tell that its ranks write."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

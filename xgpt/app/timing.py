@@ -1,7 +1,5 @@
 """The times that a job is planned with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile

@@ -3,8 +3,6 @@ schedule (xscheduler.live.decisions). Plans are made beside the run, in a thread
 since the cores are the ranks'.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,8 +1,6 @@
 """A plan and what may be asked besides: what more of each limit would bring, what becomes of the
 schedule when output lengths change, and how to go on from one that is deployed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

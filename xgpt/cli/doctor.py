@@ -1,7 +1,5 @@
 """`xgpt doctor`: what this machine has; with `--gpu`, how the CUDA kernels do on its card."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

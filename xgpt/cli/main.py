@@ -1,7 +1,5 @@
 """Entry point: the command group, and the one place where errors become exit codes."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """`xgpt models`: what the catalog knows."""
 
-from __future__ import annotations
-
 import click
 
 from xgpt.cli.options import print_json

@@ -1,7 +1,5 @@
 """Arguments every job command shares, and how they print."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """`xgpt profile`: time the model's layers on this machine; `xgpt profile show`: look at a profile;
 `xgpt profile import`: others' measurements as one."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path

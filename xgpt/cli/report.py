@@ -1,7 +1,5 @@
 """`xgpt report`: the page of a finished or stopped run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

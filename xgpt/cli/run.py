@@ -1,7 +1,5 @@
 """`xgpt run` executes a schedule; `xgpt submit` does all of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

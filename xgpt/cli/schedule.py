@@ -1,7 +1,5 @@
 """`xgpt schedule`: the best schedule within the bound, and what was proved about it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

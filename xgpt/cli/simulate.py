@@ -1,7 +1,5 @@
 """`xgpt simulate`: a given schedule's Estimate by closed form, and the replay that checks it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

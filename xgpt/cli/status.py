@@ -1,7 +1,5 @@
 """`xgpt status`: how far a run is, from the files it writes, and whether it is alive."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import asdict
 from pathlib import Path

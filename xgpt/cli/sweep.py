@@ -1,7 +1,5 @@
 """`xgpt sweep`: the best throughput at several latency bounds, the trade-off a user chooses on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,8 +1,6 @@
 """What commands print for a person: messages, and one line of progress that rewrites itself on a
 terminal; a plain line now and then elsewhere."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys

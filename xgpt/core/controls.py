@@ -3,8 +3,6 @@
 Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

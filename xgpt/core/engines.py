@@ -2,8 +2,6 @@
 xrunner.engines.engine.Engine). Other packages add theirs by the entry point group `xgpt.engines`:
 name = module:attribute."""
 
-from __future__ import annotations
-
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.plugins import rows_of_others
 

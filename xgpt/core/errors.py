@@ -3,8 +3,6 @@
 The user's mistakes are `XgptError`s; our own are `assert`s that print the values.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

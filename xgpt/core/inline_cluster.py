@@ -7,8 +7,6 @@ classes.
 `ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ command line. A key without a value (`constraint:`) counts as not given. Nothing
 created.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -6,8 +6,6 @@ planned, so that neither the latency bound nor the memory is exceeded, and the p
 is a lower bound. While the job runs, xgpt.app.watch puts what it sees in its place.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

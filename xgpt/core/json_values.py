@@ -1,7 +1,5 @@
 """Values as JSON can hold them: what `--json` prints, and what files hold."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 results.jsonl of a finished job (ours, or in OpenAI's batch form).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator, Mapping

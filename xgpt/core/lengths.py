@@ -1,7 +1,5 @@
 """Distributions of input and output lengths, in tokens (paper section 6; design.md section 3.1)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Counts are per layer unless named otherwise. A decoder-only model has `num_encod
 and encodes (prefills) with its decoder layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

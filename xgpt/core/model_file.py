@@ -1,7 +1,5 @@
 """A model's folder as wrong input sees it: config.json read, with every mistake by file and key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that other installed packages add to a table of ours, by entry points."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

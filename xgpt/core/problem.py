@@ -5,8 +5,6 @@
 neither downloads nor reads requests: a caller that has done so passes `model` and `requests`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """When each query of a job came, was begun, and got its first and its last token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What planning needs to know of a job's requests: a few numbers of each, and no text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The sections `run` and `slurm` of a job file: how and where a job runs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

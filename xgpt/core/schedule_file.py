@@ -4,8 +4,6 @@ A file of version 3 has a section for each part: controls, deployment, figures, 
 margin.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The section `schedule` of a job file: control variables that the user fixed, and adjustment."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from xgpt.core.job import Adjustment, FixedSchedule

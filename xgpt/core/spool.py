@@ -10,8 +10,6 @@ report and resume read these files; nobody opens the file of requests again.
     spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How a schedule was come by, and what that is worth."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

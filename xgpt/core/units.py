@@ -1,7 +1,5 @@
 """Units at the edges: inside xgpt are only seconds, bytes, FLOPs, tokens and rates per second."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Files that a reader finds whole, whenever he looks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -9,8 +9,6 @@ has columns of its own), except those that look like a misspelt option of ours: 
 `max_new_tokens` would cost cluster hours.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -4,8 +4,6 @@ Scalars follow the YAML 1.2 core schema: `02:00:00` and `no` are text (YAML 1.1 
 and false), `1e-3` is a number. Nothing is ever constructed from a tag.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """How much of the cores others used meanwhile: the usual reason why a run on CPU ranks is slower
 than its prediction."""
 
-from __future__ import annotations
-
 import os
 import resource
 import time

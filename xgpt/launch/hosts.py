@@ -4,8 +4,6 @@ The hosts share their file system: the same paths hold xgpt's environment, the o
 the cache. mpiexec waits for ever for a host that does not answer, so each is asked beforehand.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What a launcher is asked to start, and what it promises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks on this machine: `mpiexec -n N python -m mpi4py -m MODULE`."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Sequence

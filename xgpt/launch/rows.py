@@ -1,7 +1,5 @@
 """The table of launchers: the first whose row takes a job starts its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from xgpt.core.job import Job

@@ -3,8 +3,6 @@
 Widths are in the picture's own units, one about a pixel.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import re

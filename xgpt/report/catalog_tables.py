@@ -1,7 +1,5 @@
 """The catalog as tables for the terminal: models, clusters, devices, tasks."""
 
-from __future__ import annotations
-
 import textwrap
 
 from xgpt.core import catalog

@@ -1,7 +1,5 @@
 """What `xgpt doctor` found, for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from xgpt.report.figures import percent

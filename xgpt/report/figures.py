@@ -1,7 +1,5 @@
 """The figures of a report: predicted beside measured, and whether the latency bound was kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ SVG is written directly: one path a lane and colour stays small for thousands of
 need be installed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

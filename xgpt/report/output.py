@@ -5,8 +5,6 @@ sentence in `Output.remarks`. Texts of results are kept for the first `max_answe
 so that a job of a million lines still fits in memory.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

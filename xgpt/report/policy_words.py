@@ -1,8 +1,6 @@
 """How a policy and its control variables are shown, in a line, a cell or sentences. Its row says
 what a policy has, so that one of another package is shown as ours are."""
 
-from __future__ import annotations
-
 from xgpt.core.policies import Policy, policy
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds

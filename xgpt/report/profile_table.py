@@ -1,7 +1,5 @@
 """A Profile in the terminal: what was measured on what, and every table beside its floor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 

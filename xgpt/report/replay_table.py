@@ -1,7 +1,5 @@
 """What a replay showed beside what the closed form said, for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

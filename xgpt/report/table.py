@@ -1,7 +1,5 @@
 """Plain tables for the terminal: ASCII, at most 80 columns, no dependency."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Mapping, Sequence

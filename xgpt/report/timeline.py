@@ -3,8 +3,6 @@
 A replay is taken by its shape (Protocols), since the report does not import the simulator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

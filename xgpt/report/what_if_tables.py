@@ -2,8 +2,6 @@
 bring, ways to go on from a deployed schedule, and drifting lengths; and other bounds, for
 `xgpt sweep`."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence

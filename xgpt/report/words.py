@@ -1,7 +1,5 @@
 """The report's sentences: what ran, what the schedule does, what the bound cost."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 The files stay where they are; docs/importers.md says what is read, assumed and left out.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

@@ -5,8 +5,6 @@ engine, in milliseconds, by its sizes.
     <system>_nccl_<version>.csv
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

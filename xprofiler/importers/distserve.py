@@ -15,8 +15,6 @@ prefill is exact from the rows on at which D reaches a. Where it falls short, an
 above the batch at which the fits change (times only grow with size here): docs/importers.md.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What importers share: points of a table, and a Profile of imported and analytic parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Latencies are milliseconds and messages elements of two bytes in the files; seconds and bytes here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ degree, attention kernels, collectives. Medians of float16 kernels, in milliseco
     history/<gpu>_attention_*.csv          (the tree's older attention tables)
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Weights of one layer alone would stay in a cache; a run streams all layers of it
 bench holds as many layers as a stage does, and both ends of the model, whose vocabularies matter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

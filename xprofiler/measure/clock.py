@@ -1,8 +1,6 @@
 """Clocks of the device under measurement, CPU and CUDA, behind one interface, and what they say the
 device does at most: the roofline of this machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ The layers and kernels are XRunner's; their order here is the model's own (T5: e
 attends to itself, then to the encoder's output).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The host's cost of a step besides executing it: deciding, composing, committing."""
 
-from __future__ import annotations
-
 import time
 
 import torch

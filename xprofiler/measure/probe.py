@@ -5,8 +5,6 @@ run leaves them in (a layer timed alone would find its weights there), and the p
 whole by construction. A mark costs well under a microsecond.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The measuring ranks as one: begin together, gather, agree. A single rank needs no MPI."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Points measured so far, taken apart into the profile's tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 

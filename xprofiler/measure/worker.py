@@ -4,8 +4,6 @@ Every rank times the same point at the same time; a point's samples are those of
 profile is saved as it grows: a stopped measurement goes on from its last point.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ A rank opens every file it needs but maps and copies only its own stage's tensor
 only its own rows or columns, so that no rank ever holds the whole model; `bytes_read` counts what
 was taken."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ A model of random weights, for performance work, is a folder that states a shape
 It has no tokenizer and names no end of sequence: requests give tokens, answers have no text and run
 to their cap. The weights themselves are xrunner.models.weights.RandomWeights."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

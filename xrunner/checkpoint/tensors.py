@@ -5,8 +5,6 @@ hold these, from their headers alone. Free of torch.
 A run finds out too, but on every rank, and after the model's layers have been timed. Of PyTorch's
 own files only their presence is checked: they have no header that can be read without torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ masked score still multiplies what lies there: uninitialised memory may hold NaN
 NaN.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ The entries themselves go from rank to rank (xrunner.transport.courier), started
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
 are forgotten where they arrive."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace

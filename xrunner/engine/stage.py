@@ -1,7 +1,5 @@
 """One stage: executes the steps it is told, and nothing else. It decides nothing."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

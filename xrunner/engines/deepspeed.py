@@ -2,8 +2,6 @@
 batches. How many queries a batch has is decided by the times of xgpt's own kernels, the only ones
 there are."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -4,8 +4,6 @@
 DeepSpeed's AutoTP divides a Hugging Face model over all ranks, one tensor-parallel group; rank 0
 decides, draws the tokens and writes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

@@ -1,8 +1,6 @@
 """A row of the table of engines: what one executes, what it refuses, and what plans for it. The
 runner's own (xrunner.worker) executes every policy and every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import cast

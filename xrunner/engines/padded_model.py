@@ -4,8 +4,6 @@ left, with the cache that transformers keeps.
 Rows that are done keep decoding until their batch is, as in any static batch; nothing is compacted.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

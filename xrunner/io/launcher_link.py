@@ -6,8 +6,6 @@
 The runner never imports the planner: it says what it sees, and obeys. Both files are replaced
 whole, so that a reader sees one state of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """One run at a time writes into an output folder."""
 
-from __future__ import annotations
-
 import fcntl
 import time
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 whenever a run ends, what is on disk is a valid prefix. What is done and waits for one before it
 lies in held.jsonl from that moment, so that a run that is stopped or killed keeps it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

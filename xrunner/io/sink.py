@@ -2,8 +2,6 @@
 folder. The ranks' own output goes through the MPI launcher's pipes, so progress travels by a small
 file, replaced at most twice a second, for the progress bar and `xgpt status`."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

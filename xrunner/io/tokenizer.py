@@ -3,8 +3,6 @@
 Uses the `tokenizers` library on tokenizer.json; a checkpoint with only the older vocabulary files
 goes through transformers once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime

@@ -4,8 +4,6 @@ An encode step goes through the encoder's layers, stage after stage; its output 
 stage that holds decoder layers, which leave its keys and values in their cross-attention's caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

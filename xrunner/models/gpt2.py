@@ -4,8 +4,6 @@ A checkpoint stores each linear weight as [in, out] (transformers' Conv1D), and 
 as one such matrix; here they are turned to [out, in] once, when they are loaded.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

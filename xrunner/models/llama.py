@@ -1,7 +1,5 @@
 """Llama, Qwen2 and SmolLM2 layers: RMS norm, rotary positions, grouped-query attention, SwiGLU."""
 
-from __future__ import annotations
-
 import math
 
 import torch

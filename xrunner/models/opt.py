@@ -1,7 +1,5 @@
 """OPT layers: learned positions (offset 2), pre-layer-norm, biases, ReLU."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

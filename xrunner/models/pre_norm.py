@@ -2,8 +2,6 @@
 MLP. A family reads its checkpoint's names and layouts into these, and names its activation.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

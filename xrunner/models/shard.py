@@ -6,8 +6,6 @@ layer, three times with cross-attention. A row-parallel bias is held by the grou
 alone, which adds it exactly once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

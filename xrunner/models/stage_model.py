@@ -1,7 +1,5 @@
 """The slice of a model that one stage holds: its layers, and the ends where it has them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol
 
 import torch

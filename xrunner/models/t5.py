@@ -5,8 +5,6 @@ the encoder's bias; `decode_attention` with the decoder's, then again, without, 
 input; all with SCALE. The ends make that bias; its table is the first layer's and serves all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

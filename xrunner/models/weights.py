@@ -1,7 +1,5 @@
 """Where a layer's tensors come from: `WeightSource`, and random weights of any catalog shape."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from typing import NamedTuple, Protocol

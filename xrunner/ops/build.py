@@ -4,8 +4,6 @@ Free of torch and of this project's other modules: the wheel's build hook runs i
 neither is installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

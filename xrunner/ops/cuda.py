@@ -7,8 +7,6 @@ Slots, lengths and positions lie on the GPU, so their values are not looked at h
 out what lies outside the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A kernel agrees where it is no farther from its reference than rounding makes it
 of its type, for values of about one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ that some layers and heads make; a block is [layers, 2, k, tokens, d]. Any type 
 multiple of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

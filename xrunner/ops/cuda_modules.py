@@ -6,8 +6,6 @@ something else than torch does, torch serves, and `describe` says so in one line
 xrunner.ops.native) may ask for none, or for all.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

@@ -6,8 +6,6 @@ torch that says the same, not the quickest: what a time is to be held against is
 copy rate, which the first line has.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

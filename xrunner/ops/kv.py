@@ -5,8 +5,6 @@ that some layers and heads make; k KV heads, d head size. A block is [layers, 2,
 queries' tokens one after the other. All raise ValueError for slots and lengths beyond the store.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache

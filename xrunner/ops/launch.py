@@ -4,8 +4,6 @@ A kernel takes one struct by value; the classes here are those structs, whose me
 the `.cu` files in the same order (a test compares them).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ A bfloat16 weight may be kept as float32: some processors multiply that twice as
 is rounded to the activations' type either way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -6,8 +6,6 @@ error where it cannot be had). An operator is called on addresses, None for a nu
     check(library().xgpt_silu_mul(code, out.data_ptr(), joint.data_ptr(), tokens, inner, threads()))
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

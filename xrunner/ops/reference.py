@@ -2,8 +2,6 @@
 CUDA kernels are compared with. Shapes as in csrc/native.h; sums are float32; no argument changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The native operators (csrc/rows.cpp) serve where they can, else torch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ A draw depends only on (seed, position) of its own query, never on the batch it 
 the same seed gives the same text whatever the schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

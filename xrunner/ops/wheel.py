@@ -5,8 +5,6 @@ runner compiles one where it can (xrunner.ops.native).
 setuptools loads this file alone, before anything of this project can be imported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sysconfig

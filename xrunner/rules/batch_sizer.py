@@ -1,7 +1,5 @@
 """How many of the waiting queries make one encode batch (paper section 5.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ query with them. There is one group per pipeline stage, several are in flight, a
 share of the slots and of the KV budget; waiting queries go to groups as their turn comes. KV is
 reserved at admission (input and most output tokens), and a query leaves with its last token."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ batches unlike (paper section 5.2: input lengths randomised across batches). Res
 the input's order all the same, so those of a window wait until its first queries are done: that is
 why the order is random within windows, and not over the whole job."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 

@@ -7,8 +7,6 @@ adjustment's threshold takes more or fewer (paper section 5.2), by no more than 
 an encode batch's tokens vary anyway. `max_active` and the KV budget cut off what is far above.
 All of these can change between two phases of a job (`RraRule.change`)."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Figure 1): a batch is encoded, then decoded until its longest query is done, the
 FT splits a batch into the same micro-batches for both phases; DSI encodes each decode group in
 several parts. Nobody leaves early: rows that are done keep decoding, and their contexts grow."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from typing import NamedTuple

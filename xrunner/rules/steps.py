@@ -1,7 +1,5 @@
 """What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable

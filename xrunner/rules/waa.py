@@ -6,8 +6,6 @@ comes back of each that is done. The encode pool keeps what it has sent within N
 the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure,
 which also holds a decode batch that the encode pool could let grow at its mean."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

@@ -4,8 +4,6 @@ Waiting ranks poll and sleep: a blocking MPI call spins on a core that a working
 A tensor may be sent from any device and arrives in the host's memory (pinned beside a GPU): a step
 is over, and its GPU idle, before its output is sent, so there is no other work to overlap with."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -6,8 +6,6 @@ head, which lets a query join once all ranks have its entries; they lie in the h
 then. Threads, because a message of this size only moves while both sides call MPI, and a step may
 compute for seconds."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -4,8 +4,6 @@ A block is [layers, 2, kv_heads, tokens, head_dim], the queries' tokens one afte
 pools that divide layers and heads differently, a rank sends each other rank what both hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

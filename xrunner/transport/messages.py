@@ -5,8 +5,6 @@ arrives. Back from the last stage come the sampled tokens, to the head, and an e
 all stages that look at it. Under WAA the two pools' heads tell each other which queries change
 pools, and the queries' entries go straight from rank to rank (xrunner.transport.courier)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling

@@ -4,8 +4,6 @@
 RRA changes its batch sizes in place. WAA's would need other buffers and, mostly, other layers: for
 it what is decided is what a re-deployment would bring, and the job goes on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ not be loaded again; every other one is, even where another rank of the node hol
 Every node has the model on a drive of its own (or in its DRAM). Only bytes are counted: not the
 start of processes, the parsing of checkpoints, or the first compilation of kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

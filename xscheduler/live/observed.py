@@ -10,8 +10,6 @@ long. Beyond it, lengths are taken to go on as planned.
 Symbols: d(k) queries ended with token k of n(k) that were seen to write it; S(k) = P(length > k) =
 product of 1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

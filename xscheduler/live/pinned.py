@@ -6,8 +6,6 @@ at once; throughput nearly always grows with the batch, so the batches near that
 one by one. RRA's lines are thinned out at first, then every one near the best is looked at, and so
 on until none is better: exact on the grid of whole numbers wherever the best lines lie together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

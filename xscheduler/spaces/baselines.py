@@ -4,8 +4,6 @@ bound, kept with the same confidence as those that are searched.
 An engine whose steps take other times than those that there are works static batches chosen by
 these, without the margin that other times would make meaningless (`plan_untimed`)."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -4,8 +4,6 @@ points until none is better. What gains are measured against must not be a straw
 Works for every policy whose configurations are dataclasses: the number of queries first, then other
 whole numbers, and the tensor plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """RRA's space: encode_batch x decode_iterations under every tensor plan."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

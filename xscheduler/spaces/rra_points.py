@@ -2,8 +2,6 @@
 their figures, what forbids them, and how large a batch there is room for. Remembers what it was
 asked, so that searches under several latency bounds share it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 
 A space keeps what it has evaluated, so that several latency bounds share it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

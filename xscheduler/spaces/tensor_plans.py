@@ -4,8 +4,6 @@ Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast l
 monotone in tp_gpus, and there are few values. The other two variables of a policy are searched as
 boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 A policy's row (xgpt.core.policies) says where its closed form and its configurations are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """What closed forms find: figures of many configurations, and of one of them an Estimate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Values of control variables that cover a space, for a policy's `grid`."""
 
-from __future__ import annotations
-
 GRID_RATIO = 1.1
 
 

@@ -1,7 +1,5 @@
 """How far a configuration's sizes lie beyond those that the timing source measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple

@@ -5,8 +5,6 @@ All of them are processes on one kernel (xsimulator.replay.kernel); the KV budge
 pools' rules.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

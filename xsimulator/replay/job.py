@@ -8,8 +8,6 @@ it is found by a few rounds of replaying. (One figure a stage, not one a step: w
 scheduler does from step to step cannot be known.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 

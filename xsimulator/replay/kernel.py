@@ -3,8 +3,6 @@
 Nothing in it is random, and nothing is shared between two kernels.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Trace Event Format, JSON object form: a process per pool, a thread per stage, a 
 step and stage, counters for the KV budget, and for each handover a span and an arrow.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

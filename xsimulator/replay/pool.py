@@ -5,8 +5,6 @@ order: so a pool has one event for each turn that waits, and none for each stage
 without an event of its own until another one comes first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The closed form describes a job without end; one of a few hundred queries is mostly ramp.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

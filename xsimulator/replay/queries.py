@@ -1,8 +1,6 @@
 """The queries of one replay: their lengths, how far each has come, and when it got there; and the
 rows of those that are active in one group."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 

@@ -4,8 +4,6 @@ Seconds count from the start of the job. Arrays of a pool are per step, in the o
 head took them up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

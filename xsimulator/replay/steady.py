@@ -1,7 +1,5 @@
 """The steady state within a replay of a finite job: without its ramp and without its drain."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

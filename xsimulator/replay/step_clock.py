@@ -6,8 +6,6 @@ contexts 2 % apart; between them lines. (A profile is made of lines; of the roof
 miss less than a thousandth.) Tables grow in blocks as sizes come up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple, Protocol

@@ -3,8 +3,6 @@
 A lookup is exact and its error lists the known names. A new row is all that a new variant needs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources

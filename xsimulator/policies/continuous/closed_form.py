@@ -9,8 +9,6 @@ each other up in a pipeline from continuous.in_flight. A longer output never has
 so both kinds of bound come to the latency of the output length at the bound's quantile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """One configuration of a continuously batching engine, and the memory that many need."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ its decoding queries wait while others are encoded. Where KV in blocks or a toke
 many run is walked out (continuous.paged_walk).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from xgpt.core.lengths import FloatArray

@@ -8,8 +8,6 @@ the growth rate of a product of random max-plus matrices), so the recurrence is 
 fixed sequence of steps, the same for every configuration, in which each size has about its share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

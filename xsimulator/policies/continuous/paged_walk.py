@@ -11,8 +11,6 @@ configuration at a time. Planning OPT-13B on four A40 walks 26 to 33 points for 
 for Sarathi, in 0.1 and 0.4 s; replays of 2,000 queries each would take 1 to 4 s and 45 to 170 s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

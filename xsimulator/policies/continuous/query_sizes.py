@@ -1,8 +1,6 @@
 """What the lengths of queries say about those present in a continuously batching engine, and about
 those that it encodes together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

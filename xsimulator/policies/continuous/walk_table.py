@@ -4,8 +4,6 @@ What a walk finds changes smoothly with them, so each point of the grid is walke
 between is interpolated: a search then costs few walks, and less of their noise.
 """
 
-from __future__ import annotations
-
 from itertools import count
 
 import numpy as np

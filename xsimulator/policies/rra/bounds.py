@@ -29,8 +29,6 @@ than such groups, the chance that a group has one is interpolated up to a fifth 
 throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

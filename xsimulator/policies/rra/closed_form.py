@@ -15,8 +15,6 @@ so both kinds of bound come to the latency of the output length at the bound's q
 expected times; how batches scatter around them is the replay's business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Step times that no configuration of a box of RRA's space goes below (rra.bounds says why)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple

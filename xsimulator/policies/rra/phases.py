@@ -4,8 +4,6 @@ Groups are not equal, and the pipeline waits for the slowest: of each round of s
 group's and all others' together are told apart (xsimulator.pipeline).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

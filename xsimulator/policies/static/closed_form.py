@@ -20,8 +20,6 @@ its batch. Kind `sequence`: expected, with M = max(D of the quantile's length, a
 tokens. In both, expected largest micro-batches stand for the largest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

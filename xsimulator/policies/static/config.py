@@ -1,7 +1,5 @@
 """One configuration of a static batch, and what the steps of many hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

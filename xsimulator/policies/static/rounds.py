@@ -3,8 +3,6 @@ and when the batch is done. M is the largest number of decode iterations that a 
 needs.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

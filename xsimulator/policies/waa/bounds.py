@@ -13,8 +13,6 @@ B, so their least and largest over a range are exact. The decode pool's are take
 envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import NamedTuple

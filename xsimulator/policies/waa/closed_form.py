@@ -19,8 +19,6 @@ divided by the time that encoding and decoding of a query take at these batch si
 that the fullest device is as empty as can be (WAA-M).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 

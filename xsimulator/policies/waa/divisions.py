@@ -1,7 +1,5 @@
 """How WAA's devices are divided between encoding and decoding (paper section 4.1)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray

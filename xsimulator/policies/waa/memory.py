@@ -1,7 +1,5 @@
 """Bytes on the ranks of WAA's two pools (design.md section 3.5; xsimulator.memory)."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ left of `tp_gpus` forms groups in the encode pool, from the first device on. A g
 node, so only numbers of encode devices for which all groups find a place are allowed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, cached_property
 

@@ -1,8 +1,6 @@
 """WAA's two pools: how long their steps take, what one query costs in a single group, and where the
 two meet, in throughput and decode batch (waa.closed_form has the equations)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
