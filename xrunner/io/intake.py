@@ -2,6 +2,8 @@
 time, and put into the spool. The launcher says which of them can run by a schedule, a rank takes
 those up as queries; what cannot run becomes an error record, and the job goes on."""
 
+from __future__ import annotations
+
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
