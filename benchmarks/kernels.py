@@ -32,9 +32,11 @@ from xrunner.ops.attention import (
     encode_context,
     whole_inputs,
 )
+from xrunner.ops.head import Head
 from xrunner.rules.slots import compaction_moves
 
 LAYERS, SLOTS, HEADS, KV_HEADS, CAPACITY, DIM = 30, 128, 9, 3, 512, 64
+HIDDEN, VOCABULARY = 576, 49152
 DTYPE = torch.bfloat16
 ROUNDS = 7
 _COPY_BYTES = 2**29
@@ -74,7 +76,7 @@ def main() -> None:
 
 def table(threads: int) -> list[str]:
     copied, read = copy_bytes_per_s(), read_bytes_per_s()
-    rows = [*copies(copied), *decoding(read), *encoding()]
+    rows = [*copies(copied), *decoding(read), *encoding(), *choosing()]
     return [
         f"# Native operators on {processor()}", "",
         f"{threads} threads, {native.LEVELS[level()]}, "
@@ -133,6 +135,18 @@ def encoding() -> list[Row]:
         name = f"encode attention, {len(lengths)} inputs, {sum(lengths):,} tokens (GFLOP/s)"
         found.append(compare(name, flops, None, lambda q=query, s=step: encode_attention(
             q, (store[0], store[1]), s)))
+    return found
+
+
+def choosing() -> list[Row]:
+    """The head, its weights as float32, and the largest logit of each query."""
+    head = Head(torch.randn(VOCABULARY, HIDDEN).to(DTYPE))
+    head.pack(torch.float32)
+    found = []
+    for count in (4, 100):
+        x = torch.randn(count, HIDDEN)
+        found.append(compare(f"head and the largest logit, {count} queries (GFLOP/s)",
+                             2 * count * HIDDEN * VOCABULARY, None, lambda x=x: head.best(x)))
     return found
 
 

@@ -92,6 +92,12 @@ int xgpt_place(int dtype, void *joint, const float *cos, const float *sin, void 
 int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t tokens, int64_t inner,
                   int threads);
 
+/* best [n] float32 and found [n]: the largest logit of each row so far, and its token. logits
+ * [n, V] are of the tokens from first_token on: whichever exceeds best takes its place, the first
+ * of those that are equal. What is no number exceeds nothing. */
+int xgpt_keep_best(int dtype, float *best, int64_t *found, const void *logits, int64_t n,
+                   int64_t vocabulary, int64_t first_token, int threads);
+
 /* The cache of all layers at once: `arrays` has the addresses of num_arrays arrays [slots, k,
  * capacity, entry_bytes], a layer's keys, then its values, layer by layer; entry_bytes is d times
  * the size of an element, of any type. `slot_stride`: bytes between an array's slots, more than

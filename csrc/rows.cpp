@@ -8,7 +8,8 @@
 
 namespace xgpt {
 
-/* The arguments of xgpt_add_rms_norm and xgpt_add_layer_norm, xgpt_place and xgpt_silu_mul. */
+/* The arguments of xgpt_add_rms_norm and xgpt_add_layer_norm, xgpt_place,
+ * xgpt_silu_mul and xgpt_keep_best. */
 struct Norm {
     int dtype;
     void *normed, *hidden;
@@ -36,6 +37,15 @@ struct Gate {
     int threads;
 };
 
+struct Best {
+    int dtype;
+    float *best;
+    int64_t *found;
+    const void *logits;
+    int64_t tokens, vocabulary, first_token;  // tokens: rows
+    int threads;
+};
+
 }  // namespace xgpt
 
 #define XGPT_BODY "rows_isa.h"
@@ -54,6 +64,7 @@ bool wrong_dtype(int dtype) { return dtype != XGPT_FLOAT32 && dtype != XGPT_BFLO
 int run(const xgpt::Norm &arguments) { XGPT_DISPATCH(norm_any(arguments)); }
 int run(const xgpt::Place &arguments) { XGPT_DISPATCH(place_any(arguments)); }
 int run(const xgpt::Gate &arguments) { XGPT_DISPATCH(gate_any(arguments)); }
+int run(const xgpt::Best &arguments) { XGPT_DISPATCH(best_any(arguments)); }
 
 int norm(int dtype, void *normed, void *hidden, const void *added, const void *weight,
          const void *bias, int64_t tokens, int64_t hidden_size, float eps, int threads) {
@@ -100,4 +111,12 @@ extern "C" int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t to
     if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
     if (tokens < 0 || inner < 1 || threads < 1) return XGPT_WRONG_SIZE;
     return run(xgpt::Gate{dtype, out, joint, tokens, inner, threads_for(tokens * inner, threads)});
+}
+
+extern "C" int xgpt_keep_best(int dtype, float *best, int64_t *found, const void *logits, int64_t n,
+                              int64_t vocabulary, int64_t first_token, int threads) {
+    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (n < 0 || vocabulary < 0 || threads < 1) return XGPT_WRONG_SIZE;
+    return run(xgpt::Best{dtype, best, found, logits, n, vocabulary, first_token,
+                          threads_for(n * vocabulary, threads)});
 }

@@ -94,6 +94,38 @@ static void gate_rows(const Gate &a, int64_t from, int64_t to) {
     }
 }
 
+/* The largest of each block of a row is compared with the best so far; which one it is is looked for
+ * once, at the row's end, in the one block that holds it. */
+template <typename E>
+static void best_rows(const Best &a, int64_t from, int64_t to) {
+    constexpr int64_t BLOCK = 64 * W, AT_ONCE = 4;
+    for (int64_t t = from; t < to; ++t) {
+        const E *logits = static_cast<const E *>(a.logits) + t * a.vocabulary;
+        float best = a.best[t];
+        int64_t block = -1;
+        for (int64_t start = 0; start < a.vocabulary; start += BLOCK) {
+            const int64_t end = std::min(start + BLOCK, a.vocabulary);
+            vec top[AT_ONCE];
+            for (vec &part : top) part = all(best);
+            int64_t x = start;
+            for (; x + AT_ONCE * W <= end; x += AT_ONCE * W)
+                for (int64_t i = 0; i < AT_ONCE; ++i)
+                    top[i] = larger(load(logits + x + i * W), top[i]);
+            for (; x + W <= end; x += W) top[0] = larger(load(logits + x), top[0]);
+            float found = largest(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+            for (; x < end; ++x) found = std::max(found, to_float(logits[x]));
+            if (found > best) {
+                best = found;
+                block = start;
+            }
+        }
+        if (block < 0) continue;
+        a.best[t] = best;
+        while (to_float(logits[block]) != best) ++block;
+        a.found[t] = a.first_token + block;
+    }
+}
+
 /* The rows of any of these, shared among threads in contiguous parts. */
 template <typename Arguments>
 static int shared_rows(const Arguments &a, void (*floats)(const Arguments &, int64_t, int64_t),
@@ -110,6 +142,9 @@ static int norm_any(const Norm &a) {
 }
 static int place_any(const Place &a) {
     return shared_rows(a, place_rows<float>, place_rows<bfloat16>);
+}
+static int best_any(const Best &a) {
+    return shared_rows(a, best_rows<float>, best_rows<bfloat16>);
 }
 static int gate_any(const Gate &a) {
     return shared_rows(a, gate_rows<float>, gate_rows<bfloat16>);

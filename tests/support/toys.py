@@ -45,6 +45,12 @@ FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "opt", "gpt2", "gpt2-
 T5_FAMILIES = ("t5", "t5-1.1")
 
 
+def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """hidden [n, H] -> this shard's logits [n, V_local], of a last stage's model or of its ends."""
+    logits: torch.Tensor = model.scores(hidden).of(range(len(hidden)))
+    return logits
+
+
 def make_model(family: str, directory: Path) -> Any:
     """Writes a model of `family`, of 5 layers (T5: 5 and 4), to `directory`; returns transformers'
     own instance."""

@@ -109,7 +109,7 @@ class EncoderDecoderBench:
                 attended = watch("cross", decode_attention, query, (cross_keys, cross_values),
                                  across, SCALE)
                 hidden = watch("rest", layer.finish, hidden, attended)
-            watch("head", lambda: sample(self._decoder_ends.logits(hidden), choices, positions))
+            watch("head", lambda: sample(self._decoder_ends.scores(hidden), choices, positions))
             return watch.parts(self.num_layers)
 
         return step

@@ -61,7 +61,7 @@ class Probe:
         ends = model.ends
         ends.embed = self._timed(ends.embed, self._embed)
         ends.rotation = self._timed(ends.rotation, self._shared)
-        ends.logits = self._begins(ends.logits)
+        ends.scores = self._begins(ends.scores)
 
     def time(self, step: Callable[[], object]) -> StepParts:
         """Runs `step` once."""

@@ -198,5 +198,5 @@ class StageExecutor:
     def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
         model = self.model
-        return sample_shards(model.logits(hidden), choices, positions, model.shard,
+        return sample_shards(model.scores(hidden), choices, positions, model.shard,
                              model.spec.vocab_size)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from xrunner.engine.stage import StepRecord
+from xrunner.ops.head import WholeScores
 from xrunner.ops.sampling import sample
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
@@ -105,7 +106,8 @@ class PaddedModel:
     def _sample(self, logits: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
         """logits [n, 1, V]"""
-        return sample(logits[:, -1], choices, positions) if self._gives_answers else None
+        return sample(
+            WholeScores(logits[:, -1]), choices, positions) if self._gives_answers else None
 
 
 def padded_left(inputs: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

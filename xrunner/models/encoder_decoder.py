@@ -25,6 +25,7 @@ from xrunner.ops.attention import (
     store_packed,
     whole_inputs,
 )
+from xrunner.ops.head import Scores
 from xrunner.ops.rows import place
 
 
@@ -115,10 +116,10 @@ class EncoderDecoderStage:
             hidden = layer.finish(hidden, attended)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> logits [n, V_local] of this shard's tokens; last stage only."""
-        logits: Tensor = self.ends.logits(hidden)
-        return logits
+    def scores(self, hidden: Tensor) -> Scores:
+        """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
+        scores: Scores = self.ends.scores(hidden)
+        return scores
 
 
 def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment, dtype: torch.dtype,

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
+from xrunner.ops.head import Head, HeadScores
 from xrunner.ops.linear import Product
 from xrunner.ops.rows import Rotation, rms_norm, silu_mul
 
@@ -71,7 +72,7 @@ class LlamaEnds:
         self.norm = self.head = None
         if last:
             self.norm = weights.get("model.norm.weight", (spec.hidden_size,))
-            self.head = Product(head_weight(spec, weights, (name, self.embedding), shard))
+            self.head = Head(head_weight(spec, weights, (name, self.embedding), shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T] -> hidden [T, H]."""
@@ -85,10 +86,10 @@ class LlamaEnds:
         angles = positions[:, None].float() * self.inverse_frequency
         return Rotation(angles.cos(), angles.sin())
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
+    def scores(self, hidden: Tensor) -> HeadScores:
+        """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
         assert self.norm is not None and self.head is not None, "only the last stage has a head"
-        return self.head(rms_norm(hidden, self.norm, self.eps))
+        return HeadScores(self.head, rms_norm(hidden, self.norm, self.eps))
 
 
 def _frequencies(spec: ModelSpec) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
+from xrunner.ops.head import Head, HeadScores
 from xrunner.ops.linear import Product
 from xrunner.ops.rows import layer_norm
 
@@ -77,8 +78,7 @@ class PreNormEnds:
             self.positions = weights.get(names.positions, (rows, hidden))
         if last:
             self.norm = read_norm(weights, names.norm, hidden)
-            self.head = Product(head_weight(
-                spec, weights, (names.tokens, self.embedding), shard))
+            self.head = Head(head_weight(spec, weights, (names.tokens, self.embedding), shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""
@@ -90,10 +90,10 @@ class PreNormEnds:
     def rotation(self, positions: Tensor) -> None:
         """Positions are in the hidden state: nothing is rotated."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
+    def scores(self, hidden: Tensor) -> HeadScores:
+        """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
         assert self.norm is not None and self.head is not None, "only the last stage has a head"
-        return self.head(layer_norm(hidden, *self.norm, self.eps))
+        return HeadScores(self.head, layer_norm(hidden, *self.norm, self.eps))
 
 
 def read_norm(weights: WeightSource, name: str, hidden: int) -> Norm:

@@ -20,6 +20,7 @@ from xrunner.ops.attention import (
     decode_attention,
     encode_attention,
 )
+from xrunner.ops.head import Scores
 from xrunner.ops.linear import Product
 from xrunner.ops.rows import Places, place
 
@@ -154,7 +155,7 @@ class StageModel:
         most = self.spec.max_positions
         return positions if most is None else positions.clamp(max=most - 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> logits [n, V_local] of this shard's tokens; last stage only."""
-        logits: Tensor = self.ends.logits(hidden)
-        return logits
+    def scores(self, hidden: Tensor) -> Scores:
+        """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
+        scores: Scores = self.ends.scores(hidden)
+        return scores

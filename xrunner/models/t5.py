@@ -16,6 +16,7 @@ from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import Distances
+from xrunner.ops.head import Head, HeadScores
 from xrunner.ops.linear import Product
 from xrunner.ops.rows import rms_norm
 
@@ -183,7 +184,7 @@ class T5DecoderEnds:
         self.norm = self.head = None
         if last:
             self.norm = weights.get("decoder.final_layer_norm.weight", (spec.hidden_size,))
-            self.head = Product(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
+            self.head = Head(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
 
     def embed(self, tokens: Tensor, _positions: Tensor) -> Tensor:
         """tokens [n] -> hidden [n, H]."""
@@ -197,11 +198,12 @@ class T5DecoderEnds:
                            is_bidirectional=False)
         return _distances(self.bias_table, buckets, longest - 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, H] -> [n, V_local]: this shard's share of the vocabulary."""
+    def scores(self, hidden: Tensor) -> HeadScores:
+        """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
         assert self.norm is not None and self.head is not None, (
             "only the last decoder stage has a head")
-        return self.head(rms_norm(hidden, self.norm, self.eps) * self._head_scale)
+        return HeadScores(
+            self.head, rms_norm(hidden, self.norm, self.eps) * self._head_scale)
 
 
 def _activation(spec: ModelSpec) -> Callable[[Tensor], Tensor]:

@@ -46,6 +46,7 @@ OPERATORS = {
     "xgpt_add_layer_norm": "i ipppppllfi",
     "xgpt_place": "i ippppppplllllli",
     "xgpt_silu_mul": "i ipplli",
+    "xgpt_keep_best": "i ipppllli",
     "xgpt_kv_compact": "i pllpppllllli",
     "xgpt_kv_gather": "i plpllppllllli",
     "xgpt_kv_scatter": "i plpllppllllli",

@@ -11,46 +11,67 @@ import torch
 from torch import Tensor
 
 from xrunner.models.shard import Shard
+from xrunner.ops.head import Best, Scores
 from xrunner.query import Sampling
 
 _MASK64 = (1 << 64) - 1
 
 
-def sample(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """logits [n, V], one Sampling and one position (tokens before this one) a row -> tokens [n]."""
-    assert len(logits) == len(choices) == len(positions), f"{logits.shape = } {len(choices) = }"
-    tokens = logits.argmax(dim=-1)
-    for row, choice in enumerate(choices):
-        if choice.is_drawn:
-            tokens[row] = _draw(logits[row].float(), choice, positions[row])
+def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """One Sampling and one position (tokens before this one) for each of n rows -> tokens [n]."""
+    greedy, drawn = _parted(choices, positions)
+    if not drawn:
+        return scores.best(greedy).tokens
+    logits = scores.of(drawn)
+    tokens = torch.empty(len(choices), dtype=torch.long, device=logits.device)
+    if greedy:
+        tokens[greedy] = scores.best(greedy).tokens
+    for row, row_logits in zip(drawn, logits, strict=True):
+        tokens[row] = _draw(row_logits.float(), choices[row], positions[row])
     return tokens
 
 
-def sample_shards(logits: Tensor, choices: Sequence[Sampling], positions: Sequence[int],
-                  shard: Shard, vocab_size: int) -> Tensor | None:
-    """As `sample`, of logits [n, V_local] of each rank's share of the vocabulary: the tokens on the
-    group's first rank, None on the others.
+def _parted(choices: Sequence[Sampling], positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The rows that are greedy, and those that are drawn."""
+    assert len(choices) == len(positions), f"{len(choices) = } {len(positions) = }"
+    rows = range(len(choices))
+    return ([row for row in rows if not choices[row].is_drawn],
+            [row for row in rows if choices[row].is_drawn])
 
-    Each rank sends its best candidate of each row (the first rank's wins a tie, as the lowest token
-    does on one rank), and of rows that are drawn as many as top-k can keep.
+
+def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int],
+                  shard: Shard, vocab_size: int) -> Tensor | None:
+    """As `sample`, of scores of every rank's share of the vocabulary: the tokens on the first rank
+    of the group, None on the others.
+
+    Each rank sends its best candidate of each greedy row (the first rank's wins a tie, as the
+    lowest token does on one rank), and of rows that are drawn as many as top-k can keep.
     """
     if shard.degree == 1:
-        return sample(logits, choices, positions)
-    assert len(logits) == len(choices) == len(positions), f"{logits.shape = } {len(choices) = }"
+        return sample(scores, choices, positions)
+    greedy, drawn = _parted(choices, positions)
     first, share = shard.index * shard.vocabulary_share(vocab_size), shard.vocabulary_share(
         vocab_size)
-    best = shard.gather(_candidates(logits, 1, first))
-    drawn = [row for row, choice in enumerate(choices) if choice.is_drawn]
     most = max((min(choices[row].top_k or share, share) for row in drawn), default=0)
-    kept = shard.gather(_candidates(logits[drawn], most, first)) if drawn else None
-    if best is None:
+    best = shard.gather(_best(scores.best(greedy), first)) if greedy else None
+    kept = shard.gather(_candidates(scores.of(drawn), most, first)) if drawn else None
+    if shard.index:
         return None
-    values, candidates = _merged(best)
-    tokens = candidates.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
+    received = kept if best is None else best
+    assert received is not None, "a step without rows"
+    tokens = torch.empty(len(choices), dtype=torch.long, device=received.device)
+    if best is not None:
+        values, candidates = _merged(best)
+        tokens[greedy] = candidates.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
     if kept is not None:
         for row, row_values, row_tokens in zip(drawn, *_merged(kept), strict=True):
             tokens[row] = row_tokens[_draw(row_values, choices[row], positions[row])]
     return tokens
+
+
+def _best(best: Best, first_token: int) -> Tensor:
+    """[2, n, 1]: the largest of each row and its token."""
+    return torch.stack([best.logits, (best.tokens + first_token).float()])[:, :, None]
 
 
 def _candidates(logits: Tensor, count: int, first_token: int) -> Tensor:
@@ -59,10 +80,7 @@ def _candidates(logits: Tensor, count: int, first_token: int) -> Tensor:
     out = torch.zeros((2, len(logits), count), dtype=torch.float32, device=logits.device)
     out[0] = float("-inf")
     held = min(count, logits.shape[1])
-    if held == 1:  # argmax names the first of equals, topk any
-        tokens = logits.argmax(dim=-1, keepdim=True)
-        out[0, :, :1], out[1, :, :1] = logits.gather(1, tokens), tokens + first_token
-    elif held:
+    if held:
         values, tokens = torch.topk(logits, held)
         out[0, :, :held], out[1, :, :held] = values, tokens + first_token
     return out

@@ -77,7 +77,7 @@ class FakeModel:
         self.layers = [SimpleNamespace(qkv=self._part("rest"), finish=self._part("rest"))
                        for _ in range(num_layers)]
         self.ends = SimpleNamespace(embed=self._part("embed"), rotation=self._part("rest"),
-                                    logits=self._part("head"))
+                                    scores=self._part("head"))
         self.spent: dict[str, int] = {}
 
     def _part(self, name: str) -> Callable[..., Any]:
@@ -101,7 +101,7 @@ class FakeModel:
             layer.finish("hidden", "attended")
         spend("overhead")()
         if self.is_last:
-            self.ends.logits("hidden")
+            self.ends.scores("hidden")
             spend("head")()  # sampling
 
 
@@ -141,10 +141,10 @@ def test_marks_alone_put_a_fixed_number_of_moments_around_the_parts() -> None:
     """Each mark is a tick, nothing else takes time: 2 around each of a layer's parts."""
     clock = FakeClock(per_mark=1)
     layer = SimpleNamespace(qkv=lambda *_: None, finish=lambda *_: None)
-    ends = SimpleNamespace(embed=lambda *_: None, rotation=lambda *_: None, logits=lambda *_: None)
+    ends = SimpleNamespace(embed=lambda *_: None, rotation=lambda *_: None, scores=lambda *_: None)
 
     def step() -> None:
-        for call in (ends.embed, ends.rotation, layer.qkv, layer.finish, ends.logits):
+        for call in (ends.embed, ends.rotation, layer.qkv, layer.finish, ends.scores):
             call()
 
     probe = Probe(SimpleNamespace(layers=[layer], ends=ends), clock)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from toys import (
     Collector,
     Lockstep,
     generate,
+    logits_of,
     random_queries,
     run_in_process,
     spec_of,
@@ -27,6 +28,7 @@ from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.head import Head
 from xrunner.ops.linear import Product
 from xrunner.query import Sampling
 
@@ -139,12 +141,13 @@ def test_half_precision_logits_stay_near_transformers_in_the_same(
     def work(shard: Shard) -> torch.Tensor:
         ours = StageModel(spec, CheckpointReader(directory, dtype), stage, dtype, shard)
         cache = torch.zeros(spec.num_layers, 2, 1, ours.kv_heads, 24, spec.head_dim, dtype=dtype)
-        return ours.logits(ours.encode(tokens, cache, encode_context(whole_inputs([24])))).float()
+        return logits_of(ours, ours.encode(
+            tokens, cache, encode_context(whole_inputs([24])))).float()
 
     rounded = copy.deepcopy(model).to(dtype)  # the fixture serves other tests too
     with torch.inference_mode():
         exact, theirs = model(tokens[None]).logits[0], rounded(tokens[None]).logits[0]
-    assert_as_near(logits_of(work, degree), exact, theirs)
+    assert_as_near(gathered(work, degree), exact, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -169,7 +172,8 @@ def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
             across = decode_context([24])
             for at, token in enumerate(tokens[3:15].tolist()):
                 step = decode_context([at + 1])
-                rows.append(ours.logits(ours.decode(torch.tensor([token]), *caches, step, across)))
+                rows.append(logits_of(
+                    ours, ours.decode(torch.tensor([token]), *caches, step, across)))
         return torch.cat(rows).float()
 
     def reference(of: Any) -> torch.Tensor:
@@ -178,10 +182,10 @@ def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
                               for tokens in inputs])
 
     rounded = copy.deepcopy(model).to(dtype)
-    assert_as_near(logits_of(work, degree), reference(model), reference(rounded))
+    assert_as_near(gathered(work, degree), reference(model), reference(rounded))
 
 
-def logits_of(work: Callable[[Shard], torch.Tensor], degree: int) -> torch.Tensor:
+def gathered(work: Callable[[Shard], torch.Tensor], degree: int) -> torch.Tensor:
     """[tokens, V] of all shards together."""
     return work(WHOLE) if degree == 1 else torch.cat(Lockstep(degree).run(work), dim=1)
 
@@ -203,7 +207,7 @@ def _tensors(executor: Any) -> list[torch.Tensor]:
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, Product):
+    if isinstance(value, (Head, Product)):
         return value.tensors
     if isinstance(value, tuple):
         return [tensor for part in value for tensor in _flat(part)]

@@ -18,6 +18,7 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.ops.head import Head
 from xrunner.ops.linear import Product
 
 CONFIG = {"model_type": "gpt2", "n_layer": 5, "n_embd": 48, "n_head": 6, "vocab_size": 97,
@@ -69,10 +70,10 @@ def test_a_tied_head_is_the_embedding_itself_where_a_rank_holds_it(gpt2: tuple[P
     directory, _ = gpt2
     spec, reader = spec_of(directory), CheckpointReader(directory, torch.float32)
     ends = gpt2_ends(spec, reader, first=True, last=True, shard=Shard(1, 2))
-    assert ends.head.weight.data_ptr() == ends.embedding[49:].data_ptr()
+    assert ends.head.tensors[0].data_ptr() == ends.embedding[49:].data_ptr()
     assert ends.head.shape == (48, 48)
     alone = gpt2_ends(spec, reader, first=False, last=True, shard=Shard(1, 2))
-    assert alone.embedding is None and torch.equal(alone.head.weight, ends.head.weight)
+    assert alone.embedding is None and torch.equal(*alone.head.tensors, *ends.head.tensors)
 
 
 def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
@@ -81,7 +82,7 @@ def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
     model = StageModel(spec, reader, split_stages(spec.num_layers, 1)[0], torch.float32,
                        device="meta")
     values = [*vars(model.ends).values(), *(v for layer in model.layers for v in layer.weights)]
-    parts = [(v.weight, v.bias) if isinstance(v, Product) else v if isinstance(v, tuple) else (v,)
+    parts = [v.tensors if isinstance(v, (Head, Product)) else v if isinstance(v, tuple) else (v,)
              for v in values]
     held = [t for part in parts for t in part if isinstance(t, torch.Tensor)]
     assert len(held) > 5 * 8 and {t.device.type for t in held} == {"meta"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toys import VOCAB, Lockstep, make_t5, spec_of
+from toys import VOCAB, Lockstep, logits_of, make_t5, spec_of
 
 from xgpt.core.errors import InputError
 from xgpt.core.model import ModelSpec, from_hf_config
@@ -72,7 +72,7 @@ class Runner:
             hidden, query = layer.cross_query(hidden, attended)
             attended = decode_attention(query, tuple(theirs), cross, SCALE)
             hidden = layer.finish(hidden, attended)
-        return self.decoder_ends.logits(hidden)
+        return logits_of(self.decoder_ends, hidden)
 
 
 def inputs() -> Tensor:

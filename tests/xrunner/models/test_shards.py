@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from toys import Lockstep, spec_of, split_stages
+from toys import Lockstep, logits_of, spec_of, split_stages
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
@@ -52,7 +52,7 @@ def run_stage(spec: ModelSpec, shard: Shard) -> dict[str, Tensor]:
             context = decode_context([length + 1 for length in cache.lengths])
             hidden.append(model.decode(torch.tensor([3, 50, 96]) - step, cache.store, context))
             cache.extend()
-        return {"hidden": torch.cat(hidden), "logits": model.logits(hidden[-1]),
+        return {"hidden": torch.cat(hidden), "logits": logits_of(model, hidden[-1]),
                 "cache": cache.store}
 
 
@@ -99,7 +99,7 @@ def test_weights_and_all_that_is_made_in_a_step_are_on_the_inputs_device(family:
     tokens = torch.zeros(sum(LENGTHS), dtype=torch.long, device=meta)
     with torch.inference_mode():
         encoded = model.encode(tokens, cache, spans)
-        logits = model.logits(model.decode(tokens[:3], cache, step))
+        logits = logits_of(model, model.decode(tokens[:3], cache, step))
     assert encoded.device == logits.device == meta
     assert (encoded.shape, logits.shape) == ((15, 48), (3, 48))
 
@@ -171,8 +171,9 @@ def test_a_checkpoints_shards_together_are_the_whole(llama: tuple[Path, Any]) ->
     for a, b, c in zip(first.layers, second.layers, whole.layers, strict=True):
         for x, y, both in list(zip(a.products, b.products, c.products, strict=True))[1::2]:
             assert torch.equal(torch.cat([_weight(x), _weight(y)], dim=1), _weight(both))
-    heads = torch.cat([_weight(first.ends.head), _weight(second.ends.head)])
-    assert torch.equal(heads, _weight(whole.ends.head))
+    unit = torch.eye(spec.hidden_size)
+    heads = [part.ends.head.logits(unit) for part in (first, second, whole)]
+    assert torch.equal(torch.cat(heads[:2], dim=1), heads[2])
     norms = 4 * spec.hidden_size * (2 * stage.num_layers + 1)  # both ranks read these whole
     assert readers[0].bytes_read + readers[1].bytes_read == readers[2].bytes_read + norms
 
@@ -190,7 +191,7 @@ def test_a_checkpoints_shards_in_lockstep_give_transformers_logits(toy: tuple[Pa
         cache = KvCache(kv_shape(spec, torch.float32, slots=1, capacity=len(tokens),
                                  kv_heads=ours.kv_heads))
         with torch.inference_mode():
-            return ours.logits(ours.encode(tokens, cache.store, step))
+            return logits_of(ours, ours.encode(tokens, cache.store, step))
 
     logits = torch.cat(Lockstep(2).run(run), dim=1)
     with torch.no_grad():

@@ -7,6 +7,7 @@ import torch
 from toys import Lockstep
 
 from xrunner.models.shard import Shard
+from xrunner.ops.head import WholeScores
 from xrunner.ops.sampling import sample, sample_shards, uniform
 from xrunner.query import Sampling
 
@@ -15,7 +16,7 @@ LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
 
 def draw(choice: Sampling, count: int = 4000) -> torch.Tensor:
     rows = LOGITS.expand(count, -1)
-    tokens = sample(rows, [choice] * count, list(range(count)))
+    tokens = sample(WholeScores(rows), [choice] * count, list(range(count)))
     return torch.bincount(tokens, minlength=4).double() / count
 
 
@@ -40,8 +41,8 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens_only() -> None:
 def test_a_draw_is_the_same_in_any_batch() -> None:
     choices = [Sampling(temperature=1.0, seed=s) for s in range(6)]
     rows = torch.randn(6, 50)
-    together = sample(rows, choices, [7] * 6)
-    alone = [int(sample(rows[i:i + 1], [choices[i]], [7])) for i in range(6)]
+    together = sample(WholeScores(rows), choices, [7] * 6)
+    alone = [int(sample(WholeScores(rows[i:i + 1]), [choices[i]], [7])) for i in range(6)]
     assert together.tolist() == alone
 
 
@@ -73,9 +74,11 @@ def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree: int, vocab
         def work(shard: Shard, chosen=chosen, positions=positions) -> torch.Tensor | None:
             part = shard.vocabulary_part(vocab)
             assert part is not None
-            return sample_shards(logits[:, part.start:part.stop], chosen, positions, shard, vocab)
+            return sample_shards(WholeScores(logits[:, part.start:part.stop]), chosen, positions,
+                                 shard, vocab)
 
         found = Lockstep(degree).run(work)
         assert found[1:] == [None] * (degree - 1)
         assert found[0] is not None
-        assert found[0].tolist() == sample(logits, chosen, positions).tolist()
+        assert found[0].tolist() == sample(
+            WholeScores(logits), chosen, positions).tolist()
