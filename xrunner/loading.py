@@ -58,10 +58,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
             shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
     start, meter = time.perf_counter(), DiskMeter()
     spec = read_spec(plan.model_dir, plan.model_name)
-    dtype = getattr(torch, plan.dtype)
-    reader = open_weights(plan.model_dir, dtype)
-    model = load_stage(spec, reader, stage, dtype, shard, world.device,
-                       getattr(torch, plan.weight_dtype))
+    reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
+    model = load_stage(spec, reader, stage, shard, world.device,
+                       getattr(torch, plan.weight_dtype), pool.role)
     reader.close()
     seconds, from_disk = time.perf_counter() - start, meter.num_bytes
     is_sampled = rank == 0 and isinstance(reader, CheckpointReader)

@@ -99,8 +99,7 @@ class Plans:
         if key not in self._known:
             split = allocate(self.problem.model, ranks, self._costs(ranks, role), role)
             self._known[key] = self.of_stages(tuple(
-                replace(stage, index=stage.index + first_index, role=role) for stage in split),
-                role)
+                replace(stage, index=stage.index + first_index) for stage in split), role)
         return self._known[key]
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> Plan:

@@ -65,7 +65,7 @@ def check_run(out: Path, reference: Any, queries: list[Any]) -> None:
     measured = json.loads((out / "measured.json").read_text())
     estimate = load_schedule(out / "schedule.json").estimate
     assert [(s["role"], s["ranks"]) for s in measured["stages"]] == [
-        (s.role, list(s.ranks)) for s in estimate.deployment.stages]
+        (p.role, list(s.ranks)) for p in estimate.deployment.pools for s in p.stages]
     encode, decode = ([s for s in measured["stages"] if s["role"] == role]
                       for role in ("encode", "decode"))
     sent = sum(s["handover_bytes"] for s in encode)

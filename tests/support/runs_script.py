@@ -12,7 +12,7 @@ from typing import Any
 import toys
 from mpi4py import MPI
 
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes
@@ -29,9 +29,9 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
     """The answers, on the first rank."""
     directory, rank = Path(case["directory"]), comm.Get_rank()
     is_waa = "encode" in case
-    stages = (toys.waa_stages(directory, case["encode"], case["decode"]) if is_waa
-              else toys.stages_of(directory, case["degrees"]))
-    stage = next(s for s in stages if rank in s.ranks)
+    pools = (toys.waa_pools(directory, case["encode"], case["decode"]) if is_waa
+             else [toys.pool_of(toys.stages_of(directory, case["degrees"]))])
+    pool, stage = next((p, s) for p in pools for s in p.stages if rank in s.ranks)
     index = stage.ranks.index(rank)
     device = own_device(case.get("device", "cpu"), local_rank(comm))
     group = make_group(case, comm.Split(stage.index, index),
@@ -40,12 +40,11 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
              Shard(index, stage.tp_degree, group.all_reduce, group.gather))
     side: dict[str, Any] = {}
     if is_waa:
-        decoding = [rank for s in stages if s.role == "decode" for rank in s.ranks]
-        own = toys.transfers_of(stages, toys.spec_of(directory))
-        side = toys.couriers(stage, MpiComm(comm.Dup(), LOOK_S), own, decoding)
-    executor = toys.executor_of(directory, stage, shard, device=device, **side)
+        own = toys.transfers_of(pools, toys.spec_of(directory))
+        side = toys.couriers(pool.role, MpiComm(comm.Dup(), LOOK_S), own, toys.ranks_of(pools[1]))
+    executor = toys.executor_of(directory, stage, shard, device=device, role=pool.role, **side)
     execute = run_waa if is_waa else run_rra
-    answers = execute(case, stages, routes(toys.pools_of(stages))[rank], MpiComm(comm), executor)
+    answers = execute(case, pools, routes(pools)[rank], MpiComm(comm), executor)
     if isinstance(group, TorchGroup):
         group.close()
     return answers
@@ -60,7 +59,7 @@ def make_group(case: dict[str, Any], comm: Any, *, is_direct: bool) -> Group:
     return group
 
 
-def run_rra(case: dict[str, Any], stages: list[StageAssignment], route: Route, messages: MpiComm,
+def run_rra(case: dict[str, Any], pools: list[Pool], route: Route, messages: MpiComm,
             executor: StageExecutor) -> dict[int, list[int]] | None:
     directory = Path(case["directory"])
     if messages.rank > 0:
@@ -74,11 +73,11 @@ def run_rra(case: dict[str, Any], stages: list[StageAssignment], route: Route, m
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
-def run_waa(case: dict[str, Any], stages: list[StageAssignment], route: Route, messages: MpiComm,
+def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: MpiComm,
             executor: StageExecutor) -> dict[int, list[int]] | None:
     """The same of WAA's two pools."""
     directory = Path(case["directory"])
-    decode_head = next(s.ranks[0] for s in stages if s.role == "decode")
+    decode_head = toys.ranks_of(pools[1])[0]
     rules = toys.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
                                num_groups=case["num_groups"])
     if messages.rank == 0:

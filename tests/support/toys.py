@@ -7,14 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Pool, StageAssignment
+from xgpt.core.schedule import Pool, Role, StageAssignment
 from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
@@ -188,16 +187,19 @@ class Collector:
         return self._stop_after is not None and len(self.results) >= self._stop_after
 
 
-def pools_of(stages: Sequence[StageAssignment]) -> list[Pool]:
-    """The pools that stages of these roles make."""
-    return [Pool(name=role, role=role, stages=tuple(pool), num_groups=1, kv_tokens=0)
-            for role, pool in groupby(stages, key=lambda stage: stage.role)]
+def pool_of(stages: Sequence[StageAssignment], role: Role = "both") -> Pool:
+    """A pool of that role and name."""
+    return Pool(name=role, role=role, stages=tuple(stages), num_groups=1, kv_tokens=0)
 
 
-def transfers_of(stages: Sequence[StageAssignment], spec: ModelSpec) -> list[Transfer]:
+def transfers_of(pools: Sequence[Pool], spec: ModelSpec) -> list[Transfer]:
     """What the ranks of an encode pool send to those of a decode pool."""
-    encode, decode = pools_of(stages)
+    encode, decode = pools
     return transfers(encode.stages, decode.stages, spec)
+
+
+def ranks_of(pool: Pool) -> list[int]:
+    return [rank for stage in pool.stages for rank in stage.ranks]
 
 
 def split_stages(num_layers: int, num_stages: int, *, encoder_layers: int = 0,
@@ -228,7 +230,7 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
     for stage in stages:
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
         executors += [executor_of(directory, stage, shard, dtype, device) for shard in shards]
-    comms, route = local_comms(len(executors)), routes(pools_of(stages))
+    comms, route = local_comms(len(executors)), routes([pool_of(stages)])
     rule = rule or RraRule(encode_batch=encode_batch, decode_iterations=decode_iterations,
                            num_groups=num_groups, max_active=max_active, kv_tokens=kv_tokens)
     threads = [threading.Thread(target=serve, args=(comms[r], route[r], executors[r]), daemon=True)
@@ -243,20 +245,19 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
 
 
 def run_waa_in_process(
-        directory: Path, queries: Sequence[PreparedQuery], stages: Sequence[StageAssignment],
+        directory: Path, queries: Sequence[PreparedQuery], pools: Sequence[Pool],
         rules: tuple[WaaEncodeRule, WaaDecodeRule], *, sink: Collector | None = None,
         ) -> tuple[Collector, dict[int, StageExecutor]]:
     """Both of WAA's pools on threads: (what finished, every rank's executor)."""
-    own, ranks = transfers_of(stages, spec_of(directory)), range(sum(s.tp_degree for s in stages))
+    own, ranks = transfers_of(pools, spec_of(directory)), range(sum(p.num_devices for p in pools))
     comms, side = local_comms(len(ranks)), local_comms(len(ranks))
-    route = routes(pools_of(stages))
-    decode_ranks = [rank for s in stages if s.role == "decode" for rank in s.ranks]
+    route, decode_ranks = routes(pools), ranks_of(pools[1])
     executors: dict[int, StageExecutor] = {}
-    for stage in stages:
+    for role, stage in ((pool.role, stage) for pool in pools for stage in pool.stages):
         shards = Lockstep(stage.tp_degree).shards if stage.tp_degree > 1 else [WHOLE]
         for rank, shard in zip(stage.ranks, shards, strict=True):
-            executors[rank] = executor_of(directory, stage, shard,
-                                          **couriers(stage, side[rank], own, decode_ranks))
+            executors[rank] = executor_of(directory, stage, shard, role=role, **couriers(
+                role, side[rank], own, decode_ranks))
 
     def follow(rank: int) -> None:
         if rank == decode_ranks[0]:
@@ -275,24 +276,27 @@ def run_waa_in_process(
     return sink, executors
 
 
-def couriers(stage: StageAssignment, comm: Comm, own: Sequence[Transfer],
+def couriers(role: Role, comm: Comm, own: Sequence[Transfer],
              decode_ranks: Sequence[int]) -> dict[str, Any]:
     """A rank's end of the handover, as StageExecutor takes it."""
-    if stage.role == "encode":
+    if role == "encode":
         return {"sender": EntrySender(comm, own)}
     return {"receiver": EntryReceiver(comm, own, decode_ranks)}
 
 
-def waa_stages(directory: Path, encode: Sequence[int], decode: Sequence[int],
-               encode_cuts: Sequence[int] | None = None,
-               decode_cuts: Sequence[int] | None = None) -> list[StageAssignment]:
-    """Stages of these tensor-parallel degrees, the encode pool's first. Cuts: where the layers of
-    one stage end and those of the next begin (None: even)."""
+def waa_pools(directory: Path, encode: Sequence[int], decode: Sequence[int],
+              encode_cuts: Sequence[int] | None = None,
+              decode_cuts: Sequence[int] | None = None) -> list[Pool]:
+    """Two pools with stages of these tensor-parallel degrees. Cuts: where the layers of one stage
+    end and those of the next begin (None: even)."""
     spec = spec_of(directory)
     held = {"encode": spec.num_encoder_layers or spec.num_layers, "decode": spec.num_layers}
-    found: list[StageAssignment] = []
+    found: list[Pool] = []
     first = 0
-    for role, degrees, cuts in (("encode", encode, encode_cuts), ("decode", decode, decode_cuts)):
+    roles: tuple[Role, Role] = ("encode", "decode")
+    for role, degrees, cuts in zip(roles, (encode, decode), (encode_cuts, decode_cuts),
+                                   strict=True):
+        stages: list[StageAssignment] = []
         inner = cuts or [round(i * held[role] / len(degrees)) for i in range(1, len(degrees))]
         bounds = [0, *inner, held[role]]
         for place, degree in enumerate(degrees):
@@ -302,9 +306,11 @@ def waa_stages(directory: Path, encode: Sequence[int], decode: Sequence[int],
                 layers = {"first_layer": 0, "num_layers": 0,
                           "first_encoder_layer": bounds[place],
                           "num_encoder_layers": bounds[place + 1] - bounds[place]}
-            found.append(StageAssignment(
-                index=len(found), ranks=tuple(range(first, first + degree)), role=role, **layers))
+            stages.append(StageAssignment(
+                index=place + sum(len(pool.stages) for pool in found),
+                ranks=tuple(range(first, first + degree)), **layers))
             first += degree
+        found.append(pool_of(stages, role))
     return found
 
 
@@ -327,10 +333,10 @@ def stages_of(directory: Path, degrees: Sequence[int]) -> list[StageAssignment]:
 
 def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-                **couriers: Any) -> StageExecutor:
+                role: Role = "both", **couriers: Any) -> StageExecutor:
     """One rank's, which checks its caches after every step."""
     reader = open_weights(directory, dtype)
-    model = load_stage(spec_of(directory), reader, stage, dtype, shard, device)
+    model = load_stage(spec_of(directory), reader, stage, shard, device, role=role)
     return StageExecutor(model, check=True, **couriers)
 
 

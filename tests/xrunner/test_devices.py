@@ -54,6 +54,8 @@ class Gate(LocalComm):
 class Zeros:
     """A WeightSource in the host's memory."""
 
+    dtype = torch.float32
+
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         return torch.zeros(shape if part is None else part.shape(shape))
 
@@ -85,7 +87,7 @@ def stages(spec: ModelSpec, *roles: str) -> list[StageAssignment]:
         is_encoder = spec.is_encoder_decoder and role == "encode"
         found.append(StageAssignment(
             index=place, ranks=(place,), first_layer=0, num_layers=0 if is_encoder else LAYERS,
-            first_encoder_layer=0, num_encoder_layers=encoder, role=role))
+            first_encoder_layer=0, num_encoder_layers=encoder))
     return found
 
 
@@ -119,7 +121,7 @@ def check_steps(executor: StageExecutor) -> None:
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "t5"])
 def test_a_step_stays_on_its_device(elsewhere: None, family: str) -> None:
     spec = spec_of(family)
-    model = load_stage(spec, Zeros(), stages(spec, "both")[0], torch.float32, WHOLE, DEVICE)
+    model = load_stage(spec, Zeros(), stages(spec, "both")[0], WHOLE, DEVICE)
     check_steps(StageExecutor(model))
 
 
@@ -133,7 +135,7 @@ def test_so_does_a_shard_whose_group_works_through_the_hosts_memory(
         return torch.stack([devices.to_host(tensor)] * 2)
 
     spec = spec_of(family)
-    model = load_stage(spec, Zeros(), stages(spec, "both")[0], torch.float32,
+    model = load_stage(spec, Zeros(), stages(spec, "both")[0],
                        Shard(0, 2, through_host, gather), DEVICE)
     check_steps(StageExecutor(model))
 
@@ -144,7 +146,8 @@ def test_entries_travel_through_the_hosts_memory_between_two_devices(
     spec = spec_of(family)
     pools, comms = stages(spec, "encode", "decode"), [Gate(comm) for comm in local_comms(2)]
     own = transfers(pools[:1], pools[1:], spec)
-    models = [load_stage(spec, Zeros(), stage, torch.float32, WHOLE, DEVICE) for stage in pools]
+    models = [load_stage(spec, Zeros(), stage, WHOLE, DEVICE, role=role)
+              for stage, role in zip(pools, ("encode", "decode"), strict=True)]
     encoder = StageExecutor(models[0], sender=EntrySender(comms[0], own))
     decoder = StageExecutor(models[1], receiver=EntryReceiver(comms[1], own, [1]))
     for executor in (encoder, decoder):

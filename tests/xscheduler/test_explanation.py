@@ -68,7 +68,7 @@ def test_the_share_of_encoding_is_that_of_the_period():
 def test_a_waa_schedule_names_its_pools():
     problem = toy_problem(latency_s=2.0)
     found = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
-    encode = sum(len(s.ranks) for s in found.deployment.stages if s.role == "encode")
+    encode = found.deployment.encoding.num_devices
     policy, variables, _ = explain_choice(schedule_of(problem, found), problem)
     assert policy.startswith("WAA-C") and f"while {4 - encode} decode" in policy
     assert policy.count(f"{encode} device") == 1

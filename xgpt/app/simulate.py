@@ -140,7 +140,7 @@ def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) 
 
 def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
     kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
-    return timeline.stage_names(estimate.deployment.stages, kind)
+    return timeline.stage_names(estimate.deployment.pools, kind)
 
 
 def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigures:

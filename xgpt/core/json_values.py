@@ -56,5 +56,6 @@ def estimate_keys(estimate: Estimate) -> dict[str, Any]:
         "pools": [{"name": pool.name, "role": pool.role, "kv_tokens": pool.kv_tokens,
                    "num_groups": pool.num_groups, "stages": len(pool.stages)}
                   for pool in deployment.pools],
-        "stages": [asdict(stage) for stage in deployment.stages], "notes": estimate.notes}
+        "stages": [{**asdict(stage), "role": pool.role} for pool in deployment.pools
+                   for stage in pool.stages], "notes": estimate.notes}
     return {"policy": keys.pop("policy"), **keys}

@@ -25,7 +25,7 @@ class StageAssignment:
     """Consecutive layers held by one tensor-parallel group.
 
     `first_layer`/`num_layers` count decoder layers; the encoder's are counted apart and are 0
-    for a decoder-only model. `role` is the phase the stage's pool works (RRA: both).
+    for a decoder-only model.
     """
 
     index: int
@@ -34,7 +34,6 @@ class StageAssignment:
     num_layers: int
     first_encoder_layer: int = 0
     num_encoder_layers: int = 0
-    role: Role = "both"
 
     @property
     def tp_degree(self) -> int:

@@ -62,6 +62,9 @@ def from_json(raw: Mapping[str, Any]) -> Schedule:
     keys."""
     data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
     name, estimate = data.pop("policy"), {key: data.pop(key) for key in _names(Estimate)}
+    for pool in estimate["deployment"]["pools"]:
+        for stage in pool["stages"]:
+            stage.pop("role", None)  # its pool's, which files of before repeat
     if (other := estimate["controls"]["policy"]) != name:
         raise ValueError(f"policy is {name}, but the controls are {other}'s")
     estimate["controls"] = _built(policy(name).load("controls"), estimate["controls"])
@@ -126,7 +129,8 @@ def _pools(roles: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[Pool, ...
                      num_groups=values["decode_micro_batches"], kv_tokens=values["kv_tokens"]),)
     pools = []
     for role in roles:
-        stages = tuple(stage for stage in values["stages"] if stage.role == role)
+        stages = tuple(stage for stage, own in zip(values["stages"], values["stage_roles"],
+                                                   strict=True) if own == role)
         is_encode = role == "encode"
         # two groups more than stages: one waits for its tokens, one is handed over
         groups = len(stages) + 2 if is_encode else values["decode_micro_batches"]
@@ -137,7 +141,7 @@ def _pools(roles: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[Pool, ...
 
 _FLAT_ONLY = {"encode_kv_tokens", "adjustment", "mean_input_tokens", "steered_to", "policy",
               "encode_micro_batches", "token_budget", "max_active", "max_in_system", "stages",
-              "kv_tokens", "tp_degree", "tp_gpus", "decode_micro_batches", "notes"}
+              "stage_roles", "kv_tokens", "tp_degree", "tp_gpus", "decode_micro_batches", "notes"}
 
 
 def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
@@ -154,6 +158,7 @@ def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
 def _of_flat(raw: Mapping[str, Any]) -> Schedule:
     """A schedule of file version 2. Raises KeyError/TypeError on missing or foreign keys."""
     data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
+    data["stage_roles"] = [stage.pop("role", "both") for stage in data["stages"]]
     for part, key in ((Pool, "stages"), (Figures, "memory_bytes"), (Proof, "pruned"),
                       (Schedule, "rejected"), (Schedule, "explanation")):
         data[key] = _built(get_type_hints(part)[key], data[key])

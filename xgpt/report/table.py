@@ -101,11 +101,12 @@ def _alternative(row: Rejected, schedule: Schedule) -> str:
 def stage_table(schedule: Schedule) -> str:
     """One line a stage: its ranks, layers, phase and memory."""
     body, memory_bytes = [], schedule.figures.memory_bytes
-    for stage in schedule.deployment.stages:
-        held = [memory_bytes[rank] for rank in stage.ranks if rank < len(memory_bytes)]
-        body.append((str(stage.index), words.ranks_of(stage), words.layers_of(stage),
-                     {"both": "encode, decode"}.get(stage.role, stage.role),
-                     format_bytes(max(held)) if held else "-"))
+    for pool in schedule.deployment.pools:
+        phase = "encode, decode" if pool.role == "both" else pool.role
+        for stage in pool.stages:
+            held = [memory_bytes[rank] for rank in stage.ranks if rank < len(memory_bytes)]
+            body.append((str(stage.index), words.ranks_of(stage), words.layers_of(stage), phase,
+                         format_bytes(max(held)) if held else "-"))
     return table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
 
 

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool
 from xgpt.report.canvas import Drawing
 from xgpt.report.lanes import DECODE, Lane, draw_lanes, stage_label
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 
-def stage_names(stages: Sequence[StageAssignment], device: str = "GPU") -> list[str]:
-    """'stage 0 · GPU 0-3 · encode', indexed like `stages`."""
+def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
+    """'stage 0 · GPU 0-3 · encode', one name for each stage of all pools."""
     return [" · ".join([f"stage {stage.index}", f"{device} {_ranges(stage.ranks)}",
-                        *([stage.role] if stage.role != "both" else [])]) for stage in stages]
+                        *([pool.role] if pool.role != "both" else [])])
+            for pool in pools for stage in pool.stages]
 
 
 def steady_window(result: ReplayResult, periods: float = 3.0, min_steps: int = 6,

@@ -77,7 +77,7 @@ class MadeWeights:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         # a product with normed rows is then of their size: finite in half precision, however deep
         self._weights = RandomWeights(dtype, scale=spec.hidden_size ** -0.5)
-        self.bytes_read = 0
+        self.dtype, self.bytes_read = dtype, 0
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)

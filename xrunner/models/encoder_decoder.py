@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Role, StageAssignment
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel, packed
 from xrunner.models.t5 import SCALE
@@ -38,22 +38,22 @@ class EncoderDecoderStage:
     """
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
-                 dtype: torch.dtype, shard: Shard = WHOLE,
-                 device: torch.device | str = "cpu",
-                 weight_dtype: torch.dtype | None = None) -> None:
+                 shard: Shard = WHOLE, device: torch.device | str = "cpu",
+                 weight_dtype: torch.dtype | None = None, role: Role = "both") -> None:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: `dtype`)."""
+        are multiplied as `weight_dtype` (None: as they are stored); `role`: the pool's."""
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
         classes = ENCODER_DECODER_CLASSES[spec.family]
-        self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
-        encodes, decodes = stage.role != "decode", stage.role != "encode"
+        self.spec, self.dtype, self.shard = spec, weights.dtype, shard
+        self.device = torch.device(device)
+        encodes, decodes = role != "decode", role != "encode"
         self.is_first = (stage.first_layer if decodes else stage.first_encoder_layer) == 0
         self.is_last = (
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
-        as_type = weight_dtype or dtype
+        as_type = weight_dtype or self.dtype
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
                    as_type) for i in range(stage.num_encoder_layers)]
@@ -122,9 +122,11 @@ class EncoderDecoderStage:
         return scores
 
 
-def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment, dtype: torch.dtype,
+def load_stage(spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                shard: Shard = WHOLE, device: torch.device | str = "cpu",
-               weight_dtype: torch.dtype | None = None) -> StageModel | EncoderDecoderStage:
-    """A stage of any family."""
-    kind = EncoderDecoderStage if spec.is_encoder_decoder else StageModel
-    return kind(spec, weights, stage, dtype, shard, device, weight_dtype)
+               weight_dtype: torch.dtype | None = None,
+               role: Role = "both") -> StageModel | EncoderDecoderStage:
+    """A stage of any family, in a pool of that role."""
+    if spec.is_encoder_decoder:
+        return EncoderDecoderStage(spec, weights, stage, shard, device, weight_dtype, role)
+    return StageModel(spec, weights, stage, weights.dtype, shard, device, weight_dtype)

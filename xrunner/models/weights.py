@@ -29,11 +29,13 @@ class TensorPart(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Tensors by their Hugging Face name."""
+    """Tensors by their Hugging Face name, all of one dtype: that of the run."""
+
+    dtype: torch.dtype
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        """The tensor `name`, whose full shape is `shape`, or `part` of it, in the run's dtype;
-        no more than the part is ever held. Raises XgptError."""
+        """The tensor `name`, whose full shape is `shape`, or `part` of it; no more than the part
+        is ever held. Raises XgptError."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -43,7 +45,7 @@ class OnDevice:
     """Another source's tensors, moved to `device` one by one."""
 
     def __init__(self, weights: WeightSource, device: torch.device | str) -> None:
-        self._weights, self._device = weights, torch.device(device)
+        self._weights, self._device, self.dtype = weights, torch.device(device), weights.dtype
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         return self._weights.get(name, shape, part).to(self._device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_jobs import estimate_of, toy_problem
 
 from xgpt.core.errors import InputError
 from xgpt.core.json_values import flat
@@ -24,7 +25,7 @@ from xgpt.core.schedule_file import (
 
 def _schedule(**changes: Any) -> Schedule:
     stages = (StageAssignment(index=0, ranks=(0, 1), first_layer=0, num_layers=3),
-              StageAssignment(index=1, ranks=(2,), first_layer=3, num_layers=2, role="decode"))
+              StageAssignment(index=1, ranks=(2,), first_layer=3, num_layers=2))
     estimate = estimate_from_flat(
         policy="rra", encode_batch=8, decode_batch=31.5, decode_iterations=4, tp_degree=2,
         decode_micro_batches=1, tp_gpus=2, throughput_qps=3.25, output_tokens_per_s=104.0,
@@ -99,3 +100,24 @@ def test_a_file_of_version_2_is_still_read(tmp_path: Path) -> None:
         del old[key]
     path.write_text(json.dumps(old), encoding="utf-8")
     assert load_schedule(path) == schedule
+
+
+def test_files_that_give_each_stage_the_role_of_its_pool_are_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    waa = estimate_of(toy_problem(latency_s=2.0), "waa-c", encode_batch=4, decode_micro_batches=2)
+    schedule = _schedule(estimate=waa)
+    three = to_json(schedule)
+    for pool in three["deployment"]["pools"]:
+        for stage in pool["stages"]:
+            assert "role" not in stage
+            stage["role"] = pool["role"]
+    two = {**flat(schedule), "version": 2, "encode_micro_batches": 0, "token_budget": 0,
+           "max_active": 0, "encode_kv_tokens": waa.deployment.encoding.kv_tokens,
+           "steered_to": 0.0}
+    for key in ("pools", "target_active"):
+        del two[key]
+    assert [stage["role"] for stage in two["stages"]] == [
+        pool.role for pool in waa.deployment.pools for _ in pool.stages]
+    for old in (two, three):
+        path.write_text(json.dumps(old), encoding="utf-8")
+        assert load_schedule(path) == schedule

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.query_times import QueryTimes
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord
 from xgpt.report.timeline import draw, stage_names, steady_window
@@ -205,9 +205,11 @@ def test_a_short_job_is_its_own_window():
 
 
 def test_stage_names_say_devices_and_role():
-    stages = [StageAssignment(index=0, ranks=(0, 1, 2, 5), first_layer=0, num_layers=1),
-              StageAssignment(index=1, ranks=(6,), first_layer=1, num_layers=1, role="decode")]
-    assert stage_names(stages) == ["stage 0 · GPU 0-2, 5", "stage 1 · GPU 6 · decode"]
+    stages = (StageAssignment(index=0, ranks=(0, 1, 2, 5), first_layer=0, num_layers=1),
+              StageAssignment(index=1, ranks=(6,), first_layer=1, num_layers=1))
+    both, decode = (Pool(name=role, role=role, stages=(stage,), num_groups=1, kv_tokens=0)
+                    for role, stage in zip(("both", "decode"), stages, strict=True))
+    assert stage_names([both, decode]) == ["stage 0 · GPU 0-2, 5", "stage 1 · GPU 6 · decode"]
 
 
 def test_a_measured_run_is_drawn_the_same_way():

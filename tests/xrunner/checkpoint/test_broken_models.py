@@ -36,7 +36,7 @@ def test_what_is_checked_is_what_the_layers_ask_for(family: str, tmp_path: Path)
     make_model(family, tmp_path)
     spec, reader = spec_of(tmp_path), Asked(tmp_path)
     (stage,) = split_stages(spec.num_layers, 1, encoder_layers=spec.num_encoder_layers)
-    load_stage(spec, reader, stage, torch.float32)
+    load_stage(spec, reader, stage)
     assert dict(wanted_tensors(spec)) == reader.names
     check_weights(tmp_path, spec)
 

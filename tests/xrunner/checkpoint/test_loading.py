@@ -37,7 +37,7 @@ def load(directory: Path, dtype: torch.dtype, num_stages: int) -> list[Noting]:
     readers = []
     for stage in split_stages(spec.num_layers, num_stages, encoder_layers=spec.num_encoder_layers):
         readers.append(Noting(directory, dtype))
-        load_stage(spec, readers[-1], stage, dtype)
+        load_stage(spec, readers[-1], stage)
     return readers
 
 

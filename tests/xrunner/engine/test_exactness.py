@@ -163,7 +163,7 @@ def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
 
     @torch.inference_mode()  # of the thread that runs it
     def work(shard: Shard) -> torch.Tensor:
-        ours = EncoderDecoderStage(spec, CheckpointReader(directory, dtype), stage, dtype, shard)
+        ours = EncoderDecoderStage(spec, CheckpointReader(directory, dtype), stage, shard)
         rows = []
         for tokens in inputs:
             caches = torch.zeros(2, spec.num_layers, 2, 1, ours.kv_heads, 24, spec.head_dim,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replayed import problem_of, replayed_steps, run_steps
-from toys import generate, random_queries, run_in_process, run_waa_in_process
+from toys import generate, random_queries, ranks_of, run_in_process, run_waa_in_process
 
 from xgpt.core.policies import policy as row_of
 from xgpt.core.query_lengths import QueryLengths
@@ -133,13 +133,13 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
     if is_alone:
         estimate = estimate.changed(max_in_system=config.encode_batch, adjustment=0.0)
     rules = rules_for(estimate)
-    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.stages, rules)
+    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.pools, rules)
     finished = {r.query.index: len(r.output_ids) for r in sink.results}
     assert [finished[q.index] for q in queries] == outputs.tolist()
     pools = replay_job(problem, timing, estimate, lengths_of(queries, outputs)).pools
-    for pool, role in zip(pools, ("encode", "decode"), strict=True):
-        if role == "encode" or is_alone:
+    for pool, deployed in zip(pools, estimate.deployment.pools, strict=True):
+        if deployed.role == "encode" or is_alone:
             expected = replayed_steps(pool)
-            ranks = [rank for s in estimate.deployment.stages if s.role == role for rank in s.ranks]
-            assert all(run_steps(executors[rank]) == expected for rank in ranks), f"{role = }"
+            assert all(run_steps(executors[rank]) == expected for rank in ranks_of(deployed)), (
+                deployed.role)
             assert len(expected) >= 4

@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from toys import pools_of, split_stages
+from toys import pool_of, split_stages
 
 from xrunner.engine.pipeline import ALONE, Route, routes
 
 
 def routes_of(degrees: tuple[int, ...]) -> dict[int, Route]:
-    return routes(pools_of(split_stages(12, len(degrees), degrees=degrees)))
+    return routes([pool_of(split_stages(12, len(degrees), degrees=degrees))])
 
 
 @pytest.mark.parametrize("degrees", [d for n in (1, 2, 3) for d in product((1, 2, 3, 4), repeat=n)])

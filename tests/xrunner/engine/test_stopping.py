@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from toys import Collector, random_queries, run_in_process, run_waa_in_process, toy_waa_rules
-from toys import waa_stages as stages_of_pools
+from toys import waa_pools as two_pools
 
 from xrunner import worker
 from xrunner.engines import deepspeed_worker
@@ -50,7 +50,7 @@ def test_so_it_is_with_two_pools(llama: tuple[Path, Any], stop_after: int,
                                  is_complete: bool) -> None:
     rules = toy_waa_rules(1, max_in_system=3)
     sink, _ = run_waa_in_process(llama[0], random_queries(COUNT),
-                                 stages_of_pools(llama[0], [1], [1]), rules,
+                                 two_pools(llama[0], [1], [1]), rules,
                                  sink=Collector(stop_after))
     assert sink.is_complete is is_complete
     assert (len(sink.results) == COUNT) is is_complete

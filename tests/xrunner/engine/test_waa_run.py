@@ -19,7 +19,7 @@ from toys import (
     run_waa_in_process,
     spec_of,
     toy_waa_rules,
-    waa_stages,
+    waa_pools,
 )
 
 from xrunner.query import PreparedQuery, Sampling
@@ -47,9 +47,9 @@ def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
                                encode: tuple[int, ...], decode: tuple[int, ...], groups: int,
                                batch: int) -> None:
     queries, expected = answered(family)
-    stages = waa_stages(made(family)[0], encode, decode)
+    pools = waa_pools(made(family)[0], encode, decode)
     rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups)
-    sink, executors = run_waa_in_process(made(family)[0], queries, stages, rules)
+    sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules)
     assert answers(sink) == expected
     assert len(executors) == sum(encode) + sum(decode)
 
@@ -61,8 +61,8 @@ def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, famil
                                            encode_cuts: list[int], decode_cuts: list[int]) -> None:
     queries, expected = answered(family)
     cuts = [min(cut, 3) for cut in decode_cuts] if family == "t5" else decode_cuts
-    stages = waa_stages(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
-    sink, _ = run_waa_in_process(made(family)[0], queries, stages, toy_waa_rules(2, num_groups=2))
+    pools = waa_pools(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
+    sink, _ = run_waa_in_process(made(family)[0], queries, pools, toy_waa_rules(2, num_groups=2))
     assert answers(sink) == expected
 
 
@@ -73,11 +73,11 @@ def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, fami
                                             encode: tuple[int, ...],
                                             decode: tuple[int, ...]) -> None:
     queries, expected = answered(family)
-    stages = waa_stages(made(family)[0], encode, decode)
+    pools = waa_pools(made(family)[0], encode, decode)
     for groups, (batch, most) in product((1, 2, 3, 4), ((1, 1), (3, 8), (9, 17))):
         rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups,
                               max_in_system=most)
-        sink, _ = run_waa_in_process(made(family)[0], queries, stages, rules)
+        sink, _ = run_waa_in_process(made(family)[0], queries, pools, rules)
         assert answers(sink) == expected, f"{groups = } {batch = } {most = }"
 
 
@@ -88,11 +88,11 @@ def test_no_more_are_in_the_system_than_the_rule_allows(
         decode: tuple[int, ...]) -> None:
     """Tight bounds on queries, decode entries and encode entries: the encode pool waits."""
     queries, expected = answered(family)
-    stages = waa_stages(made(family)[0], encode, decode)
+    pools = waa_pools(made(family)[0], encode, decode)
     most = max(q.reserve_tokens for q in queries)
     for bounds in ({"max_in_system": 3}, {"kv_tokens": most + 1}, {"encode_kv_tokens": 25}):
         rules = _Watched.of(toy_waa_rules(len(encode), num_groups=2, **bounds))
-        sink, executors = run_waa_in_process(made(family)[0], queries, stages, rules)
+        sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules)
         assert answers(sink) == expected
         assert rules[0].most_in_system <= bounds.get("max_in_system", 8)
         decoded = [r.queries for e in executors.values() for r in e.log if r.kind == "decode"]
@@ -111,9 +111,9 @@ def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[in
         job.append(replace(q, max_new_tokens=1) if way == 0 else
                    replace(q, max_new_tokens=9, stop=(str(first[q.index]),)) if way == 1 else
                    replace(q, max_new_tokens=9, is_forced=True))
-    stages = waa_stages(directory, encode, (1, 1))
+    pools = waa_pools(directory, encode, (1, 1))
     rules = toy_waa_rules(len(encode), encode_batch=4, num_groups=2, max_in_system=9)
-    sink, executors = run_waa_in_process(directory, job, stages, rules)
+    sink, executors = run_waa_in_process(directory, job, pools, rules)
     expected = {q.index: [first[q.index]] if q.index % 4 < 2 else generate(model, q) for q in job}
     assert answers(sink) == expected
     reasons = {r.query.index: r.finish_reason for r in sink.results}
@@ -132,7 +132,7 @@ def test_who_ends_with_the_first_token_stays_behind(made: Made, encode: tuple[in
 def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
     directory, model = made("opt")
     queries = [replace(q, max_new_tokens=1) for q in random_queries(7, seed=8)]
-    sink, executors = run_waa_in_process(directory, queries, waa_stages(directory, (1,), (1,)),
+    sink, executors = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (1,)),
                                          toy_waa_rules(1))
     assert answers(sink) == {q.index: generate(model, q) for q in queries}
     assert not executors[1].log and executors[1].receiver.num_bytes == 0
@@ -143,9 +143,9 @@ def test_a_job_that_ends_with_first_tokens_alone(made: Made) -> None:
 def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: str,
                                         encode: tuple[int, ...], decode: tuple[int, ...]) -> None:
     queries, expected = answered(family)
-    stages = waa_stages(made(family)[0], encode, decode)
+    pools = waa_pools(made(family)[0], encode, decode)
     for after in (0, 4):
-        sink, _ = run_waa_in_process(made(family)[0], queries, stages,
+        sink, _ = run_waa_in_process(made(family)[0], queries, pools,
                                      toy_waa_rules(len(encode), num_groups=2),
                                      sink=Collector(stop_after=after))
         assert after <= len(sink.results) < len(queries)
@@ -158,7 +158,7 @@ def test_drawn_tokens_are_those_of_round_robin(made: Made) -> None:
     queries = [replace(q, sampling=Sampling(temperature=1.0, top_k=9, seed=q.index))
                for q in random_queries(9, seed=4)]
     plain, _ = run_in_process(directory, queries, num_stages=1)
-    sink, _ = run_waa_in_process(directory, queries, waa_stages(directory, (1,), (2,)),
+    sink, _ = run_waa_in_process(directory, queries, waa_pools(directory, (1,), (2,)),
                                  toy_waa_rules(1, num_groups=2))
     assert answers(sink) == answers(plain)
 

@@ -9,11 +9,11 @@ from itertools import product
 
 import pytest
 import torch
-from toys import pools_of, transfers_of
+from toys import pool_of, transfers_of
 
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
+from xgpt.core.schedule import Pool, StageAssignment
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.pipeline import routes
 from xrunner.query import Sampling
@@ -32,19 +32,21 @@ def spec() -> ModelSpec:
                    hidden_size=8)
 
 
-def stages_of(encode: tuple[tuple[int, int], ...],
-              decode: tuple[tuple[int, int], ...]) -> list[StageAssignment]:
-    """(degree, layers) of each stage."""
-    found: list[StageAssignment] = []
-    first_rank = 0
-    for role, pool in (("encode", encode), ("decode", decode)):
+def pools_of(encode: tuple[tuple[int, int], ...],
+             decode: tuple[tuple[int, int], ...]) -> list[Pool]:
+    """An encode and a decode pool of stages, each of (degree, layers)."""
+    found: list[list[StageAssignment]] = []
+    first_rank = index = 0
+    for sizes in (encode, decode):
+        stages: list[StageAssignment] = []
         first = 0
-        for degree, layers in pool:
-            found.append(StageAssignment(
-                index=len(found), ranks=tuple(range(first_rank, first_rank + degree)), role=role,
+        for degree, layers in sizes:
+            stages.append(StageAssignment(
+                index=index, ranks=tuple(range(first_rank, first_rank + degree)),
                 first_layer=first, num_layers=layers))
-            first, first_rank = first + layers, first_rank + degree
-    return found
+            first, first_rank, index = first + layers, first_rank + degree, index + 1
+        found.append(stages)
+    return [pool_of(found[0], "encode"), pool_of(found[1], "decode")]
 
 
 POOLS = [((1, 6),), ((2, 6),), ((4, 6),), ((1, 2), (1, 4)), ((2, 5), (1, 1)), ((1, 3), (4, 3)),
@@ -54,18 +56,18 @@ POOLS = [((1, 6),), ((2, 6),), ((4, 6),), ((1, 2), (1, 4)), ((2, 5), (1, 1)), ((
 @pytest.mark.parametrize(("encode", "decode"), list(product(POOLS, POOLS)))
 def test_every_entry_comes_once_and_is_what_was_encoded(
         encode: tuple[tuple[int, int], ...], decode: tuple[tuple[int, int], ...]) -> None:
-    stages = stages_of(encode, decode)
-    caches = {rank: cache_of(stage) for stage in stages for rank in stage.ranks}
-    for stage in (s for s in stages if s.role == "encode"):
+    pools = pools_of(encode, decode)
+    caches = {rank: cache_of(s) for pool in pools for s in pool.stages for rank in s.ranks}
+    for stage in pools[0].stages:
         for place, rank in enumerate(stage.ranks):
             caches[rank].allocate([3, 2])
             fill(caches[rank], stage, place)
-    for one in transfers_of(stages, spec()):
+    for one in transfers_of(pools, spec()):
         block = pack(caches[one.source], [0, 1], one.source_layers, one.source_heads)
         target = caches[one.target].store[one.target_layers, :, 0, one.target_heads, :5]
         assert not target.any(), "comes twice"
         target += block
-    for stage in (s for s in stages if s.role == "decode"):
+    for stage in pools[1].stages:
         for place, rank in enumerate(stage.ranks):
             wanted = cache_of(stage)
             wanted.allocate([3, 2])
@@ -76,13 +78,13 @@ def test_every_entry_comes_once_and_is_what_was_encoded(
 
 def test_an_encoders_output_goes_to_every_decode_rank_once() -> None:
     t5 = catalog.model("t5-11b")
-    found = transfers_of(stages_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
+    found = transfers_of(pools_of(((1, 1), (2, 1)), ((1, 3), (2, 3))), t5)
     assert [(transfer.source, transfer.target) for transfer in found] == [(1, 3), (1, 4), (2, 5)]
 
 
 def test_pools_are_routed_apart() -> None:
-    stages = stages_of(((2, 5), (1, 1)), ((1, 3), (2, 3)))
-    found = routes(pools_of(stages))
+    pools = pools_of(((2, 5), (1, 1)), ((1, 3), (2, 3)))
+    found = routes(pools)
     assert [found[rank].pool for rank in sorted(found)] == ["encode"] * 3 + ["decode"] * 3
     assert {rank: route.steps_from for rank, route in found.items()} == {
         0: None, 1: 0, 2: 0, 3: None, 4: 3, 5: 3}
@@ -92,8 +94,8 @@ def test_pools_are_routed_apart() -> None:
 
 def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> None:
     """Ranks 0 and 1 encode halves of the layers, 2 and 3 decode unlike halves; 3 lags behind."""
-    stages = stages_of(((1, 2), (1, 4)), ((1, 4), (1, 2)))
-    comms, found = local_comms(4), transfers_of(stages, spec())
+    pools = pools_of(((1, 2), (1, 4)), ((1, 4), (1, 2)))
+    comms, found = local_comms(4), transfers_of(pools, spec())
     assert [(transfer.source, transfer.target) for transfer in found] == [(0, 2), (1, 2), (1, 3)]
     senders = [EntrySender(comms[rank], found) for rank in (0, 1)]
     head = EntryReceiver(comms[2], found, [2, 3])
@@ -101,9 +103,9 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
         Joined(query=q, input_tokens=n, sampling=Sampling(), goes_on=q != 8)
         for q, n in ((7, 3), (8, 1), (9, 2))))
     for rank, sender in enumerate(senders):
-        cache = cache_of(stages[rank])
+        cache = cache_of(pools[0].stages[rank])
         cache.allocate([4, 3, 1, 2])
-        fill(cache, stages[rank], 0)
+        fill(cache, pools[0].stages[rank], 0)
         sender.hand_over(message, cache, first_slot=1)
     time.sleep(0.05)
     assert not head.is_held(5), "rank 3 has not got its block"
@@ -113,7 +115,7 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
         assert time.monotonic() < until
         time.sleep(0.001)
     assert not head.is_held(5), "told once"
-    target = cache_of(stages[2])
+    target = cache_of(pools[1].stages[0])
     target.allocate([2])
     head.put_into(target, 0, 9)
     head.forget([7])
@@ -130,9 +132,9 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
 
 
 def test_a_failing_courier_is_not_kept_quiet() -> None:
-    stages = stages_of(((1, 6),), ((1, 6),))
+    pools = pools_of(((1, 6),), ((1, 6),))
     comms = local_comms(2)
-    found, told = transfers_of(stages, spec()), threading.Event()
+    found, told = transfers_of(pools, spec()), threading.Event()
     receiver = EntryReceiver(comms[1], found, [1], abort=told.set)
     comms[0].send(1, BlockMessage(batch=0, queries=(1,), lengths=(2,)))  # without its block
     assert told.wait(10)

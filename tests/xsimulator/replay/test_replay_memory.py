@@ -60,7 +60,7 @@ def bytes_held(problem, found, result):
     plans = Plans(problem, roofline_of(problem))
     for pool in result.pools:
         stages = tuple(found.deployment.stages[index] for index in pool.stages)
-        weights = plans.pool([stage.ranks for stage in stages], stages[0].role,
+        weights = plans.pool([stage.ranks for stage in stages], pool.role,
                              stages[0].index).weight_bytes
         tokens = pool.memory_tokens.max(initial=0)
         if model.is_encoder_decoder and pool.name == "encode":
