@@ -49,7 +49,9 @@ class Roster:
             self._new[query.index] = query
 
     def start_message(self, rule: BatchingRule, spare_bytes: int) -> StartMessage:
-        """The sizes of caches for a pool that works all waiting queries by `rule`, to their end."""
+        """The sizes of caches for a pool that works all waiting queries by `rule`, to their end. A
+        group gets no more slots than there are queries: a short job's caches would be mostly empty,
+        and take seconds to be made resident."""
         waiting = self._new.values()
         inputs = max((len(query.input_ids) for query in waiting), default=1)
         outputs = max((query.max_new_tokens for query in waiting), default=1)
@@ -60,7 +62,8 @@ class Roster:
             # a row grows with the longest output of its batch, and by one superfluous step
             capacity = outputs + 1 + (0 if encoded else inputs)
         return StartMessage(num_groups=rule.num_groups, capacity=capacity,
-                            slots=rule.group_max_active, encoded_capacity=encoded,
+                            slots=min(rule.group_max_active, max(len(waiting), 1)),
+                            encoded_capacity=encoded,
                             spare_bytes=spare_bytes)
 
     @property

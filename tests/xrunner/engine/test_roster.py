@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.query import PreparedQuery
+from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import SlotUse, Span
 from xrunner.rules.steps import Chunk, Step, StepKind
 
@@ -94,3 +95,10 @@ def test_who_comes_from_another_pool_is_fed_what_it_has() -> None:
     assert message.joined[0].input_tokens == 9 and message.ended == (3,)
     assert inputs.tolist() == [7] and given == [4] and not roster.in_vain
     assert roster.active[4].encode_start_s == 0.25
+
+
+def test_a_group_gets_no_more_slots_than_there_are_queries() -> None:
+    rule = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
+    few, many = (roster_of(SlotUse.COMPACTED, count).start_message(rule, 0) for count in (5, 50))
+    assert few.slots == 5 and many.slots == rule.group_max_active == 6
+    assert few.capacity == 3 + 5, "input and most output of a query"
