@@ -1,4 +1,4 @@
-/* Attention: the arguments' checks, and how the work is cut; attention_isa.h does it. */
+/* Attention: the arguments' checks, and how the work is cut; decode_isa.h and encode_isa.h do it. */
 #include <algorithm>
 #include <atomic>
 #include <cmath>

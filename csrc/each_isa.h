@@ -4,6 +4,11 @@
 #include "elements.h"
 #include "levels.h"
 
+#include <type_traits>
+#include <utility>
+
+#define XGPT_INLINE static inline __attribute__((always_inline))
+
 #ifdef XGPT_HAS_X86_LEVELS
 #include <immintrin.h>
 #endif

@@ -61,15 +61,104 @@ static inline void store(E *p, vec v, int64_t count) {
 
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 
-static inline float sum(vec v) {
-    float out = 0;
-    for (int i = 0; i < W; ++i) out += v[i];
-    return out;
+/* Lane i of the result is lane I[i] of a and b, one after the other. */
+template <int... I>
+XGPT_INLINE vec pick(vec a, vec b) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, I...);
+#else
+    return __builtin_shuffle(a, b, ivec{I...});
+#endif
 }
-static inline float largest(vec v) {
-    float out = v[0];
-    for (int i = 1; i < W; ++i) out = v[i] > out ? v[i] : out;
-    return out;
+template <int... I>
+using Lanes = std::integer_sequence<int, I...>;
+using EachLane = std::make_integer_sequence<int, W>;
+
+/* Lanes apart by S are added: those of a where a lane's number lacks the bit S, else those of b. */
+template <int S, int... I>
+XGPT_INLINE vec add_halves(vec a, vec b, Lanes<I...>) {
+    return pick<(I & S ? I + W : I)...>(a, b) + pick<((I ^ S) + (I & S ? W : 0))...>(a, b);
+}
+template <int S>
+XGPT_INLINE vec add_halves(vec a, vec b) {
+    return add_halves<S>(a, b, EachLane{});
+}
+
+/* Of pairs (first, second) that lie one after the other in low and high: all firsts, all seconds;
+ * and back. */
+template <int... I>
+XGPT_INLINE void split(vec low, vec high, vec &first, vec &second, Lanes<I...>) {
+    first = pick<2 * I...>(low, high);
+    second = pick<2 * I + 1 ...>(low, high);
+}
+template <int... I>
+XGPT_INLINE void join(vec first, vec second, vec &low, vec &high, Lanes<I...>) {
+    low = pick<(I / 2 + I % 2 * W)...>(first, second);
+    high = pick<(W / 2 + I / 2 + I % 2 * W)...>(first, second);
+}
+
+/* W rows of W lanes are turned: lane j of row i is lane i of row j from then on. */
+template <int S, int... I>
+XGPT_INLINE void turn_by(vec *rows, Lanes<I...> lanes) {
+    for (int i = 0; i < W; ++i)
+        if (!(i & S)) {
+            const vec a = rows[i], b = rows[i + S];
+            rows[i] = pick<(I & S ? (I ^ S) + W : I)...>(a, b);
+            rows[i + S] = pick<(I & S ? I + W : I ^ S)...>(a, b);
+        }
+    if constexpr (S > 1) turn_by<S / 2>(rows, lanes);
+}
+XGPT_INLINE void turn(vec *rows) { turn_by<W / 2>(rows, EachLane{}); }
+
+/* 2 W elements at once in an order of their own, the one that is quickest: floats as they lie,
+ * bfloat16 those at even and at odd places. `ordered` brings 2 W floats into E's order, `unordered`
+ * back. */
+XGPT_INLINE void load_two(const float *p, vec &a, vec &b) {
+    a = load(p);
+    b = load(p + W);
+}
+XGPT_INLINE void load_two(const bfloat16 *p, vec &a, vec &b) {
+    uvec both;
+    memcpy(&both, p, sizeof both);
+    a = reinterpret_cast<vec>(both << 16);
+    b = reinterpret_cast<vec>(both & 0xffff0000u);
+}
+template <typename E>
+XGPT_INLINE void load_two(const E *p, int64_t count, vec &a, vec &b) {  // 0 beyond `count`
+    if (count >= 2 * W) return load_two(p, a, b);
+    E some[2 * W] = {};
+    memcpy(some, p, count * sizeof(E));
+    load_two(some, a, b);
+}
+template <typename E>
+XGPT_INLINE void ordered(float *p) {
+    if constexpr (std::is_same_v<E, bfloat16>) {
+        vec a, b;
+        split(load(p), load(p + W), a, b, EachLane{});
+        store(p, a);
+        store(p + W, b);
+    }
+}
+template <typename E>
+XGPT_INLINE void unordered(vec &a, vec &b) {
+    if constexpr (std::is_same_v<E, bfloat16>) join(vec(a), vec(b), a, b, EachLane{});
+}
+
+template <int S, int... I>
+XGPT_INLINE vec swapped(vec v, Lanes<I...>) {
+    return pick<(I ^ S)...>(v, v);
+}
+template <int S = W / 2>
+XGPT_INLINE float sum(vec v) {
+    v += swapped<S>(v, EachLane{});
+    if constexpr (S > 1) return sum<S / 2>(v);
+    return v[0];
+}
+template <int S = W / 2>
+XGPT_INLINE float largest(vec v) {
+    v = larger(v, swapped<S>(v, EachLane{}));
+    if constexpr (S > 1) return largest<S / 2>(v);
+    return v[0];
 }
 
 /* Lane i is i. */
@@ -95,42 +184,6 @@ static inline vec exp(vec x) {
     p = p * r * r + r + 1.0f;
     const ivec exponent = (reinterpret_cast<ivec>(shifted) - 0x4b400000 + 127) << 23;
     return x < -87.0f ? vec{} : p * reinterpret_cast<vec>(exponent);
-}
-
-/* rows[i] -> lane i of the result is the sum of row i's lanes, W rows. */
-static inline vec row_sums(vec *rows) {
-#if XGPT_W == 4
-    constexpr int count = 4;
-    const ivec low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
-    const ivec low2 = {0, 1, 4, 5}, high2 = {2, 3, 6, 7};
-#elif XGPT_W == 8
-    constexpr int count = 8;
-    const ivec low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
-    const ivec low2 = {0, 1, 8, 9, 4, 5, 12, 13}, high2 = {2, 3, 10, 11, 6, 7, 14, 15};
-    const ivec low4 = {0, 1, 2, 3, 8, 9, 10, 11}, high4 = {4, 5, 6, 7, 12, 13, 14, 15};
-#else
-    constexpr int count = 16;
-    const ivec low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
-    const ivec high = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
-    const ivec low2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    const ivec high2 = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-    const ivec low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-    const ivec high4 = {4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
-#endif
-    auto halve = [rows](int left, ivec first, ivec second) {  // `left` rows -> half as many
-        for (int i = 0; i < left / 2; ++i)
-            rows[i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], first) +
-                      __builtin_shuffle(rows[2 * i], rows[2 * i + 1], second);
-    };
-    halve(count, low, high);
-    halve(count / 2, low2, high2);
-#if XGPT_W >= 8
-    halve(count / 4, low4, high4);
-#endif
-#if XGPT_W == 16
-    halve(count / 8, low4, high4);
-#endif
-    return rows[0];
 }
 
 }  // namespace XGPT_ISA
