@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec
@@ -105,15 +105,14 @@ def _metadata(raw: object, faults: Faults) -> ProfileMetadata | None:
     if not isinstance(raw, dict):
         faults.append(("metadata", raw, "an object"))
         return None
-    known = {f.name: f for f in fields(ProfileMetadata)}
+    known = get_type_hints(ProfileMetadata)
     required = ("model", "model_shape", "device", "dtype", "ranks", "threads_per_rank", "kernels",
                 "libraries")
     faults += [(f"metadata.{k}", raw[k], f"unknown; known: {', '.join(known)}")
                for k in raw if k not in known]
     faults += [(f"metadata.{k}", None, "missing") for k in required if k not in raw]
-    wanted = {"int": int, "bool": bool, "str": str, "float": float}
     for k, value in raw.items():
-        if k in known and type(value) is not (kind := wanted[str(known[k].type)]):
+        if k in known and type(value) is not (kind := known[k]):
             faults.append((f"metadata.{k}", value, f"a value of type {kind.__name__}"))
     return None if faults else ProfileMetadata(**raw)
 
