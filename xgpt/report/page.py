@@ -84,6 +84,8 @@ def _context(output: Output) -> dict[str, Any]:
         "comparisons": figures.comparisons(metrics),
         "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": schedule,
+        "stages": [(pool.role, stage) for pool in schedule.deployment.pools
+                   for stage in pool.stages] if schedule else (),
         "schedule_facts": _schedule_facts(schedule) if schedule else (),
         "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
         "lost_to": figures.lost_to,
