@@ -92,9 +92,8 @@ class RowKernels:
         product = self._kernels.gemm_s(queries, model.vocab_size / tp_degree, model.hidden_size)
         return product + c.elementwise_launch_s + c.sampling_s
 
-    def embed_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+    def embed_s(self, tokens: FloatArray, _tp_degree: int) -> FloatArray:
         """A lookup on every rank: one row read and written per token (and its position's row)."""
-        del tp_degree
         touched = 3 * self._model.hidden_size * self._kernels.item_bytes
         return self._kernels.copied_s(tokens * touched) + self._constants.elementwise_launch_s
 

@@ -18,8 +18,7 @@ SCHEMA_HISTORY = {
     1: "operators of one rank, one transfer table; `torch_version` in the metadata",
     2: "tables by tensor-parallel degree and link (`layer_rest tp=2`); metadata of libraries, "
        "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
-       "seconds spent; y of encode_attention",
-}
+       "seconds spent; y of encode_attention"}
 PROFILE_VERSION = max(SCHEMA_HISTORY)
 
 # name -> (x, y) in words; every value is in seconds
@@ -105,15 +104,14 @@ def _metadata(raw: object, faults: Faults) -> ProfileMetadata | None:
     if not isinstance(raw, dict):
         faults.append(("metadata", raw, "an object"))
         return None
-    known = get_type_hints(ProfileMetadata)
+    known: dict[str, type] = get_type_hints(ProfileMetadata)
     required = ("model", "model_shape", "device", "dtype", "ranks", "threads_per_rank", "kernels",
                 "libraries")
     faults += [(f"metadata.{k}", raw[k], f"unknown; known: {', '.join(known)}")
                for k in raw if k not in known]
     faults += [(f"metadata.{k}", None, "missing") for k in required if k not in raw]
-    for k, value in raw.items():
-        if k in known and type(value) is not (kind := known[k]):
-            faults.append((f"metadata.{k}", value, f"a value of type {kind.__name__}"))
+    faults += [(f"metadata.{k}", value, f"a value of type {known[k].__name__}")
+               for k, value in raw.items() if k in known and type(value) is not known[k]]
     return None if faults else ProfileMetadata(**raw)
 
 

@@ -153,7 +153,8 @@ def table_shape(key: TableKey) -> Shape:
 
 
 def _table_error(key: TableKey, points: Sequence[Sample]) -> TableError:
-    missed = np.concatenate([np.zeros(1), *_missed(key, points)])
+    missed = np.concatenate([np.zeros(1), *errors_along(key, points, 0), *(
+        errors_along(key, points, 1) if table_shape(key).grows_with_y else ())])
     noise = [p.standard_error for p in points if math.isfinite(p.standard_error)]
     return TableError(
         interpolation=float(np.sqrt(np.sum(missed**2) / max(np.count_nonzero(missed), 1))) / 4,
@@ -161,14 +162,12 @@ def _table_error(key: TableKey, points: Sequence[Sample]) -> TableError:
         unknown=1 - len(noise) / len(points))
 
 
-def _missed(key: TableKey, points: Sequence[Sample]) -> Iterator[FloatArray]:
-    """Leave-one-out errors along the rows, and along the columns of tables that grow with y."""
-    shape = table_shape(key)
-    places = [((p.x, p.y), p.median_s) for p in points]
-    for along, across in ((0, 1), (1, 0)) if shape.grows_with_y else ((0, 1),):
-        lines: dict[float, list[tuple[float, float]]] = {}
-        for place, seconds in places:
-            lines.setdefault(place[across], []).append((place[along], seconds))
-        for row in map(sorted, lines.values()):
-            yield interpolation_errors([at for at, _ in row], [s for _, s in row],
-                                       is_power=shape.is_power and along == 0)
+def errors_along(key: TableKey, points: Sequence[Sample], axis: int) -> Iterator[FloatArray]:
+    """Yields each point's leave-one-out error, line by line: along x (0), or along y (1)."""
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for point in points:
+        place = (point.x, point.y)
+        lines.setdefault(place[1 - axis], []).append((place[axis], point.median_s))
+    for line in map(sorted, lines.values()):
+        yield interpolation_errors([at for at, _ in line], [s for _, s in line],
+                                   is_power=table_shape(key).is_power and axis == 0)

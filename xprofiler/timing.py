@@ -78,23 +78,18 @@ class TimingSource(Protocol):
         """Seconds of `operator` at (x, y) on each rank of a group of `tp_degree`.
 
         x and y may be fractional (expected values). x = 0 costs 0."""
-        ...
 
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> NDArray[np.float64]:
         """Seconds of one message of `num_bytes`; an all-reduce is over a group of `tp_degree`."""
-        ...
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """Sizes up to which `operator_s` rests on measurements. Raises XgptError where there are
         none."""
-        ...
 
     def provenance(self) -> str:
         """One line for reports: where these times come from."""
-        ...
 
     @property
     def facts(self) -> TimingFacts:
         """What holds of all times."""
-        ...

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from xprofiler.interpolation import Grid, interpolation_errors
+from xprofiler.interpolation import Grid
 from xprofiler.profile import Profile, Sample
+from xprofiler.profile_timing import errors_along
 from xprofiler.timing import Operator
 
 SPREAD_LIMIT = 0.10  # a point whose quartiles lie further apart is called noisy
@@ -53,15 +53,17 @@ class Judgement:
 
 def judge(profile: Profile) -> Judgement:
     """Counts what is doubtful in `profile`, among the operators that make up a step."""
-    points = [p for key, table in profile.tables.items() if key.name in _JUDGED for p in table]
+    judged = {key: table for key, table in profile.tables.items() if key.name in _JUDGED}
+    points = [p for table in judged.values() for p in table]
     noisy = sum(p.spread > SPREAD_LIMIT for p in points)
     outliers = sum(_outliers(p) for p in points)
-    main = [table for key, table in profile.tables.items()
+    main = [table for key, table in judged.items()
             if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value)]
     too_short = sum(p.median_s < _TOO_SHORT_S for table in main for p in table)
     moved = sum(Grid([p.x for p in table], [p.y for p in table],
                      [p.median_s for p in table]).moved for table in main)
-    coarse = sum(bool(error / 4 > ERROR_LIMIT) for error in _errors(profile))
+    coarse = sum(int((errors / 4 > ERROR_LIMIT).sum()) for key, table in judged.items()
+                 for errors in errors_along(key, table, 0))
     unknown = sum(len(p.samples_s) < 3 for p in points)
     share = noisy / len(points) if points else 1.0
     grade: Literal["good", "usable", "noisy"] = (
@@ -78,15 +80,3 @@ def _outliers(point: Sample) -> int:
     deviation = statistics.median(abs(s - centre) for s in point.samples_s)
     limit = max(_OUTLIER_DEVIATIONS * deviation, SPREAD_LIMIT * centre)
     return sum(abs(s - centre) > limit for s in point.samples_s)
-
-
-def _errors(profile: Profile) -> Iterator[float]:
-    """Leave-one-out errors along x of every row of every operator's table."""
-    for key, table in profile.tables.items():
-        if key.name not in _JUDGED:
-            continue
-        for y in {p.y for p in table}:
-            row = sorted((p.x, p.median_s) for p in table if p.y == y)
-            yield from interpolation_errors(
-                [x for x, _ in row], [s for _, s in row],
-                is_power=key.name == Operator.ENCODE_ATTENTION.value)

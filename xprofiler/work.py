@@ -60,11 +60,10 @@ def _limits_s(work: LeastWork, peaks: Peaks) -> tuple[FloatArray, FloatArray]:
     return work.flops / peaks.flops_per_s, work.num_bytes / peaks.bandwidth_bytes_per_s
 
 
-def _encode_attention(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
+def _encode_attention(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> LeastWork:
     """Scores and their product with the values: 4 A / t operations a pair of tokens, x (x + 1) / 2
     pairs where attention is causal, x^2 in an encoder. Bytes: queries in, keys and values in,
     result out, b x (2 A + K) / t."""
-    del y
     pairs = x * x if model.is_encoder_decoder else x * (x + 1) / 2
     moved = x * (2 * _heads_width(model) + model.kv_elements_per_token_layer) / t
     return LeastWork(flops=4 * pairs * _heads_width(model) / t, num_bytes=moved)
@@ -78,18 +77,16 @@ def _cached_attention(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) ->
     return LeastWork(flops=4 * x * y * width / t, num_bytes=moved)
 
 
-def _layer_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
+def _layer_rest(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> LeastWork:
     """M = H (2 A + K) + (2 or, gated, 3) H I weights, with cross-attention 2 H A more: 2 x M / t
     operations. Bytes: weights b M / t; the residual stream in and out, 2 b x H on every rank;
     queries, keys and values out and attention's result in, b x (2 A + K) / t (with
     cross-attention, 2 A more)."""
-    del y
     return _layer(model, x, t, attentions=2 if model.is_encoder_decoder else 1)
 
 
-def _encoder_rest(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
+def _encoder_rest(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> LeastWork:
     """An encoder layer: as LAYER_REST of a decoder-only model."""
-    del y
     return _layer(model, x, t, attentions=1)
 
 
@@ -102,28 +99,25 @@ def _layer(model: ModelSpec, x: FloatArray, t: int, attentions: int) -> LeastWor
     return LeastWork(flops=2 * x * weights / t, num_bytes=moved)
 
 
-def _cross_kv(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
+def _cross_kv(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> LeastWork:
     """Keys and values of the encoder's output: 2 x H K / t operations; bytes of the weights, the
     input and the result, b (H K / t + x H + x K / t)."""
-    del y
     kv, hidden = model.kv_elements_per_token_layer, model.hidden_size
     return LeastWork(flops=2 * x * hidden * kv / t,
                      num_bytes=hidden * kv / t + x * hidden + x * kv / t)
 
 
-def _embed(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
+def _embed(model: ModelSpec, x: FloatArray, _y: FloatArray, _t: int) -> LeastWork:
     """One row of the table read and one written a token, a row of learned positions besides:
     b x H (2 or 3). Every rank holds the whole table. No operations (a sum of rows is not what a
     peak is made of)."""
-    del y, t
     rows = 3 if model.has_learned_positions else 2
     return LeastWork(flops=np.zeros_like(x), num_bytes=x * model.hidden_size * rows)
 
 
-def _head(model: ModelSpec, x: FloatArray, y: FloatArray, t: int) -> LeastWork:
+def _head(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> LeastWork:
     """The shard with the most rows, ceil(V / t): 2 x H ceil(V / t) operations; bytes of those
     weights and of the hidden states, b H (ceil(V / t) + x)."""
-    del y
     weights = model.hidden_size * -(-model.vocab_size // t)
     return LeastWork(flops=2 * x * weights, num_bytes=weights + x * model.hidden_size)
 
@@ -143,5 +137,4 @@ _COUNTS = {
     Operator.ENCODE_ATTENTION: _encode_attention, Operator.DECODE_ATTENTION: _cached_attention,
     Operator.CROSS_ATTENTION: _cached_attention, Operator.LAYER_REST: _layer_rest,
     Operator.ENCODER_REST: _encoder_rest, Operator.CROSS_KV: _cross_kv, Operator.EMBED: _embed,
-    Operator.HEAD: _head, Operator.KV_COMPACTION: _kv_compaction,
-}
+    Operator.HEAD: _head, Operator.KV_COMPACTION: _kv_compaction}

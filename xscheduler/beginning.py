@@ -14,8 +14,7 @@ import numpy as np
 
 from xgpt.core.policies import changeable_policy, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
-from xgpt.core.status import Status
+from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.search import Scheduler

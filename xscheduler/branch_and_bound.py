@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xgpt.core.status import Status
+from xgpt.core.schedule import Status
 
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 

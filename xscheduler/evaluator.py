@@ -8,7 +8,7 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xgpt.core.workload import synthetic_lengths
 from xprofiler.timing import TimingSource

@@ -16,8 +16,7 @@ import numpy as np
 
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Rejected, Schedule
-from xgpt.core.status import Status
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
 from xscheduler.admissible import Limits, admissible
 from xscheduler.evaluator import Evaluator, job_lengths

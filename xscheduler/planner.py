@@ -20,8 +20,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
 from xgpt.core.policies import baselines, changeable_policy, policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
-from xgpt.core.status import Status
+from xgpt.core.schedule import Schedule, Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import rows_with_margin
 from xscheduler.beginning import beginning, can_settle

@@ -13,9 +13,8 @@ from dataclasses import replace
 from xgpt.core.errors import wrong
 from xgpt.core.policies import policy, searched_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
-from xgpt.core.status import Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import Best, best_in, explain, rows_beside
 from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.query_lengths import QueryLengths  # noqa: E402
+from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402

@@ -20,7 +20,7 @@ from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.problem import Problem  # noqa: E402
-from xgpt.core.query_lengths import QueryLengths  # noqa: E402
+from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.app.timing import timing_of
-from xgpt.core.schedule import JOB_STATUS, Schedule
+from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.evaluator import Evaluator, predict
@@ -62,8 +62,8 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60)
     found = plan_job(session, timing_of(session)).schedule
-    assert found.proof.status == JOB_STATUS, "a job of few queries is mostly ramp and drain"
-    assert JOB_STATUS in schedule_table(found)
+    assert found.proof.status == Status.JOB, "a job of few queries is mostly ramp and drain"
+    assert Status.JOB in schedule_table(found)
     save_schedule(found, tmp_path / "schedule.json")
     assert load_schedule(tmp_path / "schedule.json") == found
 

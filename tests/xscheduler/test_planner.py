@@ -11,7 +11,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xgpt.core.status import Status
+from xgpt.core.schedule import Status
 from xprofiler.roofline import Roofline
 from xscheduler.planner import Planner, PlanOptions, plan
 

@@ -13,7 +13,7 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.rules.order import run_order
 from xscheduler import evaluator

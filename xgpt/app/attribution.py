@@ -12,7 +12,7 @@ from pathlib import Path
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import in_run_order, job_lengths

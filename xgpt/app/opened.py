@@ -13,7 +13,7 @@ from xgpt.core.errors import wrong
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, known_model, resolve
-from xgpt.core.requests import Requests
+from xgpt.core.queries import Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.workload import Request

@@ -10,7 +10,7 @@ import numpy as np
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.json_values import write_json
-from xgpt.core.requests import Requests
+from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank

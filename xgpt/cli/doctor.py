@@ -5,28 +5,39 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.doctor import DifferingKernels, compare_on_gpu, examine
-from xgpt.cli.options import print_json
+from xgpt.app.doctor import DifferingKernels, GpuVerdict, compare_on_gpu, examine
+from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import Terminal
-from xgpt.report.doctor_table import doctor_table, gpu_table
+from xgpt.report.figures import percent
+from xgpt.report.table import fact, table
 
 
 @click.command()
 @click.option("--gpu", is_flag=True, help="Compare every CUDA kernel with torch on this machine's "
               "GPU, time it, and write xgpt-doctor-CARD.json.")
-@click.option("--json", "as_json", is_flag=True,
-              help="Print one machine-readable object on stdout.")
+@json_option
 def doctor(gpu: bool, as_json: bool) -> None:
     """What this machine has of what xgpt can use."""
     if not gpu:
         found = examine()
-        print_json(found) if as_json else click.echo(doctor_table(found))
+        print_json(found) if as_json else click.echo(
+            "\n".join(fact(label, words) for label, words in found.items()))
         return
     verdict = compare_on_gpu(Terminal(), Path.cwd())
     if not as_json:
-        click.echo(gpu_table(verdict.card, verdict.num_cases, verdict.shares, verdict.file.name,
-                             verdict.differing))
+        click.echo(_gpu_table(verdict))
     if verdict.differing:
         raise DifferingKernels(verdict)
     if as_json:
         print_json(asdict(verdict))
+
+
+def _gpu_table(verdict: GpuVerdict) -> str:
+    """Every operator: does it agree with torch, and its best share of the card's copy rate."""
+    rows = [(name, "no" if name in verdict.differing else "yes", percent(share))
+            for name, share in verdict.shares.items()]
+    return "\n".join([
+        table(("operator", "agrees", "of copy rate"), rows, right=(2,)), "",
+        fact("card", f"{verdict.card}: {verdict.num_cases} cases compared with torch"),
+        fact("written to", f"{verdict.file.name}; please send it to the project: it is how kernels "
+                           "get known to work on a card")])

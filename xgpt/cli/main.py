@@ -1,6 +1,5 @@
 """Entry point: the command group, and the one place where errors become exit codes."""
 
-import importlib
 import sys
 import traceback
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import click
 from xgpt.cli.options import print_json
 from xgpt.cli.terminal import say
 from xgpt.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE, InputError, XgptError
+from xgpt.core.plugins import load_row
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -25,8 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
     "status": ("xgpt.cli.status:status", "How far a run is."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
-    "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks."),
-}
+    "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
 
 
 class LazyGroup(click.Group):
@@ -38,8 +37,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name][0].split(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,24 +1,58 @@
 """`xgpt models`: what the catalog knows."""
 
+import textwrap
+
 import click
 
-from xgpt.cli.options import print_json
+from xgpt.cli.options import json_option, print_json
 from xgpt.core import catalog
-from xgpt.core.json_values import plain
-from xgpt.report.catalog_tables import catalog_tables
+from xgpt.core.units import format_bytes
+from xgpt.report.table import WIDTH, table
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True,
-              help="Print one machine-readable object on stdout.")
+@json_option
 def models(as_json: bool) -> None:
     """List the catalog: models, devices, clusters and tasks."""
     if as_json:
         print_json({
-            "models": {n: plain(catalog.model(n)) for n in catalog.names("model")},
-            "devices": {n: plain(catalog.device(n)) for n in catalog.names("device")},
-            "clusters": {n: plain(catalog.cluster(n)) for n in catalog.names("cluster")},
-            "tasks": {n: plain(catalog.task_row(n)) for n in catalog.names("task")},
-        })
+            "models": {n: catalog.model(n) for n in catalog.names("model")},
+            "devices": {n: catalog.device(n) for n in catalog.names("device")},
+            "clusters": {n: catalog.cluster(n) for n in catalog.names("cluster")},
+            "tasks": {n: catalog.task_row(n) for n in catalog.names("task")}})
         return
-    click.echo(catalog_tables())
+    click.echo(_tables())
+
+
+def _tables() -> str:
+    """All that job files may name."""
+    devices = ", ".join(catalog.names("device"))
+    return "\n\n".join((
+        table(("model", "layers", "hidden", "heads", "KV heads", "parameters"),
+              [_model(name) for name in catalog.names("model")], right=range(1, 6)),
+        table(("cluster", "nodes x devices", "memory", "in a node", "between nodes"),
+              [*map(_cluster, catalog.names("cluster")),
+               ("local", "this machine's", "detected", "", "")], right=(2,)),
+        textwrap.fill(f"devices, for a cluster of your own: {devices}", WIDTH,
+                      subsequent_indent="  ", break_on_hyphens=False),
+        table(("task", "tokens: mean, std, max", "input", "output"),
+              [_task(name) for name in catalog.names("task")], right=())))
+
+
+def _model(name: str) -> tuple[str, ...]:
+    m = catalog.model(name)
+    layers = f"{m.num_encoder_layers}+" if m.is_encoder_decoder else ""
+    return (name, f"{layers}{m.num_layers}", str(m.hidden_size), str(m.num_heads),
+            str(m.kv_heads), f"{m.num_params / 1e9:.2f} B")
+
+
+def _cluster(name: str) -> tuple[str, ...]:
+    c = catalog.cluster(name)
+    return (name, f"{c.num_nodes} x {c.devices_per_node} {c.device.name}",
+            format_bytes(c.device.memory_bytes), c.intra_link.name, c.inter_link.name)
+
+
+def _task(name: str) -> tuple[str, ...]:
+    t = catalog.task_row(name)
+    return (name, t.description, *(f"{lengths.mean:g}, {lengths.std:g}, {lengths.max}"
+                                   for lengths in (t.input_tokens, t.output_tokens)))

@@ -13,18 +13,20 @@ from xgpt.core.json_values import plain
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+json_option = click.option("--json", "as_json", is_flag=True,
+                           help="Print one machine-readable object on stdout.")
+
 
 def job_arguments(command: F) -> F:
     """JOB.yaml, --set key.path=value (repeatable), --json."""
-    command = click.option("--json", "as_json", is_flag=True,
-                           help="Print one machine-readable object on stdout.")(command)
     command = click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
-                           help="Override one key of the job file; may be repeated.")(command)
+                           help="Override one key of the job file; may be repeated.")(
+                               json_option(command))
     return click.argument("job_file", type=click.Path(path_type=Path), metavar="JOB.yaml")(command)
 
 
-def writable_file(path: Path, option: str) -> Path:
-    """`path`, checked before anything is computed for it; its folder is made. Raises InputError
+def check_writable(path: Path, option: str) -> None:
+    """Checks `path` before anything is computed for it, and makes its folder. Raises InputError
     where no file can be written there."""
     folder, reason = path.parent, None
     try:
@@ -37,7 +39,6 @@ def writable_file(path: Path, option: str) -> Path:
         reason = "a file that can be written to"
     if reason is not None:
         raise wrong("command line", option, str(path), reason)
-    return path
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

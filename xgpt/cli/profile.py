@@ -1,6 +1,7 @@
 """`xgpt profile`: time the model's layers on this machine; `xgpt profile show`: look at a profile;
 `xgpt profile import`: others' measurements as one."""
 
+import math
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -10,7 +11,7 @@ import click
 
 from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
-from xgpt.cli.options import job_arguments, print_json, writable_file
+from xgpt.cli.options import check_writable, job_arguments, json_option, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
@@ -35,33 +36,25 @@ class JobOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]
+def _duration(_context: click.Context, _parameter: click.Parameter,
+              text: str | None) -> float | None:
     """Seconds, `60s`, `2 min`."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None,
-                ctx: click.Context | None) -> float:
-        try:
-            seconds = parse_seconds(value)
-        except ValueError as cause:
-            self.fail(str(cause), param, ctx)
-        if not 0 < seconds < float("inf"):
-            self.fail(f"{value!r}: a duration above 0, for example 60s", param, ctx)
-        return seconds
+    try:
+        seconds = None if text is None else parse_seconds(text)
+    except ValueError as cause:
+        raise click.BadParameter(str(cause)) from None
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise click.BadParameter(f"{text!r}: a duration above 0, for example 60s")
+    return seconds
 
 
-class Degrees(click.ParamType):  # type: ignore[type-arg]
+def _degrees(_context: click.Context, _parameter: click.Parameter,
+             text: str | None) -> tuple[int, ...] | None:
     """Whole numbers >= 1, separated by commas."""
-
-    name = "degrees"
-
-    def convert(self, value: Any, param: click.Parameter | None,
-                ctx: click.Context | None) -> tuple[int, ...]:
-        words = [word.strip() for word in str(value).split(",")]
-        if not all(w.isascii() and w.isdigit() and 0 < int(w) < 100_000 for w in words):
-            self.fail(f"{value!r}: whole numbers >= 1, for example 1,2,4", param, ctx)
-        return tuple(sorted({int(word) for word in words}))
+    words = [] if text is None else [word.strip() for word in text.split(",")]
+    if not all(w.isascii() and w.isdigit() and 0 < int(w) < 100_000 for w in words):
+        raise click.BadParameter(f"{text!r}: whole numbers >= 1, for example 1,2,4")
+    return tuple(sorted({int(word) for word in words})) or None
 
 
 @click.group(cls=JobOrCommand)
@@ -81,10 +74,10 @@ def profile() -> None:
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the profile to FILE.")
 @click.option("--again", is_flag=True, help="Measure even if the cache has this profile.")
-@click.option("--budget", type=Duration(), metavar="TIME",
+@click.option("--budget", callback=_duration, metavar="TIME",
               help="Measure for about so long in all (60s, 5 min); the points every job needs are "
               "always measured, the rest goes where interpolation is worst.")
-@click.option("--tp", "degrees", type=Degrees(), metavar="1,2,...",
+@click.option("--tp", "degrees", callback=_degrees, metavar="1,2,...",
               help="Tensor-parallel degrees to time the shards of; default: those this machine "
               "can run.")
 def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
@@ -98,7 +91,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             "clusters are planned from a profile file (`profile: FILE`) or from the roofline of "
             "their device")
     if out is not None:
-        writable_file(out, "--out")
+        check_writable(out, "--out")
     measured = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
                              budget_s=budget, again=again)
     if out is not None:
@@ -111,8 +104,7 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @click.option("--plots", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write plots of every operator, and a page with all of them, to DIR.")
-@click.option("--json", "as_json", is_flag=True,
-              help="Print one machine-readable object on stdout.")
+@json_option
 def show(file: Path, plots: Path | None, as_json: bool) -> None:
     """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
     shown = load_profile(file)
@@ -130,7 +122,7 @@ def show(file: Path, plots: Path | None, as_json: bool) -> None:
               help="The profile file to write.")
 def merge_(files: tuple[Path, ...], out: Path) -> None:
     """The points of several profiles of the same thing as one profile."""
-    writable_file(out, "--out")
+    check_writable(out, "--out")
     try:
         merged = reduce(merge, [load_profile(file) for file in files])
     except XgptError as error:
@@ -153,7 +145,7 @@ def merge_(files: tuple[Path, ...], out: Path) -> None:
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, out: Path) -> None:
     """Measurements of others in FOLDER as a profile file. SOURCE: vidur, distserve or
     aiconfigurator."""
-    writable_file(out, "--out")
+    check_writable(out, "--out")
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype)
     save_profile(imported, out)
     say(f"profile: written to {out}; use it with `profile: {out}` in a job file")

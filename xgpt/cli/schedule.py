@@ -7,7 +7,7 @@ import click
 from xgpt.app.opened import open_job
 from xgpt.app.plan import default_horizon
 from xgpt.app.what_if import answers_for
-from xgpt.cli.options import job_arguments, print_json, writable_file
+from xgpt.cli.options import check_writable, job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job_file import load_job
@@ -51,7 +51,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
              max_nodes: int | None, horizon: Horizon | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
-        writable_file(out, "--out")
+        check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, overrides)
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))

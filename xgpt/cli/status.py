@@ -28,9 +28,7 @@ def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
                     "num_held": run.num_held})
         return
     click.echo(f"{job.name}: {run.progress.state}, {job.output}")
-    if run.progress.total:
+    if run.progress.total or run.progress.state == "loading":
         click.echo(progress_line(run.progress, job.constraint.latency_s))
-    elif run.progress.state == "loading":
-        click.echo("loading the model")
     if (words := how_to_go_on(run, job.output)) is not None:
         click.echo(textwrap.fill(words, WIDTH, break_on_hyphens=False))

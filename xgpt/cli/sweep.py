@@ -8,7 +8,7 @@ from xgpt.app.opened import open_file
 from xgpt.app.sweep import sweep_job
 from xgpt.cli.options import job_arguments, print_json
 from xgpt.cli.terminal import Terminal
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import wrong
 from xgpt.core.json_values import flat
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import parse_seconds
@@ -37,9 +37,7 @@ def _parse(text: str) -> list[float]:
         try:
             bounds.append(parse_seconds(part))
         except ValueError as cause:
-            raise InputError([Mistake(file="--bounds", line=None, key="bound", value=part,
-                                      allowed=str(cause))]) from None
+            raise wrong("--bounds", "bound", part, str(cause)) from None
         if not bounds[-1] > 0:
-            raise InputError([Mistake(file="--bounds", line=None, key="bound", value=part,
-                                      allowed="more than 0 seconds")])
+            raise wrong("--bounds", "bound", part, "more than 0 seconds")
     return bounds

@@ -13,7 +13,6 @@ class Controls(Protocol):
     @property
     def policy(self) -> str:
         """The name of the policy's row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

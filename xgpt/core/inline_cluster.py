@@ -39,14 +39,11 @@ def read_inline_cluster(section: Section) -> dict[str, Any]:
 def _read_part(section: Section, key: str, kind: catalog.Kind,
                read: Callable[[Section], dict[str, Any]]) -> str | dict[str, Any]:
     """A catalog row's name, or a mapping that `read` understands."""
-    field = section.get(key)
-    if field is None:
+    if not section.has(key):
         section.reject(key, f"required: {', '.join(catalog.names(kind))}, or a mapping")
         return ""
-    if not isinstance(field.value, dict):
+    if (inner := section.mapping(key)) is None:
         return section.choice(key, "", catalog.names(kind))
-    inner = section.section(key)
-    assert inner is not None
     row = read(inner)
     inner.finish()
     return row

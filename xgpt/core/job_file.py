@@ -22,7 +22,7 @@ from xgpt.core.run_section import LOCAL_CLUSTER, read_run, read_slurm
 from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
-from xgpt.core.yaml_tree import Field, apply_override, read_tree
+from xgpt.core.yaml_tree import apply_override, read_tree
 
 MAX_COUNT = 10**8
 
@@ -99,16 +99,11 @@ def _is_file(path: Path) -> bool:
 
 
 def _read_cluster(top: Section) -> str | dict[str, Any]:
-    field = top.get("cluster")
     known = [*catalog.names("cluster"), LOCAL_CLUSTER]
-    if field is None:
+    if not top.has("cluster"):
         top.reject("cluster", f"required: {', '.join(known)}, or a mapping")
-        return ""
-    if isinstance(field.value, dict):
-        section = top.section("cluster")
-        assert section is not None
-        return read_inline_cluster(section)
-    return top.choice("cluster", "", known)
+    section = top.mapping("cluster")
+    return top.choice("cluster", "", known) if section is None else read_inline_cluster(section)
 
 
 def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
@@ -130,18 +125,14 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
 
 def _read_requests(section: Section, folder: Path) -> tuple[Path | None, int | None]:
     """(file of requests, count of synthetic ones): at most one of the two."""
-    field = section.get("requests")
-    if field is None:
-        return None, None
-    if isinstance(field.value, dict):
-        inner = section.section("requests")
-        assert inner is not None
-        count = inner.integer("count", None, 1, MAX_COUNT)
-        if not inner.has("count"):
-            inner.reject("count", "required: a number of synthetic requests")
-        inner.finish()
-        return None, count
-    return _read_file(section, "requests", folder, "a file of requests, or {count: N}"), None
+    inner = section.mapping("requests")
+    if inner is None:
+        return _read_file(section, "requests", folder, "a file of requests, or {count: N}"), None
+    count = inner.integer("count", None, 1, MAX_COUNT)
+    if not inner.has("count"):
+        inner.reject("count", "required: a number of synthetic requests")
+    inner.finish()
+    return None, count
 
 
 def _read_file(section: Section, key: str, folder: Path, allowed: str) -> Path | None:
@@ -155,8 +146,7 @@ def _read_file(section: Section, key: str, folder: Path, allowed: str) -> Path |
 
 
 def _read_both_lengths(section: Section, folder: Path) -> tuple[LengthSpec, LengthSpec]:
-    has_file = section.has("requests") and not isinstance(
-        cast(Field, section.get("requests")).value, dict)
+    has_file = section.has("requests") and section.mapping("requests") is None
     given = [key for key in ("input_tokens", "output_tokens") if section.has(key)]
     if section.has("task"):
         task = section.choice("task", None, catalog.names("task"))
@@ -180,9 +170,7 @@ def _read_length(section: Section, key: str, folder: Path, has_file: bool,
             section.reject(key, f"required without a file of requests: {forms}, or workload.task")
             return _NO_DISTRIBUTION
         return LengthSpec(kind=cast(Any, default))
-    if isinstance(field.value, dict):
-        inner = section.section(key)
-        assert inner is not None
+    if (inner := section.mapping(key)) is not None:
         spec = _read_file_length(inner, folder) if inner.has("file") else _read_normal(inner)
         inner.finish()
         return spec

@@ -22,7 +22,7 @@ from xgpt.core.lengths import (
     truncated_normal,
 )
 from xgpt.core.model import ModelSpec
-from xgpt.core.requests import Requests
+from xgpt.core.queries import Requests
 
 # Cap on the output where neither the request, the job nor a distribution of outputs gives one.
 DEFAULT_MAX_TOKENS = 512

@@ -5,11 +5,11 @@ and encodes (prefills) with its decoder layers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from xgpt.core.config_values import ConfigValues
+from xgpt.core.model_file import ConfigValues, load_json
 
 Family = Literal["opt", "gpt2", "llama", "t5"]
 
@@ -126,6 +126,12 @@ def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
     return None
 
 
+def read_shape(folder: Path, name: str) -> ModelSpec:
+    """The shape in `folder`/config.json. Raises InputError."""
+    path = folder / "config.json"
+    return from_hf_config(load_json(path), name, path)
+
+
 def from_hf_config(config: Mapping[str, Any], name: str,
                    path: Path = Path("config.json")) -> ModelSpec:
     """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
@@ -135,7 +141,7 @@ def from_hf_config(config: Mapping[str, Any], name: str,
     if reader is None:
         values.finish()
     assert reader is not None
-    spec = reader(values, name)
+    spec = replace(reader(values, name), source="config.json")
     values.finish()
     return spec
 
@@ -152,9 +158,7 @@ def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
         num_heads=config.size("num_attention_heads"), vocab_size=config.size("vocab_size"),
         intermediate_size=config.size("ffn_dim"), has_bias=config.flag("enable_bias", True),
         max_positions=config.size("max_position_embeddings"), has_learned_positions=True,
-        activation="relu", tied_embeddings=config.flag("tie_word_embeddings", True),
-        source="config.json",
-    )
+        activation="relu", tied_embeddings=config.flag("tie_word_embeddings", True))
 
 
 def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
@@ -171,8 +175,7 @@ def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
         intermediate_size=config.size_or_none("n_inner") or 4 * hidden,
         max_positions=config.size("n_positions"), has_learned_positions=True,
         activation="gelu_new", norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        tied_embeddings=config.flag("tie_word_embeddings", True), source="config.json",
-    )
+        tied_embeddings=config.flag("tie_word_embeddings", True))
 
 
 def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
@@ -197,8 +200,7 @@ def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
         tied_embeddings=config.flag("tie_word_embeddings", False),
         max_positions=config.size_or_none("max_position_embeddings"),
         activation="silu", norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=scaling, source="config.json",
-    )
+        rope_theta=theta, rope_scaling=scaling)
 
 
 def _read_rope(config: ConfigValues,
@@ -235,9 +237,7 @@ def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
         activation=_T5_ACTIVATIONS[projection],
         norm_eps=config.number("layer_norm_epsilon", 1e-6), tied_embeddings=is_tied,
         relative_buckets=config.size_or_none("relative_attention_num_buckets") or 32,
-        relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128,
-        source="config.json",
-    )
+        relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128)
 
 
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}

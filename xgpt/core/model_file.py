@@ -1,11 +1,20 @@
-"""A model's folder as wrong input sees it: config.json read, with every mistake by file and key."""
+"""The JSON files of a model's folder, read key by key with every mistake by file and key.
+
+A reader of `ConfigValues` that fails records what is wrong and returns a stand-in; `finish` raises
+if there was any.
+"""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from xgpt.core.errors import InputError, wrong
-from xgpt.core.model import ModelSpec, from_hf_config
+from xgpt.core.errors import InputError, Mistake, wrong
+
+_SIZE = "a whole number >= 1"
+_T = TypeVar("_T")
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -21,12 +30,83 @@ def load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_shape(folder: Path, name: str) -> ModelSpec:
-    """The shape in `folder`/config.json. Raises InputError."""
-    path = folder / "config.json"
-    return from_hf_config(load_json(path), name, path)
-
-
 def wrong_file(path: Path, reason: str) -> InputError:
     """A file of a model that cannot be used."""
     return wrong(path.parent, path.name, None, reason)
+
+
+class ConfigValues:
+    """The values of the config.json at `path`, or those under one of its keys (`prefix`)."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "",
+                 mistakes: list[Mistake] | None = None) -> None:
+        self.values, self._path, self._prefix = values, path, prefix
+        self._mistakes: list[Mistake] = [] if mistakes is None else mistakes
+
+    def size(self, key: str) -> int:
+        """A count that has to be there."""
+        if self.values.get(key) is None:
+            self.reject(key, f"{'null' if key in self.values else 'missing'}: {_SIZE}")
+            return 1
+        return self.size_or_none(key) or 1
+
+    def size_or_none(self, key: str) -> int | None:
+        """A count, or None where the key is absent or null."""
+        return self._given(key, None, lambda value: type(value) is int and value >= 1, _SIZE)
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0; `default` where the key is absent."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            self.reject(key, "null: a number above 0" if value is None else "a number above 0")
+            return default
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """`default` where the key is absent or null."""
+        return self._given(key, default, lambda value: isinstance(value, bool), "true or false")
+
+    def text(self, key: str, default: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+        """One of the `known`; `default` where the key is absent."""
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or value not in known:
+            self.reject(key, f"{'missing' if value == '' else 'is not supported'}: known: "
+                             f"{', '.join(known)}")
+            return default
+        return value
+
+    def section(self, key: str) -> ConfigValues:
+        """The values under `key`; none where it is absent or null."""
+        values: dict[str, Any] = self._given(key, {}, lambda value: isinstance(value, dict),
+                                             "a mapping of keys to values")
+        return ConfigValues(values, self._path, f"{key}.", self._mistakes)
+
+    def _given(self, key: str, default: _T, is_allowed: Callable[[Any], bool],
+               allowed: str) -> Any | _T:
+        """The value; `default` where the key is absent or null, or is not allowed (a mistake)."""
+        value = self.values.get(key)
+        if value is not None and not is_allowed(value):
+            self.reject(key, allowed)
+            return default
+        return default if value is None else value
+
+    def only(self, key: str, supported: object, why: str = "") -> None:
+        """A variant that would run with wrong tokens is refused instead."""
+        if self.values.get(key, supported) != supported:
+            known = str(supported).lower() if isinstance(supported, bool) else repr(supported)
+            self.reject(key, f"is not supported, only {known} is{why}")
+
+    def divides(self, key: str, whole_key: str) -> None:
+        """Two sizes, of which the first has to divide the second."""
+        part, whole = self.values.get(key), self.values.get(whole_key)
+        if (isinstance(part, int) and isinstance(whole, int) and part >= 1 and whole >= 1
+                and whole % part):
+            self.reject(key, f"a divisor of {whole_key} = {whole}")
+
+    def reject(self, key: str, allowed: str) -> None:
+        self._mistakes.append(Mistake(file=str(self._path), line=None, key=self._prefix + key,
+                                      value=self.values.get(key), allowed=allowed))
+
+    def finish(self) -> None:
+        if self._mistakes:
+            raise InputError(self._mistakes)

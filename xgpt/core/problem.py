@@ -21,10 +21,8 @@ from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
-from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import read_shape
-from xgpt.core.query_lengths import QueryLengths
-from xgpt.core.requests import Requests
+from xgpt.core.model import ModelSpec, read_shape
+from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.units import DTYPE_BYTES
 

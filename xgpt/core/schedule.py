@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from xgpt.core.constraint import Bound
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.policies import Role as Role
-from xgpt.core.status import Status
 
 _Part = TypeVar("_Part")
-# of a schedule that a short job is done with soonest, though others are quicker in steady state
-JOB_STATUS = Status.JOB
+
+
+class Status(StrEnum):
+    """How the search for a schedule ended; the value is what is shown, and what files hold."""
+
+    OPTIMAL = "optimal"
+    WITHIN_GAP = "within gap"  # of the optimum, which may be this or not
+    LIMIT = "stopped at its limit"
+    INFEASIBLE = "infeasible"
+    GRID = "best of a grid and its neighbours"  # nothing is proved: a baseline
+    JOB = "quickest for this job"  # of few queries, though others are quicker in steady state
+    BEGINNING = "quickest at the caps"  # does not keep its bound, until lengths are observed
+    GIVEN = "given"  # every control variable is the job's own
+    BEST_SEEN = "best seen"  # of the batches of another engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ class Section:
 
     def __init__(self, field: Field, prefix: str, mistakes: list[Mistake]) -> None:
         assert isinstance(field.value, dict), f"{field = }"
-        self._field, self._prefix, self._mistakes = field, prefix, mistakes
-        self._children = field.value
+        self._field, self._mistakes, self._children = field, mistakes, field.value
+        self._prefix = f"{prefix}." if prefix else ""
         self._known: list[str] = []
 
     def get(self, key: str) -> Field | None:
@@ -36,16 +36,13 @@ class Section:
     def has(self, key: str) -> bool:
         return self.get(key) is not None
 
-    def path(self, key: str) -> str:
-        return f"{self._prefix}.{key}" if self._prefix else key
-
     def reject(self, key: str, allowed: str) -> None:
         """Record that the value of `key` (or its absence) is a mistake."""
         field = self.get(key)
         place = field if field is not None else self._children.get(key, self._field)
         is_scalar = field is not None and not isinstance(field.value, (dict, list))
         value = field.value if field is not None and is_scalar else None
-        self._mistakes.append(Mistake(file=place.file, line=place.line, key=self.path(key),
+        self._mistakes.append(Mistake(file=place.file, line=place.line, key=self._prefix + key,
                                       value=value, allowed=allowed))
 
     def reject_type(self, key: str, allowed: str) -> None:
@@ -59,18 +56,22 @@ class Section:
         for key, child in self._children.items():
             if key not in self._known:
                 self._mistakes.append(Mistake(
-                    file=child.file, line=child.line, key=self.path(key), value=None,
+                    file=child.file, line=child.line, key=self._prefix + key, value=None,
                     allowed=f"unknown key; {nearest(key, self._known)}"))
 
     def section(self, key: str, allowed: str = "a mapping") -> Section | None:
         """The mapping under `key`; None where it is absent or (a mistake) something else."""
         field = self.get(key)
-        if field is None:
-            return None
-        if not isinstance(field.value, dict):
+        if field is not None and not isinstance(field.value, dict):
             self.reject_type(key, allowed)
+        return self.mapping(key)
+
+    def mapping(self, key: str) -> Section | None:
+        """The mapping under `key`; None where there is none, which is no mistake."""
+        field = self.get(key)
+        if field is None or not isinstance(field.value, dict):
             return None
-        return Section(field, self.path(key), self._mistakes)
+        return Section(field, self._prefix + key, self._mistakes)
 
     def read(self, key: str, default: T, value_of: Callable[[Any], V | None],
              allowed: str) -> V | T:
@@ -112,18 +113,16 @@ class Section:
     def number(self, key: str, default: T, is_allowed: Callable[[float], bool],
                allowed: str) -> float | T:
         """A finite number for which `is_allowed` holds."""
-        def value_of(value: Any) -> float | None:
-            number = _to_float(value) if is_one_of(value, int, float) else math.nan
-            return number if math.isfinite(number) and is_allowed(number) else None
+        return self.amount(key, default, float, lambda x: math.isfinite(x) and is_allowed(x),
+                           allowed, (int, float))
 
-        return self.read(key, default, value_of, allowed)
-
-    def amount(self, key: str, default: T, parse: Callable[[str | int | float], float],
-               is_allowed: Callable[[float], bool], allowed: str) -> float | T:
+    def amount(self, key: str, default: T, parse: Callable[[Any], float],
+               is_allowed: Callable[[float], bool], allowed: str,
+               types: tuple[type, ...] = (str, int, float)) -> float | T:
         """A number, or text with a unit, as `parse` of xgpt.core.units reads it."""
         def value_of(value: Any) -> float | None:
             try:
-                number = parse(value) if is_one_of(value, str, int, float) else math.nan
+                number = parse(value) if is_one_of(value, *types) else math.nan
             except (ValueError, OverflowError):
                 return None
             return number if is_allowed(number) else None  # false for nan
@@ -138,10 +137,3 @@ def is_text(value: object) -> bool:
 def is_one_of(value: object, *types: type) -> bool:
     # NOTE: bool is an int in Python; `ranks: true` is a mistake all the same
     return isinstance(value, types) and not isinstance(value, bool)
-
-
-def _to_float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

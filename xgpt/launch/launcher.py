@@ -27,7 +27,6 @@ class Launcher(Protocol):
     @property
     def is_here(self) -> bool:
         """Whether all ranks see this machine's own folders, such as /tmp."""
-        ...
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
@@ -39,7 +38,6 @@ class Launcher(Protocol):
         XgptError with the end of the ranks' messages if they fail, StoppedEarly if they were ended
         at once, InputError where they cannot be started.
         """
-        ...
 
 
 def threads_per_rank(job: Job, problem: Problem) -> int:

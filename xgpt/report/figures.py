@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.schedule import JOB_STATUS, Rejected, Schedule
+from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.output import Output, QueryFigures, StepRecord, number
 
@@ -88,10 +88,10 @@ def lost_to(row: Rejected, schedule: Schedule) -> float | None:
 def lost_to_bound(schedule: Schedule) -> float | None:
     """Share of the throughput that the latency bound costs; None where that is not known, or not
     what the schedule was chosen by."""
-    if math.isinf(schedule.bound.limit_s) and schedule.proof.status != JOB_STATUS:
+    if math.isinf(schedule.bound.limit_s) and schedule.proof.status != Status.JOB:
         return 0.0
     free = schedule.proof.unbounded_qps
-    if free is None or free <= 0 or schedule.proof.status == JOB_STATUS:
+    if free is None or free <= 0 or schedule.proof.status == Status.JOB:
         return None
     lost = 1 - schedule.figures.throughput_qps / free
     return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent

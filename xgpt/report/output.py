@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, wrong
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
@@ -81,8 +81,7 @@ class Output:
 def read_output(directory: Path, max_answers: int = 100) -> Output:
     """Raises InputError if `directory` is no folder; anything else missing is only remarked on."""
     if not directory.is_dir():
-        raise InputError([Mistake(file=str(directory), line=None, key="output", value=None,
-                                  allowed="a folder that `xgpt submit` or `xgpt run` wrote")])
+        raise wrong(directory, "output", None, "a folder that `xgpt submit` or `xgpt run` wrote")
     remarks: list[str] = []
     job = _read_object(directory / "job.json", remarks) or {}
     queries, answers = _read_results(directory / "results.jsonl", max_answers, remarks)
@@ -99,8 +98,7 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
         errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
         steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
         expected_timeline=_read_svg(directory / EXPECTED_TIMELINE),
-        remarks=tuple(remarks),
-    )
+        remarks=tuple(remarks))
 
 
 def _read_svg(path: Path) -> str | None:

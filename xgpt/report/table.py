@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
-from xgpt.core.schedule import JOB_STATUS, Estimate, Rejected, Schedule
-from xgpt.core.status import Status
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
@@ -28,7 +27,7 @@ def schedule_table(schedule: Schedule) -> str:
     """What was chosen, its predicted throughput and latency against the bound, what the bound and
     the margin cost, memory, and what the search proved."""
     e, proof = schedule.estimate, schedule.proof
-    is_for_job = proof.status == JOB_STATUS and schedule.explanation
+    is_for_job = proof.status == Status.JOB and schedule.explanation
     cost = [("this job", schedule.explanation[0]) if is_for_job else
             ("the bound", _bound_cost(schedule))]
     if schedule.margin.note:
@@ -166,7 +165,7 @@ def _bound_cost(schedule: Schedule) -> str:
 
 def _status(schedule: Schedule) -> str:
     proof = schedule.proof
-    if proof.status == JOB_STATUS:
+    if proof.status == Status.JOB:
         return proof.status if math.isinf(proof.bound_qps) else (
             f"{proof.status} (the steady state gives at most {plain(proof.bound_qps)} queries/s)")
     if not math.isfinite(proof.gap):

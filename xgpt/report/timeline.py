@@ -1,7 +1,4 @@
-"""A picture of a replay: what its stages did.
-
-A replay is taken by its shape (Protocols), since the report does not import the simulator.
-"""
+"""A picture of a replay: what its stages did."""
 
 from collections.abc import Sequence
 
@@ -10,12 +7,13 @@ import numpy as np
 from xgpt.core.schedule import Pool
 from xgpt.report.canvas import Drawing
 from xgpt.report.lanes import DECODE, Lane, draw_lanes, stage_label
+from xgpt.report.words import ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 
 def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
     """'stage 0 · GPU 0-3 · encode', one name for each stage of all pools."""
-    return [" · ".join([f"stage {stage.index}", f"{device} {_ranges(stage.ranks)}",
+    return [" · ".join([f"stage {stage.index}", f"{device} {ranges(stage.ranks)}",
                         *([pool.role] if pool.role != "both" else [])])
             for pool in pools for stage in pool.stages]
 
@@ -84,16 +82,3 @@ def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None, st
     return Lane(label=names[stage] if names else stage_label(stage, pool.name), pool=pool.name,
                 kinds=[str(step.kind.value) for step in steps],
                 groups=[step.group for step in steps], start_s=starts[inside], end_s=ends[inside])
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """(0, 1, 2, 5) -> '0-2, 5'."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-

@@ -3,10 +3,10 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xgpt.core.schedule import JOB_STATUS, Schedule, StageAssignment
+from xgpt.core.schedule import Schedule, StageAssignment, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
@@ -19,8 +19,7 @@ _REASONS = {
     "number of queries": "over the job's queries",
     "measured range": "beyond what was measured",
     "decided at its corner": "decided at the best corner",
-    "each point evaluated": "evaluated point by point",
-}
+    "each point evaluated": "evaluated point by point"}
 # C0 controls but tab and newline, DEL and C1 controls, lone surrogates, non-characters
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 # a number and its unit stay on one line
@@ -88,7 +87,7 @@ def proof(schedule: Schedule) -> str:
     """What the search proved, in one sentence."""
     search = schedule.proof
     looked = f"{counted(search.nodes, 'configuration')} in {format_seconds(search.seconds)}"
-    if search.status == JOB_STATUS:
+    if search.status == Status.JOB:
         quality = " ".join(schedule.explanation).rstrip(".")
     elif not math.isfinite(search.gap):
         quality = "how much faster another schedule could be is not proved"
@@ -141,12 +140,18 @@ def layers_of(stage: StageAssignment) -> str:
 
 def ranks_of(stage: StageAssignment) -> str:
     """`rank 0` or `ranks 0-3`."""
-    first, last = min(stage.ranks), max(stage.ranks)
-    if len(stage.ranks) == 1:
-        return f"rank {first}"
-    if last - first + 1 == len(stage.ranks):
-        return f"ranks {first}-{last}"
-    return "ranks " + ", ".join(str(rank) for rank in stage.ranks)
+    return f"{'rank' if len(stage.ranks) == 1 else 'ranks'} {ranges(stage.ranks)}"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> '0-2, 5'."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def banner(output: Output) -> str | None:

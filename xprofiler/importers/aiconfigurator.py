@@ -6,7 +6,6 @@ engine, in milliseconds, by its sizes.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.cluster import Device
+from xgpt.core.errors import wrong
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xprofiler.importers import kernel_tables
-from xprofiler.importers.draft import OPERATORS, ProfileDraft, Source, TablePoint, samples_at
+from xprofiler.importers.draft import OPERATORS, ProfileDraft, Source, samples_at
 from xprofiler.importers.kernel_tables import AllReduceTable, AttentionTable, GemmTimes
 from xprofiler.importers.table import Fault, fail
-from xprofiler.profile import ALL_REDUCE, Profile, TableKey
+from xprofiler.profile import ALL_REDUCE, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.work import floor_s, work
 
@@ -46,9 +46,7 @@ def parse_name(path: Path) -> Origin:
     """Raises InputError for a system, framework, version or table that is not known."""
     match = re.fullmatch(r"([a-z0-9]+_[a-z]+)_([a-z]+)_([^_]+)_([a-z_]+)\.csv", path.name)
     if match is None:
-        fail(path, [Fault(None, "file name", path.name,
-                          "<system>_<framework>_<version>_<table>.csv")])
-    assert match is not None
+        raise wrong(path, "file name", path.name, "<system>_<framework>_<version>_<table>.csv")
     origin = Origin(*match.groups())
     versions = VERSIONS.get(origin.framework, (origin.version,))  # of another: that is told
     fail(path, [Fault(None, key, value, f"{of}one of {', '.join(known)}")
@@ -71,18 +69,19 @@ class KernelFiles:
 
 
 def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFiles, *,
-                   links: Mapping[str, str] | None = None) -> Profile:
-    """A Profile of one framework's tables. `links`: see vidur.import_profile (`intra` alone).
-    Raises InputError for files that are no such tables, of another device or of another engine than
-    the matrix products, and where no degree has its attention heads in them."""
+                   link: str | None = None) -> Profile:
+    """A Profile of one framework's tables. `link`: xgpt's name for what joins ranks within a node;
+    without it the all-reduces are left out. Raises InputError for files that are no such tables, of
+    another device or of another engine than the matrix products, and where no degree has its
+    attention heads in them."""
     origin = parse_name(files.gemm)
     _check_same_engine(origin, files)
     source = Source(name="aiconfigurator", kernels=f"aiconfigurator {origin.framework}",
                     commit=COMMIT, date=DATE, libraries=f"{origin.framework} {origin.version}")
     source.check(files.gemm, model, dtype)
     if SYSTEMS[origin.system] != device.name:
-        fail(files.gemm, [Fault(None, "device", device.name, f"{SYSTEMS[origin.system]}: the "
-                                                             f"table is of {origin.system}")])
+        raise wrong(files.gemm, "device", device.name,
+                    f"{SYSTEMS[origin.system]}: the table is of {origin.system}")
     draft = ProfileDraft(model, device, dtype)
     times = GemmTimes(kernel_tables.read_gemm(files.gemm))
     degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
@@ -94,7 +93,6 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFi
     if files.generation_attention is not None:
         cached = kernel_tables.read_generation_attention(files.generation_attention)
         _add_attention(draft, cached, model, Operator.DECODE_ATTENTION)
-    link = (links or {}).get("intra")
     if files.all_reduce is not None and link is not None:
         read = (kernel_tables.read_nccl_all_reduce if "_nccl_" in files.all_reduce.name
                 else kernel_tables.read_custom_all_reduce)
@@ -109,21 +107,17 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFi
     return draft.profile(source, f"{origin.system} {origin.framework} {origin.version}")
 
 
-def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
-                  links: Mapping[str, str] | None = None, framework: str = "vllm") -> Profile:
-    """The Profile of `framework`'s tables for this device, of the newest version read here."""
-    names = [system for system, name in SYSTEMS.items() if name == device.name]
-    if framework not in VERSIONS or not names:
-        fail(folder, [Fault(None, key, value, f"one of {', '.join(known)}")
-                      for key, value, known, is_known in (
-                          ("framework", framework, VERSIONS, framework in VERSIONS),
-                          ("device", device.name, SYSTEMS.values(), names)) if not is_known])
-    gemms = [path for version in VERSIONS[framework]
-             if (path := folder / f"{names[0]}_{framework}_{version}_gemm.csv").is_file()]
+def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str) -> Profile:
+    """The Profile of vLLM's tables for this device, of the newest version read here."""
+    system = next((system for system, name in SYSTEMS.items() if name == device.name), None)
+    if system is None:
+        raise wrong(folder, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")
+    gemms = [path for version in VERSIONS["vllm"]
+             if (path := folder / f"{system}_vllm_{version}_gemm.csv").is_file()]
     if not gemms:
         there = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
-        fail(folder, [Fault(None, "tables", f"{names[0]}_{framework}",
-                            f"versions {', '.join(VERSIONS[framework])}; there are: {there}")])
+        raise wrong(folder, "tables", f"{system}_vllm",
+                    f"versions {', '.join(VERSIONS['vllm'])}; there are: {there}")
 
     def beside(table: str) -> Path | None:
         path = gemms[-1].with_name(gemms[-1].name.replace("_gemm.csv", f"_{table}.csv"))
@@ -133,9 +127,8 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
         gemm=gemms[-1], context_attention=beside("context_attention"),
         generation_attention=beside("generation_attention"),
         all_reduce=beside("custom_allreduce") or next(iter(sorted(
-            folder.glob(f"{names[0]}_nccl_*.csv"))), None))
-    return import_profile(model, device, dtype, files,
-                          links={"intra": LINKS[device.name]} if links is None else links)
+            folder.glob(f"{system}_nccl_*.csv"))), None))
+    return import_profile(model, device, dtype, files, link=LINKS[device.name])
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:
@@ -191,7 +184,7 @@ def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec,
                            f"device's peaks allow ({', '.join(beyond_peak)})")
 
 
-def _completed(table: list[TablePoint]) -> list[TablePoint]:
+def _completed(table: list[Sample]) -> list[Sample]:
     """Decode attention on the whole grid: large batches were measured at short contexts alone. At
     such sizes the cache's bytes decide, so a batch takes as many times the longest one measured at
     that context as it has times its queries."""
@@ -201,8 +194,8 @@ def _completed(table: list[TablePoint]) -> list[TablePoint]:
     for context in contexts:
         largest = max(x for x in batches if (x, context) in at)
         measured = at[largest, context]
-        added += [TablePoint(x, context, tuple(s * x / largest for s in measured.samples_s))
-                  for x in batches if x > largest]
+        added += [Sample(x=x, y=context, samples_s=tuple(
+            s * x / largest for s in measured.samples_s)) for x in batches if x > largest]
     return [*table, *added]
 
 
@@ -225,8 +218,8 @@ def _check_same_engine(origin: Origin, files: KernelFiles) -> None:
         if path is not None and "_nccl_" not in path.name:
             theirs = parse_name(path)
             if theirs[:3] != origin[:3]:
-                fail(path, [Fault(None, "engine", " ".join(theirs[:3]),
-                                  f"that of the products: {' '.join(origin[:3])}")])
+                raise wrong(path, "engine", " ".join(theirs[:3]),
+                            f"that of the products: {' '.join(origin[:3])}")
 
 
 def _geometries(table: AttentionTable, num_heads: int) -> str:

@@ -17,7 +17,7 @@ above the batch at which the fits change (times only grow with size here): docs/
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,23 +26,16 @@ import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
+from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.draft import (
-    MAX_QUERIES,
-    MAX_TOKENS,
-    ProfileDraft,
-    Source,
-    TablePoint,
-    free,
-)
+from xprofiler.importers.draft import MAX_QUERIES, MAX_TOKENS, ProfileDraft, Source, free
 from xprofiler.importers.table import Fault, fail
-from xprofiler.profile import ALL_REDUCE, Profile, TableKey
+from xprofiler.profile import ALL_REDUCE, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
 SOURCE = Source(name="DistServe", kernels="distserve", commit="82831f1", date="2025-04-06",
                 libraries="not recorded")
-ENGINES = ("distserve", "vllm")  # whose step times were fitted
 DEVICE = "A100-80"
 _MS = 1e-3
 _FITS = ("prefill", "decoding_smallbs", "decoding_largebs")
@@ -91,7 +84,7 @@ def read_coefficients(path: Path) -> dict[str, dict[int, Fit]]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as cause:
-        fail(path, [Fault(None, "file", None, f"a readable JSON file: {cause}")])
+        raise wrong(path, "file", None, f"a readable JSON file: {cause}") from None
     faults: list[Fault] = []
     fits_of: dict[str, dict[int, Fit]] = {}
     for model, of_degree in _items(raw, "file", "{model: {degree: fits}}", faults):
@@ -101,9 +94,9 @@ def read_coefficients(path: Path) -> dict[str, dict[int, Fit]]:
                 faults.append(Fault(None, f"{model}.{degree}", None, "a degree of 1 or more"))
             elif fit is not None:
                 fits_of.setdefault(model, {})[int(degree)] = fit
-    if not fits_of and not faults:
-        faults.append(Fault(None, "file", None, "at least one model; the file is empty"))
     fail(path, faults)
+    if not fits_of:
+        raise wrong(path, "file", None, "at least one model; the file is empty")
     return fits_of
 
 
@@ -136,20 +129,16 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, *, path: Path,
     return draft.profile(SOURCE, f"{name} by {path.name}")
 
 
-def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
-                  links: Mapping[str, str] | None = None, engine: str = "distserve") -> Profile:
-    """The Profile of `engine`'s fits in DistServe's profile data. `links`: see
-    vidur.import_profile; without it, what joins such devices in the catalog's clusters."""
-    if engine not in ENGINES:
-        fail(folder, [Fault(None, "engine", engine, f"one of {', '.join(ENGINES)}")])
-    path = folder / f"profiler-a100-80g.{engine}.json"
+def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str) -> Profile:
+    """The Profile of DistServe's own fits in its profile data; its links are what joins such
+    devices in the catalog's clusters."""
+    path = folder / "profiler-a100-80g.distserve.json"
     if not path.is_file():
         there = ", ".join(sorted(p.name for p in folder.glob("profiler-*.json"))) or "none"
-        fail(folder, [Fault(None, "file", path.name, f"profiler-*.json there: {there}")])
+        raise wrong(folder, "file", path.name, f"profiler-*.json there: {there}")
     clusters = [catalog.cluster(name) for name in catalog.names("cluster")]
-    names = [links["intra"]] if links is not None else sorted(
-        {c.intra_link.name for c in clusters if c.device.name == device.name})
-    return import_profile(model, device, dtype, path=path, links=names)
+    links = sorted({c.intra_link.name for c in clusters if c.device.name == device.name})
+    return import_profile(model, device, dtype, path=path, links=links)
 
 
 def _add_fit(draft: ProfileDraft, fit: Fit, degree: int, model: ModelSpec) -> None:
@@ -159,19 +148,18 @@ def _add_fit(draft: ProfileDraft, fit: Fit, degree: int, model: ModelSpec) -> No
     least_from = np.minimum.accumulate(alone[::-1])[::-1]
     rest = np.minimum(fit.prefill.fixed_s, least_from)
     rows = [*zip(queries, rest, strict=True), (MAX_TOKENS, rest[-1])]
-    draft.add(Operator.LAYER_REST, degree, [TablePoint(x, 0, (s / layers,)) for x, s in rows])
+    draft.add(Operator.LAYER_REST, degree, [Sample(x=x, samples_s=(s / layers,)) for x, s in rows])
     positions = model.max_positions or MAX_TOKENS
     _, b, c = fit.prefill
     draft.add(Operator.ENCODE_ATTENTION, degree, [
-        TablePoint(n, 1, ((b * n + c * n * n) / layers,))
+        Sample(x=n, y=1, samples_s=((b * n + c * n * n) / layers,))
         for n in (*_SHORT, *range(_CHORD_TOKENS, positions, _CHORD_TOKENS), positions)])
-    decoding: list[TablePoint] = []
+    decoding: list[Sample] = []
     for y in (0, positions):
         # where the second fit starts below the first, times are held: a mean of both would be
         # wrong on either side
-        left = np.maximum.accumulate([fit.decode_s(q, y) - r
-                                      for q, r in zip(queries, rest, strict=True)])
-        decoding += [TablePoint(q, y, (float(s) / layers,))
+        left = np.maximum.accumulate([fit.decode_s(q, y) for q in queries] - rest)
+        decoding += [Sample(x=q, y=y, samples_s=(float(s) / layers,))
                      for q, s in zip(queries, left, strict=True)]
     draft.add(Operator.DECODE_ATTENTION, degree, decoding)
     draft.tables[TableKey(Operator.EMBED.value, degree)] = free(MAX_TOKENS)

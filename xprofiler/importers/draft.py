@@ -45,12 +45,6 @@ class Source(NamedTuple):
               if DTYPE_BYTES.get(dtype) != 2 else [])])
 
 
-class TablePoint(NamedTuple):
-    x: float
-    y: float
-    samples_s: tuple[float, ...]
-
-
 class ProfileDraft:
     """A profile in the making: imported tables, and the roofline for what nobody measured."""
 
@@ -81,20 +75,20 @@ class ProfileDraft:
             self.refused[degree] = reason
         return reason is not None
 
-    def add(self, operator: Operator, degree: int, table: Iterable[TablePoint]) -> None:
+    def add(self, operator: Operator, degree: int, table: Iterable[Sample]) -> None:
         """A table of measured points; nothing where there are none."""
-        if samples := points(table):
+        if samples := in_order(table):
             self.tables[TableKey(operator.value, degree)] = samples
 
-    def add_messages(self, key: TableKey, table: Iterable[TablePoint]) -> None:
+    def add_messages(self, key: TableKey, table: Iterable[Sample]) -> None:
         """A table of messages over a link."""
-        self.tables[key] = points(table)
+        self.tables[key] = in_order(table)
 
     def add_overhead(self, seconds: float) -> None:
         """A step's overhead."""
-        self.tables[TableKey(STEP_OVERHEAD)] = points([TablePoint(0, 0, (seconds,))])
+        self.tables[TableKey(STEP_OVERHEAD)] = (Sample(x=0, samples_s=(seconds,)),)
 
-    def calm(self, operator: Operator, table: Sequence[TablePoint]) -> list[TablePoint]:
+    def calm(self, operator: Operator, table: Sequence[Sample]) -> list[Sample]:
         """An attention table without its disturbed points, which are counted."""
         kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)
         self._disturbed += len(table) - len(kept)
@@ -111,7 +105,7 @@ class ProfileDraft:
                 if operator is Operator.KV_COMPACTION:
                     self.tables[key] = free(MAX_ROWS)
                 else:
-                    self.tables[key] = points(self._analytic_points(operator, degree))
+                    self.tables[key] = in_order(self._analytic_points(operator, degree))
                     self._analytic.setdefault(operator.value, []).append(degree)
         self.add_overhead(self.roofline.facts.step_overhead_s)
         self._analytic[STEP_OVERHEAD] = [1]
@@ -134,13 +128,13 @@ class ProfileDraft:
             refused={d: self.refused[d] for d in sorted(self.refused)}, model=self._model,
             peaks=self.peaks)
 
-    def _analytic_points(self, operator: Operator, degree: int) -> list[TablePoint]:
+    def _analytic_points(self, operator: Operator, degree: int) -> list[Sample]:
         positions = _ladder(self._model.max_positions or MAX_TOKENS)
         xs, ys = {Operator.ENCODE_ATTENTION: (positions, _TOGETHER),
                   Operator.DECODE_ATTENTION: (_ladder(MAX_QUERIES), positions),
                   Operator.HEAD: (_ladder(MAX_QUERIES), np.zeros(1)),
                   }.get(operator, (_ladder(MAX_TOKENS), np.zeros(1)))
-        return [TablePoint(float(x), float(y), (float(s),)) for y in ys for x, s in zip(
+        return [Sample(x=float(x), y=float(y), samples_s=(float(s),)) for y in ys for x, s in zip(
             xs, self.roofline.operator_s(operator, xs, y, tp_degree=degree), strict=True)]
 
     def _analytic_note(self) -> list[str]:
@@ -152,18 +146,17 @@ class ProfileDraft:
         return [f"{', '.join(names)} from the analytic roofline"]
 
 
-def points(table: Iterable[TablePoint]) -> tuple[Sample, ...]:
+def in_order(table: Iterable[Sample]) -> tuple[Sample, ...]:
     """The samples stand in the order of a profile's file."""
-    return tuple(Sample(x=p.x, y=p.y, samples_s=p.samples_s)
-                 for p in sorted(table, key=lambda p: (p.y, p.x)))
+    return tuple(sorted(table, key=lambda p: (p.y, p.x)))
 
 
 def free(most: float) -> tuple[Sample, ...]:
     """A table of no cost up to x = `most`."""
-    return points([TablePoint(1, 0, (0.0,)), TablePoint(most, 0, (0.0,))])
+    return Sample(x=1, samples_s=(0.0,)), Sample(x=most, samples_s=(0.0,))
 
 
-def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[TablePoint]:
+def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[Sample]:
     """One point for each place (x, y); rows of the same place are its samples."""
     xs = np.asarray(x, float)
     ys = np.zeros_like(xs) if y is None else np.asarray(y, float)
@@ -171,10 +164,10 @@ def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> 
     for at_x, at_y, s in zip(xs.tolist(), ys.tolist(), np.asarray(seconds, float).tolist(),
                              strict=True):
         places.setdefault((at_x, at_y), []).append(s)
-    return [TablePoint(at_x, at_y, tuple(s)) for (at_x, at_y), s in places.items()]
+    return [Sample(x=at_x, y=at_y, samples_s=tuple(s)) for (at_x, at_y), s in places.items()]
 
 
-def undisturbed(table: Sequence[TablePoint], *, grows_with_y: bool) -> list[TablePoint]:
+def undisturbed(table: Sequence[Sample], *, grows_with_y: bool) -> list[Sample]:
     """Points that took `_DISTURBED` times as long as one of more work are left out: something else
     ran. Each would raise all larger ones, since times are taken to grow with size."""
     xs, column = np.unique([p.x for p in table], return_inverse=True)
@@ -188,7 +181,7 @@ def undisturbed(table: Sequence[TablePoint], *, grows_with_y: bool) -> list[Tabl
     return [p for p, good in zip(table, is_good[row, column], strict=True) if good]
 
 
-def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[TablePoint]:
+def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[Sample]:
     """Many sizes with few repeats as few sizes with many: neighbours, at least `_GROUP` and up to
     `_RATIO` apart, are samples at their median size. One slow message among thousands would
     otherwise raise all larger ones, since times are taken to grow with size."""
@@ -203,7 +196,7 @@ def grouped_messages(num_bytes: ArrayLike, seconds: ArrayLike) -> list[TablePoin
             end = len(xs)
         groups.append(slice(start, end))
         start = end
-    return [TablePoint(float(np.median(xs[g])), 0, tuple(values[g].tolist())) for g in groups]
+    return [Sample(x=float(np.median(xs[g])), samples_s=tuple(values[g].tolist())) for g in groups]
 
 
 def _ladder(most: float) -> FloatArray:

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.interpolate import RegularGridInterpolator
 
+from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.importers.table import Column, Fault, Table, fail, read_table
+from xprofiler.importers.table import Column, Table, read_table
 
 ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
 _UNUSED_ATTENTION = "version|window_size"
@@ -48,7 +49,6 @@ class AllReduceTable:
     """[rows] bytes, not the files' elements. `kernel`: the file's name of it, empty where it has
     none."""
 
-    path: Path
     ranks: IntArray
     num_bytes: IntArray
     seconds: FloatArray
@@ -63,8 +63,8 @@ def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
                default="bfloat16")])
     rows = table["gemm_dtype"] == dtype
     if not rows.any():
-        fail(path, [Fault(None, "gemm_dtype", dtype,
-                          f"one of {', '.join(np.unique(table['gemm_dtype']).tolist())}")])
+        raise wrong(path, "gemm_dtype", dtype,
+                    f"one of {', '.join(np.unique(table['gemm_dtype']).tolist())}")
     m, n, k = (table[name][rows] for name in "mnk")
     return GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
 
@@ -72,9 +72,8 @@ def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
 def read_context_attention(path: Path) -> AttentionTable:
     """Prompts without a cached prefix."""
     table = _read_attention(path, Column("isl", "count", least=1))
-    cached = np.flatnonzero(table["step"])[:1]
-    fail(path, [Fault(int(table.lines[i]), "step", int(table["step"][i]),
-                      "0: no cached prefix") for i in cached])
+    for i in np.flatnonzero(table["step"])[:1]:
+        raise wrong(path, "step", int(table["step"][i]), "0: no cached prefix", int(table.lines[i]))
     return _attention(table, table["isl"])
 
 
@@ -111,10 +110,10 @@ class GemmTimes:
         with np.errstate(divide="ignore"):
             values[at] = np.log(table.seconds)
         if np.isneginf(values).any():
-            fail(table.path, [Fault(None, "latency", 0, "a product takes more than no time")])
+            raise wrong(table.path, "latency", 0, "a product takes more than no time")
         if min(values.shape) < 2 or (np.isfinite(values).sum(axis=2) < 2).any():
-            fail(table.path, [Fault(None, "m, n, k", values.shape,
-                                    "two m and n at least, and two k for each m and n")])
+            raise wrong(table.path, "m, n, k", values.shape,
+                        "two m and n at least, and two k for each m and n")
         self._axes = tuple(np.log(axis) for axis in (self.rows, wide, deep))
         self._of = RegularGridInterpolator(self._axes, _filled(values, self._axes[-1]))
 
@@ -170,5 +169,5 @@ def _read_all_reduce(path: Path, more: list[Column], unused: str = "") -> AllRed
             else np.ones(len(table.lines), bool))
     kernel = table["kernel_source"] if "kernel_source" in table else np.full(len(rows), "")
     return AllReduceTable(
-        path=path, ranks=table["num_gpus"][rows], kernel=kernel[rows],
+        ranks=table["num_gpus"][rows], kernel=kernel[rows],
         num_bytes=table["message_size"][rows] * ELEMENT_BYTES, seconds=table["latency"][rows])

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, wrong
 
 _MS = 1e-3
 _SHOWN = 20  # faults of one column that are listed; the rest are counted
@@ -102,7 +102,7 @@ def one_value(table: Table, name: str) -> Any:
     values = np.unique(table[name])
     if len(values) > 1:
         shown = ", ".join(str(v) for v in values[:5])
-        fail(table.path, [Fault(None, name, shown, "one value in the whole file")])
+        raise wrong(table.path, name, shown, "one value in the whole file")
     return values[0].item()
 
 
@@ -114,10 +114,9 @@ def _rows(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
             header = [name.strip() for name in next(reader, [])]
             numbered = [(reader.line_num, row) for row in reader if row]
     except (OSError, UnicodeDecodeError, csv.Error) as cause:
-        fail(path, [Fault(None, "file", None, f"a readable CSV file: {cause}")])
-        raise AssertionError("unreachable") from None
+        raise wrong(path, "file", None, f"a readable CSV file: {cause}") from None
     if not numbered:
-        fail(path, [Fault(None, "rows", None, "a header and at least one row; the file is empty")])
+        raise wrong(path, "rows", None, "a header and at least one row; the file is empty")
     return header, [n for n, _ in numbered], [row for _, row in numbered]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.cluster import Device
+from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xprofiler.importers.draft import ProfileDraft, Source, grouped_messages, samples_at
@@ -72,7 +73,6 @@ class AttentionTable:
     """Medians of attention in one layer [rows]. Prefill: one query of `new_tokens` with
     `cached_tokens` before them; decode: `queries` of one token at `cached_tokens` each."""
 
-    path: Path
     n_embd: int
     n_head: int
     n_kv_head: int
@@ -110,19 +110,17 @@ def read_attention(path: Path) -> AttentionTable:
         Column("is_prefill", "flag")],
         "block_size|max_model_len|attention_backend|profile_method" + _STATS)
     is_prefill = table["is_prefill"]
-    kernel = np.where(is_prefill, table[_median("attn_prefill")],
-                      table[_median("attn_decode")])
+    kernel = np.where(is_prefill, table[_median("attn_prefill")], table[_median("attn_decode")])
     fail(path, [Fault(int(line), _median("attn_prefill" if prefill else "attn_decode"), "",
                       "a time in milliseconds, 0 or more")
                 for line, prefill, s in zip(table.lines, is_prefill, kernel, strict=True)
                 if np.isnan(s)])
     around = [table[_median(op)] for op in _AROUND_ATTENTION if _median(op) in table]
     return AttentionTable(
-        path=path, n_embd=one_value(table, "n_embd"), n_head=one_value(table, "n_q_head"),
+        n_embd=one_value(table, "n_embd"), n_head=one_value(table, "n_q_head"),
         n_kv_head=one_value(table, "n_kv_head"), is_prefill=is_prefill,
-        tp_degree=table["num_tensor_parallel_workers"],
-        queries=table["batch_size"], new_tokens=table["prefill_chunk_size"],
-        cached_tokens=table["kv_cache_size"],
+        tp_degree=table["num_tensor_parallel_workers"], queries=table["batch_size"],
+        new_tokens=table["prefill_chunk_size"], cached_tokens=table["kv_cache_size"],
         seconds=np.sum([kernel, *around], axis=0))
 
 
@@ -192,15 +190,12 @@ PLACES = {
 }
 
 
-def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
-                  links: Mapping[str, str] | None = None) -> Profile:
+def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str) -> Profile:
     """The Profile of the tables for this model's layer and this device in Vidur's data folder.
     Raises InputError listing what is there if there are none."""
     place = PLACES.get(device.name)
     if place is None:
-        fail(folder, [Fault(None, "device", device.name,
-                            f"Vidur's tables are of {', '.join(PLACES)}")])
-    assert place is not None
+        raise wrong(folder, "device", device.name, f"Vidur's tables are of {', '.join(PLACES)}")
     compute = folder / "compute" / place.gpu
 
     def there(name: str) -> Path | None:
@@ -210,8 +205,7 @@ def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
         mlp=_find_mlp(compute, model),
         attention=sorted((folder / "history").glob(f"{place.gpu}_*attention*.csv")),
         all_reduce=there(place.all_reduce), send_recv=there(place.send_recv))
-    return import_profile(model, device, dtype, files,
-                          links=place.links if links is None else links)
+    return import_profile(model, device, dtype, files, links=place.links)
 
 
 def _find_mlp(compute: Path, model: ModelSpec) -> Path:
@@ -223,8 +217,8 @@ def _find_mlp(compute: Path, model: ModelSpec) -> Path:
     if not equal:
         known = "; ".join(f"{path.parent.name} {tuple(shape) if shape else '(unreadable)'}"
                           for path, shape in shapes.items())
-        fail(compute, [Fault(None, "model", model.name, f"a layer of shape "
-                             f"{tuple(_shape_of(model))}; there are: {known or 'no tables'}")])
+        raise wrong(compute, "model", model.name, f"a layer of shape {tuple(_shape_of(model))}; "
+                    f"there are: {known or 'no tables'}")
     return (own or equal)[0]
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
-from xgpt.core.requests import Requests
+from xgpt.core.queries import Requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xgpt.core.workload import Request, RequestError, read_requests, synthetic_requests
 from xrunner.io.results import write_errors

@@ -18,9 +18,8 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray
 from xgpt.core.policies import baselines, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
-from xgpt.core.status import Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limits, admissible

@@ -15,7 +15,7 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
-from xgpt.core.query_times import QueryTimes
+from xgpt.core.queries import QueryTimes
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.pool import Pool, PoolPlan
 from xsimulator.replay.queries import Queries

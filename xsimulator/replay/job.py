@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate, StageAssignment
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for

@@ -11,7 +11,7 @@ import numpy as np
 
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer, planned_outputs, planned_queries, replay_job

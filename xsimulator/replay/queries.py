@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 
 
 class Queries:

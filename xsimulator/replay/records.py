@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.query_times import QueryTimes
+from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import Role
 from xrunner.rules.steps import Step
 

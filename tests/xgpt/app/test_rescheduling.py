@@ -20,7 +20,7 @@ from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import decisions_with_phases, rescheduler_of
 from xgpt.core.job_file import load_job
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order

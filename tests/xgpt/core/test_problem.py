@@ -16,7 +16,7 @@ from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
 from xgpt.core.problem import Problem, resolve, resolve_dtype
-from xgpt.core.requests import Requests
+from xgpt.core.queries import Requests
 from xgpt.core.workload import Request, read_requests
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xgpt.core.query_times import QueryTimes
+from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.report import plots
 from xgpt.report.output import StepRecord

@@ -141,13 +141,11 @@ def test_tables_of_two_engines_are_not_mixed(tables: Path) -> None:
                 context_attention=tables / f"{other}_context_attention.csv"))
 
 
-def test_folders_without_the_device_or_engine_say_what_is_there(tables: Path) -> None:
+def test_folders_without_the_device_say_what_is_there(tables: Path) -> None:
     with pytest.raises(InputError, match="a100_sxm_vllm_0.14.0_gemm.csv"):
         import_folder("aiconfigurator", tables, TINY, catalog.device("H200"), "bfloat16")
     with pytest.raises(InputError, match="A100-80, H100, H200"):
         import_folder("aiconfigurator", tables, TINY, catalog.device("A40"), "bfloat16")
-    with pytest.raises(InputError, match="vllm, trtllm"):
-        aiconfigurator.import_folder(tables, TINY, A100, "bfloat16", framework="sglang")
 
 
 @needs_data

@@ -18,7 +18,7 @@ from replayed import problem_of, replayed_steps, run_steps
 from toys import generate, random_queries, ranks_of, run_in_process, run_waa_in_process
 
 from xgpt.core.policies import policy as row_of
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from replayed import problem_of, replayed_steps, run_steps
 from toys import Collector, generate, random_queries, run_in_process
 
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery

@@ -21,10 +21,9 @@ from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.query_lengths import QueryLengths
-from xgpt.core.schedule import Schedule
+from xgpt.core.queries import QueryLengths
+from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
-from xgpt.core.status import Status
 from xgpt.report.table import schedule_table
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule

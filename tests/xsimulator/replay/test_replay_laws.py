@@ -15,7 +15,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.policies import policy_names
-from xgpt.core.query_times import QueryTimes
+from xgpt.core.queries import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import planned_queries, replay_job

@@ -7,7 +7,7 @@ import pytest
 from problems import TASKS
 
 from xgpt.core import catalog
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 from xsimulator.occupancy import QueryFlow

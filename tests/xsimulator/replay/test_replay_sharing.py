@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from problems import problem_of
 
-from xgpt.core.query_times import QueryTimes
+from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind

@@ -15,7 +15,7 @@ from xgpt.core.errors import InputError, UnknownNameError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
 from xsimulator.policies import make_policy

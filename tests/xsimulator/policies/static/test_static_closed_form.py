@@ -16,7 +16,7 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
-from xgpt.core.query_lengths import QueryLengths
+from xgpt.core.queries import QueryLengths
 from xrunner.rules.static import StaticRule, static_rule
 from xsimulator.policies.static.closed_form import dsi, ft
 from xsimulator.policies.static.config import StaticConfig

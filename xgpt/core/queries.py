@@ -1,0 +1,88 @@
+"""What is known of a job's own queries: what its file asks for and how long they are, before they
+run, and when each of them came, was begun, and got its first and its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.workload import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Requests:
+    """The usable requests of a job, in the order of its file. Arrays are [requests]."""
+
+    input_tokens: IntArray | None  # None where texts were not tokenised
+    caps: IntArray  # most output tokens that a request names; 0 where it leaves that to the job
+    forced: IntArray  # exact number of its output tokens; 0 where the model decides
+    may_stop: NDArray[np.bool_]  # whether it names strings that end its output
+    bad_lines: tuple[RequestError, ...] = ()  # what else is in the file
+    are_tokenised: bool = True  # False: with no model at hand, `input_tokens` is what they give
+    # request -> why it cannot run, whatever the schedule
+    unusable: Mapping[int, str] = field(default_factory=dict)
+    digest: str = ""  # of all that was read
+
+    def __len__(self) -> int:
+        return len(self.caps)
+
+    def output_caps(self, default: int) -> IntArray:
+        """Most tokens that each may generate; `default` where it names no limit."""
+        return np.where(self.caps > 0, self.caps, default)
+
+    @property
+    def are_forced(self) -> bool:
+        """Whether all their output lengths are known."""
+        return bool((self.forced > 0).all()) and not self.may_stop.any()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QueryLengths:
+    """Tokens of each query, [queries]. `most_outputs`: what it may write at most, and so reserves.
+    `outputs` None: how much it writes depends on what the model says."""
+
+    inputs: IntArray
+    most_outputs: IntArray
+    outputs: IntArray | None = None
+
+    @property
+    def reserves(self) -> IntArray:
+        """[queries] tokens of KV cache that each may need."""
+        total: IntArray = self.inputs + self.most_outputs
+        return total
+
+    def take(self, rows: IntArray) -> QueryLengths:
+        """The queries of these rows, in this order."""
+        return QueryLengths(inputs=self.inputs[rows], most_outputs=self.most_outputs[rows],
+                            outputs=None if self.outputs is None else self.outputs[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QueryTimes:
+    """[queries] seconds since the start of the job, of a replay or of a run. A token counts when
+    the head takes it up; where a batch is answered as a whole, the last ones all do at its end."""
+
+    arrival_s: FloatArray
+    start_s: FloatArray  # of the encoding
+    first_token_s: FloatArray
+    last_token_s: FloatArray
+
+    @property
+    def latency_s(self) -> FloatArray:
+        """[queries] from the start of the encoding to the last token."""
+        return self.last_token_s - self.start_s
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """[queries] to the first token, from the arrival on: waiting for its turn counts."""
+        return self.first_token_s - self.arrival_s
+
+    def tpot_s(self, output_tokens: IntArray) -> FloatArray:
+        """[queries of more than one output token] mean time of each token after the first."""
+        after = np.asarray(output_tokens) - 1
+        has_more = after > 0
+        return np.asarray((self.last_token_s - self.first_token_s)[has_more] / after[has_more])
