@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_folder import XGPT, MeasuredToy, write_job
+from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
 
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -66,19 +66,23 @@ def xgpt_command() -> list[str]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One profile cache for all runs: a toy's profile serves every job on it."""
-    return {**os.environ, "XDG_CACHE_HOME": str(_new_cache(tmp_path_factory.mktemp("cache")))}
+    """One profile cache for all runs: a toy's profile serves every job on it, and is measured
+    briefly (support/measured_briefly), for how good the plans are does not matter."""
+    path = [str(SUPPORT / "measured_briefly"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "XDG_CACHE_HOME": str(_new_cache(tmp_path_factory.mktemp("cache"))),
+            "PYTHONPATH": os.pathsep.join(path)}
 
 
 @pytest.fixture(scope="session")
 def measured_llama(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
                    ) -> MeasuredToy:
-    """Measured once, for the tests of what is measured; `cache` holds a copy for all others."""
+    """Measured once, for the tests of what is measured; `cache` holds a copy for all others. It
+    takes its time until it is stopped, and goes on briefly."""
     folder = tmp_path_factory.mktemp("measured")
     own = _new_cache(tmp_path_factory.mktemp("own-cache"))
     job, target = _toy_job(folder, "llama", ranks=2), folder / "profile.json"
     environment = {**cache, "XDG_CACHE_HOME": str(own)}
-    stopped = _stopped_profile(job, own, environment)
+    stopped = _stopped_profile(job, own, {**os.environ, "XDG_CACHE_HOME": str(own)})
     for kept in (own / "xgpt" / "profiles").glob("*.json"):
         shutil.copy(kept, folder / "kept.json")
     done = subprocess.run(
@@ -93,8 +97,7 @@ def measured_llama(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, st
 @pytest.fixture(scope="session")
 def profiled(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str],
              request: pytest.FixtureRequest) -> Callable[[str, int], dict[str, str]]:
-    """`cache`, with the least profile there is of a family's toy on so many ranks: how good the
-    plans are does not matter."""
+    """`cache`, with the least profile there is of a family's toy on so many ranks."""
 
     @functools.cache
     def measure(family: str, ranks: int = 2) -> None:

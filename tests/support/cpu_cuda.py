@@ -58,16 +58,17 @@ def build(folder: Path, extra: Sequence[str] = (), sources: Path | None = None,
 
 
 @cache
-def built() -> dict[str, Path]:
-    """The libraries of the sources as they are now, compiled once and kept in pytest's cache."""
-    digest = hashlib.sha256("\0".join(FLAGS).encode())
+def built(extra: Sequence[str] = ()) -> dict[str, Path]:
+    """The libraries of the sources as they are now, compiled once with these options, too, and kept
+    in pytest's cache."""
+    digest = hashlib.sha256("\0".join([*FLAGS, *extra]).encode())
     for path in sorted([*source_folder().glob("*.cu"), *source_folder().glob("c*.h")]):
         digest.update(path.read_bytes())
     folder = _ROOT / ".pytest_cache" / "cpu_cuda" / digest.hexdigest()[:16]
     if not folder.is_dir():
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
         made.mkdir(parents=True)
-        build(made)
+        build(made, extra)
         if folder.is_dir():  # another process was quicker
             return {name: made / f"{name}.so" for name in SOURCES}
         made.rename(folder)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replayed import problem_of, replayed_steps, run_steps
+from representative import some
 from toys import generate, random_queries, ranks_of, run_in_process, run_waa_in_process
 
 from xgpt.core.policies import policy as row_of
@@ -49,13 +50,33 @@ def work(request: pytest.FixtureRequest, made: Made) -> Work:
     return directory, queries, np.array([len(generate(model, q)) for q in queries])
 
 
-@pytest.mark.parametrize(("degrees", "config"), [
-    ((1,), RraConfig(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
-    ((1, 1), RraConfig(encode_batch=9, decode_iterations=3)),
-    ((2, 1), RraConfig(encode_batch=5, decode_iterations=7, tp_degree=2, tp_gpus=2)),
-    ((2, 2), RraConfig(encode_batch=3, decode_iterations=2, tp_degree=2, tp_gpus=4,
-                       decode_micro_batches=3))])
-@pytest.mark.parametrize("is_tight", [False, True])
+RRA = [((1,), RraConfig(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
+       ((1, 1), RraConfig(encode_batch=9, decode_iterations=3)),
+       ((2, 1), RraConfig(encode_batch=5, decode_iterations=7, tp_degree=2, tp_gpus=2)),
+       ((2, 2), RraConfig(encode_batch=3, decode_iterations=2, tp_degree=2, tp_gpus=4,
+                          decode_micro_batches=3))]
+BASELINES = [("ft", (1, 1), StaticConfig(encode_batch=9, decode_micro_batches=2)),
+             ("ft", (1,), StaticConfig(encode_batch=5, decode_micro_batches=3)),
+             ("dsi", (1, 1, 1), StaticConfig(encode_batch=7, decode_micro_batches=2,
+                                             encode_parts=2)),
+             ("orca", (1,), ContinuousConfig(max_active=6)),
+             ("orca", (2, 1), ContinuousConfig(max_active=7, tp_degree=2, tp_gpus=2)),
+             ("vllm", (1, 1), ContinuousConfig(max_active=9, token_budget=60)),
+             ("sarathi", (1, 1), ContinuousConfig(max_active=9, token_budget=12))]
+WAA = [(2, WaaConfig(encode_batch=4)),
+       (2, WaaConfig(encode_batch=6, decode_micro_batches=2)),
+       (4, WaaConfig(encode_batch=3, decode_micro_batches=3)),
+       (4, WaaConfig(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))]
+
+
+def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: False) -> list[Any]:
+    """Each case with False and with True after it: one of them in turn always, the other with
+    `-m slow`; both always where the case asks for it."""
+    return some([(*case, flag) for case in cases for flag in (False, True)],
+                lambda case: is_in_both(case) or cases.index(case[:-1]) % 2 == case[-1])
+
+
+@pytest.mark.parametrize(("degrees", "config", "is_tight"), in_turns(RRA))
 def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
                                                   config: RraConfig, is_tight: bool) -> None:
     directory, queries, outputs = work
@@ -78,15 +99,9 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
     assert len({step[4] for step in expected}) > 2
 
 
-@pytest.mark.parametrize(("policy", "degrees", "config"), [
-    ("ft", (1, 1), StaticConfig(encode_batch=9, decode_micro_batches=2)),
-    ("ft", (1,), StaticConfig(encode_batch=5, decode_micro_batches=3)),
-    ("dsi", (1, 1, 1), StaticConfig(encode_batch=7, decode_micro_batches=2, encode_parts=2)),
-    ("orca", (1,), ContinuousConfig(max_active=6)),
-    ("orca", (2, 1), ContinuousConfig(max_active=7, tp_degree=2, tp_gpus=2)),
-    ("vllm", (1, 1), ContinuousConfig(max_active=9, token_budget=60)),
-    ("sarathi", (1, 1), ContinuousConfig(max_active=9, token_budget=12))])
-@pytest.mark.parametrize("is_tight", [False, True])
+# those that evict where memory is tight do so there alone
+@pytest.mark.parametrize(("policy", "degrees", "config", "is_tight"), in_turns(
+    BASELINES, lambda case: case[0] in ("vllm", "sarathi")))
 def test_a_baseline_and_its_replay_take_the_same_steps(
         work: Work, policy: str, degrees: tuple[int, ...], config: object,
         is_tight: bool) -> None:
@@ -116,14 +131,9 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
     assert (result.preemptions > 0) == (is_tight and policy in ("vllm", "sarathi"))
 
 
-@pytest.mark.parametrize(("devices", "config"), [
-    (2, WaaConfig(encode_batch=4)),
-    (2, WaaConfig(encode_batch=6, decode_micro_batches=2)),
-    (4, WaaConfig(encode_batch=3, decode_micro_batches=3)),
-    (4, WaaConfig(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))])
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int, is_alone: bool,
-                                                        config: WaaConfig) -> None:
+@pytest.mark.parametrize(("devices", "config", "is_alone"), in_turns(WAA))
+def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
+                                                        config: WaaConfig, is_alone: bool) -> None:
     """`is_alone`: one batch is in the system at a time (their size divides the job)."""
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import cpu_cuda
 import pytest
@@ -152,16 +151,10 @@ print(len(found), "cases")
 """
 
 
-@pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sanitized")
-    cpu_cuda.build(folder, cpu_cuda.SANITIZE)
-    return folder
-
-
-def test_no_kernel_leaves_its_memory_under_addresssanitizer(sanitized: Path) -> None:
+def test_no_kernel_leaves_its_memory_under_addresssanitizer() -> None:
     """Global memory, which is torch's, and shared memory; undefined behaviour, too."""
-    script = SCRIPT.replace("FOLDER", str(sanitized)).replace("NAMES", repr(cpu_cuda.SOURCES))
+    folder = cpu_cuda.built(cpu_cuda.SANITIZE)["rows"].parent
+    script = SCRIPT.replace("FOLDER", str(folder)).replace("NAMES", repr(cpu_cuda.SOURCES))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
                           timeout=280, check=False, env=cpu_cuda.sanitizer_environment())
     assert done.returncode == 0 and "cases" in done.stdout, done.stderr[-3000:]
