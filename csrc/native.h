@@ -2,7 +2,8 @@
  *
  * Arrays are contiguous and row-major unless a stride is named; their shapes stand in [brackets].
  * `dtype` names the elements of activations, and of the KV cache where no `kv_dtype` names those:
- * XGPT_FLOAT32 or XGPT_BFLOAT16; whatever is summed is summed in float32. `threads` is how many threads may work.
+ * XGPT_FLOAT32 or XGPT_BFLOAT16; whatever is summed is summed in float32. `threads` is how many
+ * threads may work.
  * Every operator returns 0, or one of the XGPT_WRONG_* codes if an argument cannot be served; then
  * nothing was written. `xgpt_words(code)` says what is wrong in words.
  *
@@ -83,10 +84,11 @@ int xgpt_add_layer_norm(int dtype, void *normed, void *hidden, const void *added
 
 /* joint [T, (h + 2k) d]: query, key and value of each token. Rotates query (in place) and key by
  * cos, sin [T, d / 2] float32 (null: no rotation; the halves form the pairs) and writes key and
- * value to slots[t], positions[t] of keys, values [slots, k, capacity, d]. */
-int xgpt_place(int dtype, void *joint, const float *cos, const float *sin, void *keys, void *values,
-               const int64_t *slots, const int64_t *positions, int64_t tokens, int64_t heads,
-               int64_t kv_heads, int64_t dim, int64_t num_slots, int64_t capacity, int threads);
+ * value to slots[t], positions[t] of keys, values [slots, k, capacity, d], as kv_dtype. */
+int xgpt_place(int dtype, int kv_dtype, void *joint, const float *cos, const float *sin, void *keys,
+               void *values, const int64_t *slots, const int64_t *positions, int64_t tokens,
+               int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_slots, int64_t capacity,
+               int threads);
 
 /* out [T, I] = silu(gate) * up with joint [T, 2 I]: gate, then up, of each token. */
 int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t tokens, int64_t inner,

@@ -20,7 +20,7 @@ struct Norm {
 };
 
 struct Place {
-    int dtype;
+    int dtype, kv_dtype;
     void *joint;
     const float *cos, *sin;
     void *keys, *values;
@@ -89,11 +89,11 @@ extern "C" int xgpt_add_layer_norm(int dtype, void *normed, void *hidden, const 
     return norm(dtype, normed, hidden, added, weight, bias, tokens, hidden_size, eps, threads);
 }
 
-extern "C" int xgpt_place(int dtype, void *joint, const float *cos, const float *sin, void *keys,
-                          void *values, const int64_t *slots, const int64_t *positions,
+extern "C" int xgpt_place(int dtype, int kv_dtype, void *joint, const float *cos, const float *sin,
+                          void *keys, void *values, const int64_t *slots, const int64_t *positions,
                           int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
                           int64_t num_slots, int64_t capacity, int threads) {
-    if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
+    if (wrong_dtype(dtype) || wrong_dtype(kv_dtype)) return XGPT_WRONG_DTYPE;
     if (tokens < 0 || heads < 1 || kv_heads < 1 || dim < 1 || threads < 1 ||
         (cos && (!sin || dim % 2)))
         return XGPT_WRONG_SIZE;
@@ -101,8 +101,8 @@ extern "C" int xgpt_place(int dtype, void *joint, const float *cos, const float 
         if (slots[t] < 0 || slots[t] >= num_slots) return XGPT_WRONG_SLOT;
         if (positions[t] < 0 || positions[t] >= capacity) return XGPT_WRONG_LENGTH;
     }
-    return run(xgpt::Place{dtype, joint, cos, sin, keys, values, slots, positions, tokens, heads,
-                           kv_heads, dim, capacity,
+    return run(xgpt::Place{dtype, kv_dtype, joint, cos, sin, keys, values, slots, positions, tokens,
+                           heads, kv_heads, dim, capacity,
                            threads_for(tokens * (heads + 2 * kv_heads) * dim, threads)});
 }
 

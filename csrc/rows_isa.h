@@ -50,32 +50,41 @@ static void norm_rows(const Norm &a, int64_t from, int64_t to) {
     }
 }
 
-/* One head, in place: its halves form the pairs that are turned. */
-template <typename E>
-static inline void rotate(E *head, const float *cos, const float *sin, int64_t half) {
+/* One head, onto `out` (which may be the same); the halves form the pairs that are turned. Without
+ * cos it is copied. */
+template <typename From, typename To>
+static inline void turn(const From *head, To *out, const float *cos, const float *sin,
+                        int64_t dim) {
+    if (!cos) {
+        for (int64_t x = 0; x < dim; x += W) store(out + x, load(head + x, dim - x), dim - x);
+        return;
+    }
+    const int64_t half = dim / 2;
     for (int64_t x = 0; x < half; x += W) {
         const int64_t count = half - x;
         const vec c = load(cos + x, count), s = load(sin + x, count);
         const vec low = load(head + x, count), high = load(head + half + x, count);
-        store(head + x, low * c - high * s, count);
-        store(head + half + x, high * c + low * s, count);
+        store(out + x, low * c - high * s, count);
+        store(out + half + x, high * c + low * s, count);
     }
 }
 
-template <typename E>
+template <typename E, typename Kept>
 static void place_rows(const Place &a, int64_t from, int64_t to) {
-    const int64_t heads = a.heads, kv_heads = a.kv_heads, dim = a.dim, half = dim / 2;
+    const int64_t heads = a.heads, kv_heads = a.kv_heads, dim = a.dim;
     for (int64_t t = from; t < to; ++t) {
         E *query = static_cast<E *>(a.joint) + t * (heads + 2 * kv_heads) * dim;
-        E *key = query + heads * dim, *value = key + kv_heads * dim;
-        if (a.cos)
-            for (int64_t head = 0; head < heads + kv_heads; ++head)
-                rotate(query + head * dim, a.cos + t * half, a.sin + t * half, half);
+        const E *key = query + heads * dim, *value = key + kv_heads * dim;
+        const float *cos = a.cos ? a.cos + t * (dim / 2) : nullptr;
+        const float *sin = a.cos ? a.sin + t * (dim / 2) : nullptr;
+        if (cos)
+            for (int64_t head = 0; head < heads; ++head)
+                turn(query + head * dim, query + head * dim, cos, sin, dim);
         for (int64_t head = 0; head < kv_heads; ++head) {
             const int64_t at =
                 ((a.slots[t] * kv_heads + head) * a.capacity + a.positions[t]) * dim;
-            memcpy(static_cast<E *>(a.keys) + at, key + head * dim, dim * sizeof(E));
-            memcpy(static_cast<E *>(a.values) + at, value + head * dim, dim * sizeof(E));
+            turn(key + head * dim, static_cast<Kept *>(a.keys) + at, cos, sin, dim);
+            turn(value + head * dim, static_cast<Kept *>(a.values) + at, nullptr, nullptr, dim);
         }
     }
 }
@@ -141,7 +150,9 @@ static int norm_any(const Norm &a) {
     return shared_rows(a, norm_rows<float>, norm_rows<bfloat16>);
 }
 static int place_any(const Place &a) {
-    return shared_rows(a, place_rows<float>, place_rows<bfloat16>);
+    if (a.kv_dtype == XGPT_FLOAT32)
+        return shared_rows(a, place_rows<float, float>, place_rows<bfloat16, float>);
+    return shared_rows(a, place_rows<float, bfloat16>, place_rows<bfloat16, bfloat16>);
 }
 static int best_any(const Best &a) {
     return shared_rows(a, best_rows<float>, best_rows<bfloat16>);

@@ -16,9 +16,9 @@ from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.shard import Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed
+from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed, residual
 from xrunner.models.t5 import SCALE
-from xrunner.models.weights import OnDevice, RandomWeights
+from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
 from xrunner.ops.attention import (
     decode_attention,
     decode_context,
@@ -27,6 +27,7 @@ from xrunner.ops.attention import (
     store_packed,
     whole_inputs,
 )
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 from xrunner.ops.sampling import sample
 from xrunner.query import Sampling
@@ -47,8 +48,8 @@ class EncoderDecoderBench:
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling, self._clock = sampling, clock_of(self.device)
         classes, shard = ENCODER_DECODER_CLASSES[spec.family], Shard(degree=tp_degree)
-        weights = OnDevice(RandomWeights(dtype), self.device)
-        as_type = weight_dtype or dtype
+        self._work_dtype = as_type = weight_dtype or dtype
+        weights = WideVectors(OnDevice(RandomWeights(dtype), self.device), as_type)
         self._encoder: list[Any] = [packed(classes.encoder_layer(spec, weights, i, shard), as_type)
                                     for i in range(self.num_encoder_layers)]
         self._decoder: list[Any] = [packed(classes.decoder_layer(spec, weights, i, shard), as_type)
@@ -69,14 +70,14 @@ class EncoderDecoderBench:
 
         def step() -> StepParts:
             watch = _Watch(self._clock)
-            hidden = watch("embed", self._encoder_ends.embed, tokens, places.positions)
+            hidden = watch("embed", self._embedded, self._encoder_ends, tokens, places.positions)
             bias = watch("rest", self._encoder_ends.bias, max(lengths))
             for layer in self._encoder:
                 joint = watch("rest", layer.qkv, hidden)
                 attended = watch("attention", packed_attention, joint, layer.heads, lengths, SCALE,
                                  bias)
-                hidden = watch("rest", layer.finish, hidden, attended)
-            encoded = watch("rest", self._encoder_ends.finish, hidden)
+                watch("rest", layer.finish, hidden, attended)
+            encoded = watch("rest", self._encoder_ends.finish, hidden.total())
             for layer, (keys, values) in zip(self._decoder, cache.store, strict=True):
                 key, value = watch("cross_kv", layer.cross_kv, encoded)
                 watch("cross_kv", store_packed, key, value, (keys, values), places)
@@ -96,7 +97,7 @@ class EncoderDecoderBench:
             watch = _Watch(self._clock)
             context = decode_context([n + 1 for n in contexts], device=self.device)
             across = decode_context(encoder_tokens, device=self.device)
-            hidden = watch("embed", self._decoder_ends.embed, tokens, context.positions)
+            hidden = watch("embed", self._embedded, self._decoder_ends, tokens, context.positions)
             bias = watch("rest", self._decoder_ends.bias, context.longest)
             for layer, (keys, values), (cross_keys, cross_values) in zip(
                     self._decoder, own.store, cross.store, strict=True):
@@ -105,14 +106,18 @@ class EncoderDecoderBench:
                               context.places)
                 attended = watch("attention", decode_attention, query, (keys, values), context,
                                  SCALE, bias)
-                hidden, query = watch("rest", layer.cross_query, hidden, attended)
+                query = watch("rest", layer.cross_query, hidden, attended)
                 attended = watch("cross", decode_attention, query, (cross_keys, cross_values),
                                  across, SCALE)
-                hidden = watch("rest", layer.finish, hidden, attended)
-            watch("head", lambda: sample(self._decoder_ends.scores(hidden), choices, positions))
+                watch("rest", layer.finish, hidden, attended)
+            watch("head", lambda: sample(self._decoder_ends.scores(hidden.total()), choices,
+                                         positions))
             return watch.parts(self.num_layers)
 
         return step
+
+    def _embedded(self, ends: Any, tokens: torch.Tensor, positions: torch.Tensor) -> Residual:
+        return residual(ends.embed(tokens, positions), self._work_dtype, is_own=True)
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
         """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""

@@ -14,9 +14,14 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import Role, StageAssignment
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, StageModel, packed
+from xrunner.models.stage_model import (
+    ENCODER_DECODER_CLASSES,
+    StageModel,
+    packed,
+    residual,
+)
 from xrunner.models.t5 import SCALE
-from xrunner.models.weights import OnDevice, WeightSource
+from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import (
     DecodeContext,
     decode_attention,
@@ -41,7 +46,8 @@ class EncoderDecoderStage:
                  shard: Shard = WHOLE, device: torch.device | str = "cpu",
                  weight_dtype: torch.dtype | None = None, role: Role = "both") -> None:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: as they are stored); `role`: the pool's."""
+        are multiplied as `weight_dtype` (None: as they are stored); `role`: the pool's.
+        Activations are of that type, too; the caches, and what goes to other ranks, are not."""
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
         classes = ENCODER_DECODER_CLASSES[spec.family]
@@ -53,7 +59,8 @@ class EncoderDecoderStage:
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
-        as_type = weight_dtype or self.dtype
+        self.work_dtype = as_type = weight_dtype or self.dtype
+        placed, shard = WideVectors(placed, as_type), shard.rounding(self.dtype)
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
                    as_type) for i in range(stage.num_encoder_layers)]
@@ -83,19 +90,22 @@ class EncoderDecoderStage:
         stage, hidden [T, H] after it. Returns hidden [T, H]; on the last stage the encoder's
         output."""
         positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
-        hidden = self.encoder_ends.embed(inputs, positions) if self.is_first else inputs
+        hidden = residual(self.encoder_ends.embed(inputs, positions) if self.is_first else inputs,
+                          self.work_dtype, is_own=self.is_first)
         if self.encoder_layers:
             bias = self.encoder_ends.bias(max(lengths))
             for layer in self.encoder_layers:
                 attended = packed_attention(layer.qkv(hidden), layer.heads, lengths, SCALE, bias)
-                hidden = layer.finish(hidden, attended)
-        return self.encoder_ends.finish(hidden) if self.is_last else hidden
+                layer.finish(hidden, attended)
+        out: Tensor = hidden.total()
+        return (self.encoder_ends.finish(out) if self.is_last else out).to(self.dtype)
 
     def store_encoded(self, encoded: Tensor, cache: Tensor, first_slot: int,
                       lengths: Sequence[int]) -> None:
         """The encoder's output [T, H] as keys and values in the cross-attention's cache
         [layers, 2, slots, k, capacity, d], from `first_slot` on."""
         places = encode_context(whole_inputs(lengths, first_slot), encoded.device).places
+        encoded = encoded.to(self.work_dtype)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
             key, value = layer.cross_kv(encoded)
             store_packed(key, value, (keys, values), places)
@@ -105,16 +115,17 @@ class EncoderDecoderStage:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
         after it; `cache` of the tokens so far, as `step` reads it; `encoded` of the inputs, which
         are read whole (`across`). Returns hidden [n, H]."""
-        hidden = self.ends.embed(inputs, step.positions) if self.is_first else inputs
+        hidden = residual(self.ends.embed(inputs, step.positions) if self.is_first else inputs,
+                          self.work_dtype, is_own=self.is_first)
         bias = self.ends.bias(step.longest)
         for layer, (keys, values), (cross_keys, cross_values) in zip(
                 self.layers, cache, encoded, strict=True):
             query = place(layer.qkv(hidden), layer.heads, (keys, values), step.places)
             attended = decode_attention(query, (keys, values), step, SCALE, bias)
-            hidden, query = layer.cross_query(hidden, attended)
+            query = layer.cross_query(hidden, attended)
             attended = decode_attention(query, (cross_keys, cross_values), across, SCALE)
-            hidden = layer.finish(hidden, attended)
-        return hidden
+            layer.finish(hidden, attended)
+        return hidden.total() if self.is_last else hidden.total().to(self.dtype)
 
     def scores(self, hidden: Tensor) -> Scores:
         """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""

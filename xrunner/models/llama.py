@@ -11,6 +11,7 @@ from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.head import Head, HeadScores
 from xrunner.ops.linear import Product
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import Rotation, rms_norm, silu_mul
 
 
@@ -49,15 +50,15 @@ class LlamaLayer:
     def products(self) -> tuple[Product, ...]:
         return self._qkv, self._out, self._gate_up, self._down
 
-    def qkv(self, hidden: Tensor) -> Tensor:
+    def qkv(self, hidden: Residual) -> Tensor:
         """hidden [T, H] -> query, key and value of each token [T, (h + 2 k) d], not yet rotated."""
-        return self._qkv(rms_norm(hidden, self.input_norm, self.eps))
+        return self._qkv(hidden.rms_norm(self.input_norm, self.eps))
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
-        hidden = self._out.added_to(hidden, attended, self._all_reduce)
-        inner = silu_mul(self._gate_up.unrounded(rms_norm(hidden, self.mlp_norm, self.eps)))
-        return self._down.added_to(hidden, inner, self._all_reduce)
+    def finish(self, hidden: Residual, attended: Tensor) -> None:
+        """hidden [T, H], attended [T, h * d]: hidden becomes the layer's output."""
+        hidden.add(self._out(attended), self._all_reduce)
+        inner = silu_mul(self._gate_up(hidden.rms_norm(self.mlp_norm, self.eps)))
+        hidden.add(self._down(inner), self._all_reduce)
 
 
 class LlamaEnds:

@@ -12,6 +12,7 @@ from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.head import Head, HeadScores
 from xrunner.ops.linear import Product
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import layer_norm
 
 Norm = tuple[Tensor, Tensor]  # weight, bias
@@ -42,16 +43,16 @@ class PreNormLayer:
         weights = self.weights
         return weights.qkv, weights.out, weights.up, weights.down
 
-    def qkv(self, hidden: Tensor) -> Tensor:
+    def qkv(self, hidden: Residual) -> Tensor:
         """hidden [T, H] -> query, key and value of each token [T, 3 h d]."""
-        return self.weights.qkv(layer_norm(hidden, *self.weights.input_norm, self.eps))
+        return self.weights.qkv(hidden.layer_norm(*self.weights.input_norm, self.eps))
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
+    def finish(self, hidden: Residual, attended: Tensor) -> None:
+        """hidden [T, H], attended [T, h * d]: hidden becomes the layer's output."""
         weights = self.weights
-        hidden = weights.out.added_to(hidden, attended, self._all_reduce)
-        inner = weights.up.unrounded(layer_norm(hidden, *weights.mlp_norm, self.eps))
-        return weights.down.added_to(hidden, inner, self._all_reduce)
+        hidden.add(weights.out(attended), self._all_reduce)
+        inner = weights.up(hidden.layer_norm(*weights.mlp_norm, self.eps))
+        hidden.add(weights.down(inner), self._all_reduce)
 
 
 class EndNames(NamedTuple):

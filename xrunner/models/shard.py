@@ -7,8 +7,11 @@ alone, which adds it exactly once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
@@ -21,6 +24,10 @@ def _identity(tensor: Tensor) -> Tensor:
 
 def _alone(tensor: Tensor) -> Tensor | None:
     return tensor[None]
+
+
+def _sum_as(all_reduce: Callable[[Tensor], Tensor], dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return all_reduce(tensor.to(dtype)).to(tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,10 @@ class Shard:
     def completes(self) -> Callable[[Tensor], Tensor] | None:
         """What makes partial sums whole; None for a rank alone, whose sums are."""
         return None if self.degree == 1 else self.all_reduce
+
+    def rounding(self, dtype: torch.dtype) -> Self:
+        """The same, whose sums are of `dtype` on their way between ranks, whatever the tensors."""
+        return replace(self, all_reduce=partial(_sum_as, self.all_reduce, dtype))
 
     def share(self, count: int) -> int:
         """This rank's part of `count` heads or columns, which the degree divides."""

@@ -13,7 +13,7 @@ from xrunner.models.llama import LlamaEnds, LlamaLayer
 from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
-from xrunner.models.weights import OnDevice, WeightSource
+from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import (
     DecodeContext,
     EncodeContext,
@@ -22,6 +22,7 @@ from xrunner.ops.attention import (
 )
 from xrunner.ops.head import Scores
 from xrunner.ops.linear import Product
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import Places, place
 
 
@@ -36,9 +37,9 @@ class Layer(Protocol):
     @property
     def products(self) -> tuple[Product, ...]: ...
 
-    def qkv(self, hidden: Tensor) -> Tensor: ...
+    def qkv(self, hidden: Residual) -> Tensor: ...
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor: ...
+    def finish(self, hidden: Residual, attended: Tensor) -> None: ...
 
 
 LAYER_CLASSES: dict[str, tuple[Any, Any]] = {
@@ -73,6 +74,13 @@ def packed(layer: Any, weight_dtype: torch.dtype) -> Any:
     return layer
 
 
+def residual(inputs: Tensor, dtype: torch.dtype, *, is_own: bool) -> Residual:
+    """What a step begins with, as `dtype`. `is_own`: nobody else has the tensor (within a process
+    a message may be another rank's, too)."""
+    hidden = inputs.to(dtype)
+    return Residual(hidden if is_own or hidden is not inputs else inputs.clone())
+
+
 class StageModel:
     """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes."""
 
@@ -81,7 +89,8 @@ class StageModel:
                  device: torch.device | str = "cpu",
                  weight_dtype: torch.dtype | None = None) -> None:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: `dtype`)."""
+        are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too; the
+        cache, and what goes to other ranks, of `dtype`."""
         assert spec.family in LAYER_CLASSES, f"{spec.family = } is not decoder-only"
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
@@ -90,7 +99,8 @@ class StageModel:
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
-        as_type = weight_dtype or dtype
+        self.work_dtype = as_type = weight_dtype or dtype
+        placed, shard = WideVectors(placed, as_type), shard.rounding(dtype)
         self.layers: list[Layer] = [
             packed(layer_class(spec, placed, stage.first_layer + i, shard), as_type)
             for i in range(stage.num_layers)]
@@ -135,8 +145,8 @@ class StageModel:
         n = 0 if decoded is None else len(decoded.slots)
         places = Places(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
             *(step.places for step in (decoded, encoded) if step is not None), strict=True)))
-        hidden = self.ends.embed(inputs, self._within(places.positions)) if self.is_first else (
-            inputs)
+        hidden = residual(self.ends.embed(inputs, self._within(places.positions))
+                          if self.is_first else inputs, self.work_dtype, is_own=self.is_first)
         rotation = self.ends.rotation(places.positions)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
             query = place(layer.qkv(hidden), layer.heads, (keys, values), places, rotation)
@@ -145,9 +155,8 @@ class StageModel:
                 attended.append(decode_attention(query[:n], (keys, values), decoded))
             if encoded is not None:
                 attended.append(encode_attention(query[n:], (keys, values), encoded))
-            hidden = layer.finish(hidden, attended[0] if len(attended) == 1 else (
-                torch.cat(attended)))
-        return hidden
+            layer.finish(hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+        return hidden.total() if self.is_last else hidden.total().to(self.dtype)
 
     def _within(self, positions: Tensor) -> Tensor:
         """A static batch decodes the rows of queries that are done, beyond the model's positions if

@@ -18,6 +18,7 @@ from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import Distances
 from xrunner.ops.head import Head, HeadScores
 from xrunner.ops.linear import Product
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import rms_norm
 
 SCALE = 1.0  # of the attention scores: T5's initialisation stands in for 1 / sqrt(d)
@@ -82,15 +83,15 @@ class T5EncoderLayer:
     def products(self) -> tuple[Product, ...]:
         return self._qkv, self._out, self._up, self._down
 
-    def qkv(self, hidden: Tensor) -> Tensor:
+    def qkv(self, hidden: Residual) -> Tensor:
         """hidden [T, H] -> query, key and value of each token [T, 3 h d]."""
-        return self._qkv(rms_norm(hidden, self.input_norm, self.eps))
+        return self._qkv(hidden.rms_norm(self.input_norm, self.eps))
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """hidden [T, H], attended [T, h * d] -> the layer's output [T, H]."""
-        hidden = self._out.added_to(hidden, attended, self._all_reduce)
-        inner = self._activate(self._up.unrounded(rms_norm(hidden, self.mlp_norm, self.eps)))
-        return self._down.added_to(hidden, inner, self._all_reduce)
+    def finish(self, hidden: Residual, attended: Tensor) -> None:
+        """hidden [T, H], attended [T, h * d]: hidden becomes the layer's output."""
+        hidden.add(self._out(attended), self._all_reduce)
+        inner = self._activate(self._up(hidden.rms_norm(self.mlp_norm, self.eps)))
+        hidden.add(self._down(inner), self._all_reduce)
 
 
 class T5DecoderLayer:
@@ -117,27 +118,27 @@ class T5DecoderLayer:
         return (self._qkv, self._out, self._cross_query, self._cross_out, self._cross_kv, self._up,
                 self._down)
 
-    def qkv(self, hidden: Tensor) -> Tensor:
+    def qkv(self, hidden: Residual) -> Tensor:
         """hidden [n, H] -> query, key and value of each token [n, 3 h d]."""
-        return self._qkv(rms_norm(hidden, self.input_norm, self.eps))
+        return self._qkv(hidden.rms_norm(self.input_norm, self.eps))
 
     def cross_kv(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """The encoder's output [T, H] -> key, value, each [T, h, d], for the cross-attention."""
         key, value = self._cross_kv(encoded).view(len(encoded), 2, self.heads, self.dim).unbind(1)
         return key, value
 
-    def cross_query(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [n, H], self-attention's output [n, h * d] -> hidden [n, H] with it added, and
-        the query of the cross-attention [n, h, d]."""
-        hidden = self._out.added_to(hidden, attended, self._all_reduce)
-        query = self._cross_query(rms_norm(hidden, self.cross_norm, self.eps))
-        return hidden, query.view(len(hidden), self.heads, self.dim)
+    def cross_query(self, hidden: Residual, attended: Tensor) -> Tensor:
+        """hidden [n, H], to which self-attention's output [n, h * d] is added -> the query of the
+        cross-attention [n, h, d]."""
+        hidden.add(self._out(attended), self._all_reduce)
+        query = self._cross_query(hidden.rms_norm(self.cross_norm, self.eps))
+        return query.view(len(query), self.heads, self.dim)
 
-    def finish(self, hidden: Tensor, cross_attended: Tensor) -> Tensor:
-        """hidden [n, H], cross-attention's output [n, h * d] -> the layer's output [n, H]."""
-        hidden = self._cross_out.added_to(hidden, cross_attended, self._all_reduce)
-        inner = self._activate(self._up.unrounded(rms_norm(hidden, self.mlp_norm, self.eps)))
-        return self._down.added_to(hidden, inner, self._all_reduce)
+    def finish(self, hidden: Residual, cross_attended: Tensor) -> None:
+        """hidden [n, H], cross-attention's output [n, h * d]: hidden becomes the layer's output."""
+        hidden.add(self._cross_out(cross_attended), self._all_reduce)
+        inner = self._activate(self._up(hidden.rms_norm(self.mlp_norm, self.eps)))
+        hidden.add(self._down(inner), self._all_reduce)
 
 
 class T5EncoderEnds:

@@ -54,6 +54,21 @@ class OnDevice:
         return self._weights.has(name)
 
 
+class WideVectors:
+    """Another source's tensors, those of one dimension (norms and biases) as `wide`: the type of
+    the activations that they meet."""
+
+    def __init__(self, weights: WeightSource, wide: torch.dtype) -> None:
+        self._weights, self._wide, self.dtype = weights, wide, weights.dtype
+
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        tensor = self._weights.get(name, shape, part)
+        return tensor.to(self._wide) if len(shape) == 1 else tensor
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+
 class RandomWeights:
     """Weights for performance work: an element's value depends on the seed, its tensor's name and
     shape and its place alone, so that every rank agrees on it however the tensor is divided."""

@@ -56,14 +56,14 @@ class Head:
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, V_local], of the dtype that the weight is held as."""
-        parts = [piece.unrounded(x) for piece in self._pieces]
+        parts = [piece(x) for piece in self._pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def best(self, x: Tensor) -> Best:
         """x [n, H]: the largest of each row."""
         found, first = no_tokens(len(x), x.device), 0
         for piece in self._pieces:
-            found = keep_best(found, piece.unrounded(x), first)
+            found = keep_best(found, piece(x), first)
             first += piece.shape[0]
         return found
 

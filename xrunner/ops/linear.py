@@ -3,8 +3,8 @@
 A weight is a view of the checkpoint until `pack` copies it into oneDNN's own blocked layout, which
 spares oneDNN from doing that at every call (benchmarks/floor.py measures both; bfloat16 on an Intel
 Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
-A bfloat16 weight may be kept as float32: some processors multiply that twice as fast. The result
-is rounded to the activations' type either way.
+A bfloat16 weight may be kept as float32: some processors multiply that twice as fast. Activations
+are float32 then, too, so that nothing is widened before a product or rounded after it.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,6 @@ class Product:
         self.weight: Tensor | None = weight
         self.bias, self._activation = bias, activation
         self.shape = tuple(weight.shape)
-        self._dtype = weight.dtype  # of the activations
         self._packed: Tensor | None = None
 
     @property
@@ -50,12 +49,7 @@ class Product:
             self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], of the activations' dtype."""
-        return self.unrounded(x).to(self._dtype)
-
-    def unrounded(self, x: Tensor) -> Tensor:
-        """The same of the dtype that the weight is held as, for what follows at once: rounding is
-        a pass over the result, and widening it again another."""
+        """x [T, in] -> [T, out], of the dtype that the weight is held as."""
         if self._packed is None:
             assert self.weight is not None
             out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
@@ -64,16 +58,6 @@ class Product:
         result: Tensor = _PACKED._linear_pointwise(
             x.to(self._packed.dtype), self._packed, self.bias, self._activation, [], algorithm)
         return result
-
-    def added_to(self, hidden: Tensor, x: Tensor,
-                 all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """hidden [T, out] + x W^T + b, in one pass where that serves. `all_reduce` sums the product
-        over a tensor-parallel group; None: this rank has all of it."""
-        if all_reduce is not None or self._packed is None or self._packed.dtype != hidden.dtype:
-            out = self(x)
-            return hidden + (out if all_reduce is None else all_reduce(out))
-        added: Tensor = _PACKED._linear_pointwise(x, hidden, self._packed, self.bias, "add")
-        return added
 
 
 def is_packable(dtype: torch.dtype) -> bool:

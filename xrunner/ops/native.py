@@ -44,7 +44,7 @@ OPERATORS = {
     "xgpt_packed_attention": "i ipppplplllfplli",
     "xgpt_add_rms_norm": "i ippppllfi",
     "xgpt_add_layer_norm": "i ipppppllfi",
-    "xgpt_place": "i ippppppplllllli",
+    "xgpt_place": "i iippppppplllllli",
     "xgpt_silu_mul": "i ipplli",
     "xgpt_keep_best": "i ipppllli",
     "xgpt_kv_compact": "i pllpppllllli",

@@ -27,32 +27,42 @@ class Places(NamedTuple):
     positions: Tensor
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """hidden [T, H], weight [H] -> hidden / sqrt(mean(hidden^2) + eps) * weight."""
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
+    """hidden [T, H] += added [T, H], if any, in place; then, with weight [H],
+    hidden / sqrt(mean(hidden^2) + eps) * weight."""
+    assert added is None or _are_alike(added, hidden), f"{added.shape = } {hidden.shape = }"
     gpu = cuda_modules.ops_for("add_rms_norm", hidden)
     if gpu is not None and hidden.is_contiguous():
-        return gpu.add_rms_norm(hidden, None, weight, eps)
+        return gpu.add_rms_norm(hidden, added, weight, eps)
     if not _is_native(hidden):
+        hidden = hidden if added is None else hidden.add_(added)
         return F.rms_norm(hidden, weight.shape, weight, eps)
     normed, lib = torch.empty_like(hidden), library()
     assert lib is not None
-    check(lib.xgpt_add_rms_norm(dtype_code(hidden), normed.data_ptr(), hidden.data_ptr(), None,
-                                weight.data_ptr(), *hidden.shape, eps, threads()))
+    check(lib.xgpt_add_rms_norm(
+        dtype_code(hidden), normed.data_ptr(), hidden.data_ptr(),
+        None if added is None else added.data_ptr(), weight.data_ptr(), *hidden.shape, eps,
+        threads()))
     return normed
 
 
-def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """hidden [T, H], weight and bias [H] -> the normalised rows, scaled and shifted."""
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float,
+               added: Tensor | None = None) -> Tensor:
+    """hidden [T, H] += added [T, H], if any, in place; then the normalised rows, scaled by weight
+    [H] and shifted by bias [H]."""
+    assert added is None or _are_alike(added, hidden), f"{added.shape = } {hidden.shape = }"
     gpu = cuda_modules.ops_for("add_layer_norm", hidden)
     if gpu is not None and hidden.is_contiguous():
-        return gpu.add_layer_norm(hidden, None, (weight, bias), eps)
+        return gpu.add_layer_norm(hidden, added, (weight, bias), eps)
     if not _is_native(hidden):
+        hidden = hidden if added is None else hidden.add_(added)
         return F.layer_norm(hidden, weight.shape, weight, bias, eps)
     normed, lib = torch.empty_like(hidden), library()
     assert lib is not None
-    check(lib.xgpt_add_layer_norm(dtype_code(hidden), normed.data_ptr(), hidden.data_ptr(), None,
-                                  weight.data_ptr(), bias.data_ptr(), *hidden.shape, eps,
-                                  threads()))
+    check(lib.xgpt_add_layer_norm(
+        dtype_code(hidden), normed.data_ptr(), hidden.data_ptr(),
+        None if added is None else added.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+        *hidden.shape, eps, threads()))
     return normed
 
 
@@ -76,8 +86,8 @@ def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Place
           rotation: Rotation | None = None) -> Tensor:
     """Rotates query and key, if the family does, and puts key and value into the cache.
 
-    joint [T, (h + 2 k) d]: query, key, value of each token, rotated in place; cache: keys and
-    values, each [slots, k, capacity, d]. Returns the query [T, h, d], a view of `joint`.
+    joint [T, (h + 2 k) d]: query, key, value of each token, given up; cache: keys and values, each
+    [slots, k, capacity, d], of any type. Returns the query [T, h, d], a view of `joint`.
     """
     keys, values = cache
     num_slots, kv_heads, capacity, dim = keys.shape
@@ -87,21 +97,22 @@ def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Place
             and keys.is_contiguous()):
         gpu.place(joint, rotation, cache, *places)
         return split[:, :heads]
-    if _is_native(joint) and keys.dtype == joint.dtype and keys.is_contiguous():
+    if _is_native(joint) and _is_native(keys) and _is_native(values):
         cos, sin = rotation or (None, None)
         lib = library()
         assert lib is not None
         check(lib.xgpt_place(
-            dtype_code(joint), joint.data_ptr(), None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            places.slots.data_ptr(), places.positions.data_ptr(), len(joint), heads, kv_heads, dim,
-            num_slots, capacity, threads()))
+            dtype_code(joint), dtype_code(keys), joint.data_ptr(),
+            None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), places.slots.data_ptr(),
+            places.positions.data_ptr(), len(joint), heads, kv_heads, dim, num_slots, capacity,
+            threads()))
         return split[:, :heads]
     query, key, value = torch.split(split, [heads, kv_heads, kv_heads], dim=1)
     if rotation is not None:
         query, key = _rotated(query, rotation), _rotated(key, rotation)
-    keys[places.slots, :, places.positions] = key
-    values[places.slots, :, places.positions] = value
+    keys[places.slots, :, places.positions] = key.to(keys.dtype)
+    values[places.slots, :, places.positions] = value.to(keys.dtype)
     return query
 
 
@@ -110,6 +121,10 @@ def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (torch.cat([part, part], dim=-1)[:, None, :].to(x.dtype) for part in rotation)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous()
 
 
 def _is_native(tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ from xrunner.ops.attention import (
     store_packed,
     whole_inputs,
 )
+from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 
 LENGTHS, STEPS = [17, 3, 1, 9], 9
@@ -51,12 +52,12 @@ class Runner:
     def encode(self, tokens: Tensor) -> Tensor:
         """Packed tokens [T] -> encoder output [T, H]; leaves the cross-attention's entries."""
         places = encode_context(whole_inputs(LENGTHS)).places
-        hidden = self.encoder_ends.embed(tokens, places.positions)
+        hidden = Residual(self.encoder_ends.embed(tokens, places.positions))
         bias = self.encoder_ends.bias(max(LENGTHS))
         for layer in self.encoder:
             attended = packed_attention(layer.qkv(hidden), layer.heads, LENGTHS, SCALE, bias)
-            hidden = layer.finish(hidden, attended)
-        encoded = self.encoder_ends.finish(hidden)
+            layer.finish(hidden, attended)
+        encoded = self.encoder_ends.finish(hidden.total())
         for layer, (keys, values) in zip(self.decoder, self.cross_cache, strict=True):
             store_packed(*layer.cross_kv(encoded), (keys, values), places)
         return encoded
@@ -65,14 +66,14 @@ class Runner:
         """One token [n] of the first n queries, of which each has `contexts` [n] cached."""
         step = decode_context((contexts + 1).tolist())
         bias, cross = self.decoder_ends.bias(step.longest), decode_context(LENGTHS[:len(tokens)])
-        hidden = self.decoder_ends.embed(tokens, contexts)
+        hidden = Residual(self.decoder_ends.embed(tokens, contexts))
         for layer, own, theirs in zip(self.decoder, self.self_cache, self.cross_cache, strict=True):
             query = place(layer.qkv(hidden), layer.heads, tuple(own), step.places)
             attended = decode_attention(query, tuple(own), step, SCALE, bias)
-            hidden, query = layer.cross_query(hidden, attended)
+            query = layer.cross_query(hidden, attended)
             attended = decode_attention(query, tuple(theirs), cross, SCALE)
-            hidden = layer.finish(hidden, attended)
-        return logits_of(self.decoder_ends, hidden)
+            layer.finish(hidden, attended)
+        return logits_of(self.decoder_ends, hidden.total())
 
 
 def inputs() -> Tensor:

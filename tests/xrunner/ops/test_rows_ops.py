@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from torch import Tensor
 
-from xrunner.ops import native
 from xrunner.ops.rows import Places, Rotation, layer_norm, place, rms_norm, silu_mul
 
 SIZES = [1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 576]
@@ -45,29 +44,41 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @every_implementation
 @many
-@given(case=rows, eps=st.sampled_from([1e-6, 1e-5, 1e-1]))
-def test_rms_norm(implementation: Implementation, case: Rows, eps: float) -> None:
+@given(case=rows, eps=st.sampled_from([1e-6, 1e-5, 1e-1]), adds=st.booleans())
+def test_rms_norm(implementation: Implementation, case: Rows, eps: float, adds: bool) -> None:
     hidden, weight = case.normal(case.tokens, case.size) * 3, case.normal(case.size)
+    device, stream, added = implementation.device, hidden.clone(), None
+    if adds:
+        added = case.normal(1, case.tokens, case.size)[0].contiguous()
+        hidden = hidden + added
     scale = (hidden.double().square().mean(-1, keepdim=True) + eps).rsqrt()
-    device = implementation.device
+    stream = stream.to(device)
     with implementation.using(), num_threads(case.threads):
-        got = rms_norm(hidden.to(device), weight.to(device), eps)
+        got = rms_norm(stream, weight.to(device), eps,
+                       None if added is None else added.to(device))
+    assert torch.equal(stream.cpu(), hidden)
     assert_near(got.cpu(), hidden.double() * scale * weight.double(), case.dtype)
 
 
 @every_implementation
 @many
-@given(case=rows)
-def test_layer_norm(implementation: Implementation, case: Rows) -> None:
+@given(case=rows, adds=st.booleans())
+def test_layer_norm(implementation: Implementation, case: Rows, adds: bool) -> None:
     if 1 < case.size < 8:  # a few values may be nearly equal: all is rounding then
         case = case._replace(size=8)
     hidden = case.normal(case.tokens, case.size) * 3 + 2
     weight, bias = case.normal(case.size), case.normal(1, case.size)[0].contiguous()
+    stream, added = hidden.clone().to(implementation.device), None
+    if adds:
+        added = case.normal(1, case.tokens, case.size)[0].contiguous()
+        hidden = hidden + added
     off = hidden.double() - hidden.double().mean(-1, keepdim=True)
     scale = (off.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     device = implementation.device
     with implementation.using(), num_threads(case.threads):
-        got = layer_norm(hidden.to(device), weight.to(device), bias.to(device), 1e-5)
+        got = layer_norm(stream, weight.to(device), bias.to(device), 1e-5,
+                         None if added is None else added.to(device))
+    assert torch.equal(stream.cpu(), hidden)
     assert_near(got.cpu(), off * scale * weight.double() + bias.double(), case.dtype)
 
 
@@ -85,10 +96,12 @@ def test_silu_mul(implementation: Implementation, case: Rows, factor: float) -> 
 
 @every_implementation
 @many
-@given(case=rows, heads=st.integers(1, 4), kv_heads=st.integers(1, 3), rotates=st.booleans())
+@given(case=rows, heads=st.integers(1, 4), kv_heads=st.integers(1, 3), rotates=st.booleans(),
+       kept=st.sampled_from(DTYPES))
 def test_place_rotates_and_writes_where_it_is_told(
-        implementation: Implementation, case: Rows, heads: int, kv_heads: int,
-        rotates: bool) -> None:
+        implementation: Implementation, case: Rows, heads: int, kv_heads: int, rotates: bool,
+        kept: torch.dtype) -> None:
+    """`kept`: the type of the cache."""
     dim = min(case.size, 64) * (2 if rotates else 1)
     slots, capacity, device = 3, 29, implementation.device
     joint = case.normal(case.tokens, (heads + 2 * kv_heads) * dim)
@@ -96,7 +109,7 @@ def test_place_rotates_and_writes_where_it_is_told(
     rotation = Rotation(angles.cos(), angles.sin()) if rotates else None
     where = torch.randperm(slots * capacity)[:case.tokens]
     places = Places(where // capacity, where % capacity)
-    caches = [case.normal(slots, kv_heads, capacity, dim) for _ in range(2)]
+    caches = [case.normal(slots, kv_heads, capacity, dim, dtype=kept) for _ in range(2)]
     split = joint.double().view(case.tokens, heads + 2 * kv_heads, dim)
     turned, value = split[:, :heads + kv_heads], split[:, heads + kv_heads:]
     if rotates:
@@ -105,34 +118,14 @@ def test_place_rotates_and_writes_where_it_is_told(
         turned = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     expected = [cache.double() for cache in caches]
     expected[0][places.slots, :, places.positions] = turned[:, heads:]
-    expected[1][places.slots, :, places.positions] = value
+    expected[1][places.slots, :, places.positions] = value.to(kept).double()
     there = [cache.to(device) for cache in caches]
     with implementation.using(), num_threads(case.threads):
         query = place(joint.to(device), heads, (there[0], there[1]),
                       Places(*(part.to(device) for part in places)),
                       rotation and Rotation(*(part.to(device) for part in rotation)))
     assert_near(query.cpu(), turned[:, :heads], case.dtype)
-    assert_near(there[0].cpu(), expected[0], case.dtype)
+    near = min(kept, case.dtype, key=lambda dtype: dtype.itemsize)  # the coarser of the two
+    assert_near(there[0].cpu().to(near), expected[0], near)
+    assert there[0].dtype == kept
     assert torch.equal(there[1].cpu().double(), expected[1])
-
-
-@pytest.mark.skipif(native.library() is None, reason=native.describe())
-@pytest.mark.parametrize("name", ["xgpt_add_rms_norm", "xgpt_add_layer_norm"])
-@many
-@given(case=rows)
-def test_a_norm_adds_the_residual_first(name: str, case: Rows) -> None:
-    lib = native.library()
-    assert lib is not None
-    hidden, added = case.normal(case.tokens, case.size), case.normal(1, case.tokens, case.size)[0]
-    weight, normed, alone = (case.normal(case.size), torch.empty_like(hidden),
-                             torch.empty_like(hidden))
-    expected = hidden + added
-    code = native.dtype_code(hidden)
-    more = [weight.data_ptr()] * (2 if "layer" in name else 1)
-    rest = [case.tokens, case.size, 1e-5, case.threads]
-    operator = getattr(lib, name)
-    native.check(operator(code, normed.data_ptr(), hidden.data_ptr(), added.data_ptr(), *more,
-                          *rest))
-    assert torch.equal(hidden, expected)
-    native.check(operator(code, alone.data_ptr(), hidden.data_ptr(), None, *more, *rest))
-    assert torch.equal(hidden, expected) and torch.equal(normed, alone)
