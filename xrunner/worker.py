@@ -21,7 +21,7 @@ from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.loading import Loaded, load, report_of
 from xrunner.plan import RunPlan, load_plan
-from xrunner.rank import Stopwatch, conduct, order_of, read_work, to_the_end
+from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xrunner.transport.comm import Comm
@@ -143,4 +143,4 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -24,6 +24,7 @@ from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
+from xgpt.launch.standby import Standby
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.table import WIDTH
 from xprofiler.profile_file import save_profile
@@ -39,16 +40,16 @@ from xscheduler.evaluator import predict
 from xsimulator.replay.predict import JobPrediction
 
 
-def open_to_run(job: Job, tell: Teller) -> OpenedJob:
-    """The job with its model's files and an output folder. Raises InputError for one that cannot be
-    run."""
+def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
+    """The job with its model's files and an output folder. `standby`: may serve as its only rank.
+    Raises InputError for one that cannot be run."""
     refuse_what_cannot_run(job, tell)  # before a model is fetched for it
     opened = open_job(job, tell, "run")
     assert opened.files is not None, "fetched above"
     tell.say(f"model: {job.model}, served by {opened.files.served_by}")
     check_model(opened)
     make_folder(job)
-    return executable(opened)
+    return executable(replace(opened, standby=standby))
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
@@ -88,7 +89,8 @@ def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     write_job(opened)
     beginning, prediction = said_of(schedule), _predicted(opened, timing, schedule)
     run_file = plan.save()
-    contention = Contention()
+    standby = opened.standby
+    contention = Contention(children=() if standby is None else (standby.process.pid,))
     _start(opened, schedule, run_file, lock, rescheduler)
     others_share = contention.others_share()
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
@@ -137,6 +139,7 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
 
     program = RankProgram(
         module=engine_of(opened.job).worker, argument=run_file, inherited=(lock,),
+        standby=opened.standby,
         count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages))
     try:
         launcher_of(opened.job, opened.problem).run(

@@ -1,28 +1,25 @@
 """`xgpt run` executes a schedule; `xgpt submit` does all of it."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
-from xgpt.app.plan import plan_job
-from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.cli.options import job_arguments, print_json
-from xgpt.cli.terminal import Terminal, say
+from xgpt.cli.terminal import Terminal
 from xgpt.core.job_file import load_job
-from xgpt.core.schedule_file import load_schedule
-from xgpt.report.table import schedule_table
+from xgpt.launch.standby import standby_for
+
+# Imported when a rank has been started: the two import side by side.
+_USE_CASES = "xgpt.app.submit"
 
 
 @click.command()
 @job_arguments
 def submit(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for."""
-    plan = plan_job(open_to_run(load_job(job_file, overrides), Terminal()))
-    say(f"times: {plan.timing.provenance()}")
-    say(schedule_table(plan.schedule))
-    metrics = execute(plan.opened, plan.timing, plan.schedule)
-    if as_json:
-        print_json(metrics)
+    _do("submit", job_file, overrides, as_json)
 
 
 @click.command()
@@ -32,9 +29,13 @@ def submit(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         schedule_file: Path | None) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
-    opened = open_to_run(load_job(job_file, overrides), Terminal())
-    path = schedule_file or opened.job.output / "schedule.json"
-    plan = to_run(opened, load_schedule(path), path)
-    metrics = execute(plan.opened, plan.timing, plan.schedule)
+    _do("run", job_file, overrides, as_json, schedule_file=schedule_file)
+
+
+def _do(use_case: str, job_file: Path, overrides: tuple[str, ...], as_json: bool,
+        **more: Any) -> None:
+    job = load_job(job_file, overrides)
+    with standby_for(job) as standby:
+        metrics = getattr(import_module(_USE_CASES), use_case)(job, Terminal(), standby, **more)
     if as_json:
         print_json(metrics)

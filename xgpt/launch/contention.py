@@ -4,6 +4,7 @@ than its prediction."""
 import os
 import resource
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 NOTICEABLE_SHARE = 0.05  # with a rank on every core, this much slows all of them
@@ -11,11 +12,12 @@ NOTICEABLE_SHARE = 0.05  # with a rank on every core, this much slows all of the
 
 class Contention:
     """Starts counting when made. `others_share` is known once child processes have been waited for:
-    their time counts as ours."""
+    their time counts as ours, but for what those that are there already (`children`) have used."""
 
-    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+    def __init__(self, stat: Path = Path("/proc/stat"), children: Iterable[int] = ()) -> None:
         self._stat = stat
-        self._busy_s, self._own_s, self._start_s = _busy_s(stat), _own_s(), time.monotonic()
+        self._busy_s, self._start_s = _busy_s(stat), time.monotonic()
+        self._own_s = _own_s() + sum(_used_s(child) for child in children)
 
     def others_share(self) -> float | None:
         """Share of all cores that was neither idle nor ours (a host's other guests included); None
@@ -43,6 +45,17 @@ def _busy_s(stat: Path) -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _used_s(process: int) -> float:
+    """Seconds of the cores that a process has used; 0 where it has ended, or the system does not
+    say."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0.0
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:

@@ -8,17 +8,19 @@ from typing import Protocol
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
+from xgpt.launch.standby import Standby
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
-    output folder's lock)."""
+    output folder's lock). `standby`: a process that may serve as the only rank."""
 
     module: str
     argument: Path
     count: int
     inherited: tuple[int, ...] = ()
+    standby: Standby | None = None
 
 
 class Launcher(Protocol):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.process import run_watched
+from xgpt.launch.process import Started, start, watch_to_end
+from xgpt.launch.standby import SERVES
 
 
 class LocalLauncher:
@@ -22,8 +23,18 @@ class LocalLauncher:
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
-        run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
-                    inherited=ranks.inherited)
+        started = _serving(ranks) or start(self.command(ranks), inherited=ranks.inherited)
+        watch_to_end(started, watch=watch, ask_to_stop=ask_to_stop)
+
+
+def _serving(ranks: RankProgram) -> Started | None:
+    """The process started ahead, where it can serve; where not, it makes room."""
+    if ranks.standby is None:
+        return None
+    if ranks.count == 1 and ranks.module == SERVES:
+        return ranks.standby.serve(ranks.argument, ranks.inherited)
+    ranks.standby.dismiss()
+    return None
 
 
 def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:

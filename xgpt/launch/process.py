@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
+from typing import IO, NamedTuple
 
 from xgpt.core.errors import StoppedEarly, XgptError
 
@@ -21,23 +24,44 @@ _GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 _GRACE_S = 20.0  # between asking a run to stop and ending it
 
 
+class Started(NamedTuple):
+    """A command at work, and what it and its children print."""
+
+    process: subprocess.Popen[bytes]
+    messages: IO[bytes]
+
+
+def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
+          inherited: tuple[int, ...] = ()) -> Started:
+    """Starts the command of ranks."""
+    environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
+    messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
+    # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
+    process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
+                               stdin=stdin, env=environment,
+                               start_new_session=True, pass_fds=inherited)
+    return Started(process, messages)
+
+
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
                 ask_to_stop: Callable[[], None] | None,
                 inherited: tuple[int, ...] = ()) -> None:
     """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher)."""
-    environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile() as messages:
-        # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
-        process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
-                                   stdin=subprocess.DEVNULL, env=environment,
-                                   start_new_session=True, pass_fds=inherited)
+    watch_to_end(start(command, inherited=inherited), watch=watch, ask_to_stop=ask_to_stop)
+
+
+def watch_to_end(started: Started, *, watch: Callable[[], None],
+                 ask_to_stop: Callable[[], None] | None) -> None:
+    """Returns when the ranks have ended, as a Launcher promises."""
+    process, messages = started
+    with messages, _ended(process) as wait:
         stopper = _Stopper(process, ask_to_stop)
         try:
             with stopper:
                 while process.poll() is None:
                     watch()
                     stopper.check()
-                    time.sleep(_POLL_S)
+                    wait(_POLL_S)
             watch()
         finally:
             if process.poll() is None:
@@ -48,6 +72,20 @@ def run_watched(command: Sequence[str], *, watch: Callable[[], None],
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()
             raise XgptError(f"the ranks failed (exit code {process.returncode}):\n{_tail(text)}")
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[Callable[[float], object]]:
+    """Waits for so many seconds, or until the process ends where the system tells at once."""
+    try:
+        file = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # not Linux
+        yield time.sleep
+        return
+    try:
+        yield lambda seconds: select.select([file], [], [], seconds)
+    finally:
+        os.close(file)
 
 
 class _Stopper:

@@ -1,0 +1,30 @@
+"""A job from its file's words to its results: planned, shown, run."""
+
+from pathlib import Path
+from typing import Any
+
+from xgpt.app.plan import plan_job
+from xgpt.app.run import execute, open_to_run, to_run
+from xgpt.app.telling import Teller
+from xgpt.core.job import Job
+from xgpt.core.schedule_file import load_schedule
+from xgpt.launch.standby import Standby
+from xgpt.report.table import schedule_table
+
+
+def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
+    """Profiles, plans and runs the job; returns what metrics.json holds. `standby`: may serve as
+    its only rank. Raises StoppedEarly where it was asked to stop."""
+    plan = plan_job(open_to_run(job, tell, standby))
+    tell.say(f"times: {plan.timing.provenance()}")
+    tell.say(schedule_table(plan.schedule))
+    return execute(plan.opened, plan.timing, plan.schedule)
+
+
+def run(job: Job, tell: Teller, standby: Standby | None = None,
+        schedule_file: Path | None = None) -> dict[str, Any]:
+    """Does the same by the schedule of a file, by default the one in the job's output folder."""
+    opened = open_to_run(job, tell, standby)
+    path = schedule_file or opened.job.output / "schedule.json"
+    plan = to_run(opened, load_schedule(path), path)
+    return execute(plan.opened, plan.timing, plan.schedule)

@@ -1,0 +1,69 @@
+"""A rank that is started before it is known what it is to run. Importing takes it longer than it
+takes to plan for it; where it turns out not to be wanted, it is let go of."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.job import Job
+from xgpt.core.run_section import LOCAL_CLUSTER
+from xgpt.launch.process import Started, start
+
+SERVES = "xrunner.worker"  # whose part it takes, alone in its run
+_PROGRAM = "xrunner.standby"
+
+
+class Standby:
+    """A process that waits for its run. It ends by itself when this one does."""
+
+    def __init__(self, program: str = _PROGRAM) -> None:
+        self._line, other_end = socket.socketpair()
+        with other_end:
+            self._started = start([sys.executable, "-m", program], stdin=other_end.fileno())
+        self._is_free = True
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self._started.process
+
+    def serve(self, argument: Path, inherited: tuple[int, ...]) -> Started | None:
+        """The process, which from now on works as `python -m xrunner.worker ARGUMENT` and keeps
+        the descriptors `inherited` open; None where it has ended, or has served before."""
+        if not self._is_free or self.process.poll() is not None:
+            return None
+        try:
+            socket.send_fds(self._line, [str(argument).encode()], inherited)
+        except OSError:
+            return None
+        self._is_free = False
+        return self._started
+
+    def dismiss(self) -> None:
+        """Ends the process, unless it serves."""
+        self._line.close()
+        if self._is_free:
+            self._is_free = False
+            self.process.kill()
+            self.process.wait()
+            self._started.messages.close()
+
+
+@contextmanager
+def standby_for(job: Job) -> Iterator[Standby | None]:
+    """A rank for the job, as long as it may be asked for; None where the ranks will be of another
+    kind, or are known to be several. Where the number is open, one is the likeliest."""
+    run = job.run
+    is_ours = job.cluster == LOCAL_CLUSTER and run.engine == OWN_ENGINE and job.slurm is None
+    may_be_alone = run.ranks in (None, 1) and not run.hosts
+    has_torch = find_spec("torch") is not None
+    standby = Standby() if is_ours and may_be_alone and has_torch else None
+    try:
+        yield standby
+    finally:
+        if standby is not None:
+            standby.dismiss()
