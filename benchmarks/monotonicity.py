@@ -38,8 +38,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.spaces.tensor_plans import all_tensor_plans
-from xsimulator.policies import make_policy
-from xsimulator.policies.grids import geometric
+from xsimulator.policies import geometric, make_policy
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.plans import pool_ranks

@@ -1,4 +1,4 @@
-"""Imports point one way (design.md section 4), and torch and MPI stay where they belong."""
+"""Imports point one way (docs/design.md), and torch and MPI stay where they belong."""
 
 from __future__ import annotations
 

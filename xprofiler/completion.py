@@ -1,15 +1,11 @@
 """A table of measured times made whole: gaps filled, noise smoothed, continued beyond its end.
 
-All functions work on `values` [y, x], seconds; NaN stands for a cell that was not measured.
-"""
+All functions work on `values` [y, x], seconds; NaN stands for a cell that was not measured."""
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-from xgpt.core.lengths import FloatArray
-
-BoolArray = NDArray[np.bool_]
+from xgpt.core.lengths import BoolArray, FloatArray
 
 LEAST_S = 1e-12  # what takes less counts as this, where a logarithm or a ratio is taken
 _LEAST_POWER, _MOST_POWER = 1.0, 2.0  # of the length, that attention over an input takes in time

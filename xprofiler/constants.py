@@ -14,8 +14,7 @@ tables that no constant was fit to (A40, H200, the other models). In-sample are,
 
 The other tables were in view while form and rounding were chosen, so they are not blind tests.
 
-CPU figures are torch 2.13 on a two-core AVX-512 machine. A measured profile replaces all.
-"""
+CPU figures are torch 2.13 on a two-core AVX-512 machine. A measured profile replaces all."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.core.lengths import FloatArray
-from xprofiler.completion import LEAST_S, BoolArray, continued, fill, growing, within_neighbours
+from xgpt.core.lengths import BoolArray, FloatArray
+from xprofiler.completion import LEAST_S, continued, fill, growing, within_neighbours
 
 IndexArray = NDArray[np.intp]
 
@@ -26,8 +26,7 @@ class Shape:
     takes no time (an operator), or there is a fixed cost (a message). `is_power`: between two x,
     and beyond the last, time is a power of x (attention over a whole input, between linear and
     quadratic: a chord would lie far above it), not a line. `grows_with_x`: more of x never takes
-    less time (attention over a whole input may: a longer one takes other tiles).
-    """
+    less time (attention over a whole input may: a longer one takes other tiles)."""
 
     grows_with_x: bool = True
     grows_with_y: bool = True

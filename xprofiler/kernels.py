@@ -2,8 +2,7 @@
 saturate, plus launches (xprofiler.constants). Times are for one rank's 1 / tp_degree shard.
 
 Every time grows with its size, and the time per token never grows: the search relies on both.
-Waves and tiles therefore enter as their smooth envelope, not as stairs.
-"""
+Waves and tiles therefore enter as their smooth envelope, not as stairs."""
 
 import numpy as np
 from numpy.typing import ArrayLike

@@ -65,8 +65,7 @@ class Remembered:
         return self._once((kind, tp_degree, link.name), lambda: self._source.message_s(
             kind, num_bytes, link, tp_degree=tp_degree), num_bytes)
 
-    def _once(self, what: Hashable, ask: Callable[[], FloatArray],
-              *sizes: ArrayLike) -> FloatArray:
+    def _once(self, what: Hashable, ask: Callable[[], FloatArray], *sizes: ArrayLike) -> FloatArray:
         arrays = [np.asarray(size, float) for size in sizes]
         if sum(array.size for array in arrays) > MOST_SIZES:
             return ask()

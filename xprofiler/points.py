@@ -2,8 +2,7 @@
 interpolation would be furthest off. Torch-free.
 
 Sizes are kept off the powers of two: kernels tile by them and are up to a tenth quicker there than
-at the sizes between, which are what a run meets. Input lengths lie on both sides of every tile.
-"""
+at the sizes between, which are what a run meets. Input lengths lie on both sides of every tile."""
 
 from __future__ import annotations
 

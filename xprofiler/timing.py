@@ -2,8 +2,7 @@
 
 The measured profile and the analytic roofline are interchangeable behind it. Sizes and seconds are
 arrays (broadcast against each other), in elements, tokens, bytes and seconds; a time is what one
-tensor-parallel group needs for its shard, without synchronisation.
-"""
+tensor-parallel group needs for its shard, without synchronisation."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -11,8 +11,7 @@ one of a layer. Symbols of the docstrings, in elements:
 Weights are counted once, vectors (norms, biases) not at all, and nothing that a fused kernel could
 keep on the chip: attention scores, the MLP's inner columns, logits. A multiply-add is two
 operations. Data that stay in a cache between two calls can beat the floor; in a run's steps the
-weights do not.
-"""
+weights do not."""
 
 from typing import NamedTuple
 

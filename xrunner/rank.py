@@ -110,14 +110,14 @@ def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     sink.close(wall_s, state)
     world.comm.flush()
     reports = world.gather(report()) or []
-    write_measured(sink.output, Outcome(
+    write_measured(sink.output, RunOutcome(
         state=state, wall_s=wall_s, queries_before=queries_before, num_errors=num_errors,
         num_held=sink.num_held, changes=sink.launcher.taken if sink.launcher is not None else ()),
         sink.tally, reports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended. `num_held`: results in held.jsonl of one that was stopped, since one before
     them is not done. `changes`: of the control variables while it ran."""
 
@@ -129,7 +129,7 @@ class Outcome:
     changes: Sequence[Mapping[str, Any]] = ()
 
 
-def write_measured(output: Path, outcome: Outcome, tally: Tally,
+def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
                    reports: Sequence[RankReport]) -> None:
     """`tally`: of the queries of this run."""
     wall_s, tokens = outcome.wall_s, tally.output_tokens

@@ -12,7 +12,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Pool, Schedule
 from xgpt.core.schedule_file import load_schedule
-from xrunner.engine.head import Head, Link
+from xrunner.engine.head import Head, PoolLink
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.roster import Vocabulary
@@ -111,7 +111,7 @@ def _rule_of(pool: Pool, schedule: Schedule) -> BatchingRule:
     return rules_for(schedule.estimate)[names.index(pool.name)]
 
 
-def _link(rule: BatchingRule, schedule: Schedule, comm: Comm) -> Link | None:
+def _link(rule: BatchingRule, schedule: Schedule, comm: Comm) -> PoolLink | None:
     """What ties the encode pool of `rule` to the decode pool; None where one pool does both."""
     if len(schedule.deployment.pools) == 1:
         return None

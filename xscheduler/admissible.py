@@ -6,9 +6,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xprofiler.interpolation import REFUSED_BEYOND
-from xsimulator.policies.figures import BoolArray, EstimateArrays
+from xsimulator.policies.figures import EstimateArrays
 
 SLACK = 1e-9  # queries: a mean that is a whole number but for rounding counts as that
 
@@ -24,7 +24,7 @@ class Limit(IntEnum):
 
     @property
     def words(self) -> str:
-        """As it is shown; "" where nothing is forbidden."""
+        """The limit as it is shown; "" for NONE."""
         return ("", "memory", "number of queries", "measured range", "latency")[self]
 
 
@@ -71,5 +71,5 @@ def crowding(fits: BoolArray, present: FloatArray, stretch: FloatArray, queries:
 
 
 def beyond_range(stretch: FloatArray, limit: float = REFUSED_BEYOND) -> BoolArray:
-    """Where sizes lie so far beyond those measured that the timing source refuses them."""
+    """[configs] whether sizes lie so far beyond those measured that the source refuses them."""
     return np.asarray(stretch > limit)

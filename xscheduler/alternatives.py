@@ -34,7 +34,7 @@ class Best(NamedTuple):
 
 
 def best_in(space: Space, searched: Searched) -> list[Best]:
-    """At most one; none where no admissible point was found."""
+    """The best that a search found, alone in a list; [] where no point was admissible."""
     best = searched.outcome.best
     return [] if best is None else [Best(space, searched, best)]
 

@@ -8,13 +8,12 @@ bounds are; this file only keeps the books: a box is split until its bound is wi
 incumbent, and the bound of the whole is the highest of those given up.
 
 Order is explicit: boxes by (bound, age), incumbents by (objective, then the smaller point), so the
-same input gives the same answer whatever the clock, unless `max_seconds` cuts it short."""
+same input gives the same answer whatever the clock."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,21 +91,19 @@ class Outcome:
 
 
 def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *,
-             gap: float, max_nodes: int | None = None, max_seconds: float | None = None,
+             gap: float, max_nodes: int | None = None,
              split: Callable[[Box], Sequence[Box]] = Box.split, floor: float = 0.0) -> Outcome:
     """The best admissible point of the roots, within the relative `gap` of the optimum.
 
-    roots: numbered 0, 1, ... by their `root`. They are always examined; `max_nodes` and
-    `max_seconds` are looked at after each batch of boxes. floor: an objective that is had
-    elsewhere: boxes that are no better are given up too, so that a best point worse than it is the
-    best only of those looked at."""
+    roots: numbered 0, 1, ... by their `root`. They are always examined; `max_nodes` is looked at
+    after each batch of boxes. floor: an objective that is had elsewhere: boxes that are no better
+    are given up too, so that a best point worse than it is the best only of those looked at."""
     assert gap >= 0, f"{gap = }"
     assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
-    deadline = math.inf if max_seconds is None else time.monotonic() + max_seconds
     search = _Search(gap, len(roots), floor)
     search.add(examine(roots) if roots else [])
     while search.is_open:
-        if (max_nodes is not None and search.nodes >= max_nodes) or time.monotonic() > deadline:
+        if max_nodes is not None and search.nodes >= max_nodes:
             return search.outcome(Status.LIMIT)
         children = [child for box in search.pop(BATCH) for child in split(box)]
         search.add(examine(children))

@@ -10,6 +10,7 @@ draw from the same random numbers."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from xgpt.core.errors import InfeasibleError
@@ -55,7 +56,7 @@ class DriftRow:
 
     @property
     def throughput_difference(self) -> float:
-        """Of the kept schedule to the best, as a share of the best; nan without one."""
+        """What the kept schedule has more than the best, as a share of that; nan without one."""
         if self.best is None:
             return math.nan
         return self.kept.throughput_qps / self.best.throughput_qps - 1
@@ -69,18 +70,34 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     search: the best estimate for a problem with other lengths; raises InfeasibleError. Of a
     length that the changed distribution has, the bound's quantile is its own to the search, not
     the planned one."""
-    replays = _Replays(problem, timing, search, least_queries)
-    usual = replays.figures(problem.lengths, estimate)
+
+    @cache
+    def figures(lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
+        """The schedule's on these lengths; None where the replay has no steady state."""
+        changed, constraint = replace(problem, lengths=lengths), problem.constraint
+        count = enough_queries(estimate, least=least_queries, rounds=ROUNDS, most=MOST_QUERIES)
+        result = Evaluator(changed, timing).replay(estimate, count, SEED)
+        of_all, of_one = (steady_figures(result, constraint.with_latency(kind=kind),
+                                         problem.lengths.outputs)
+                          for kind in ("queries", "sequence"))
+        if of_all is None or of_one is None:
+            return None
+        return DriftFigures(throughput_qps=of_all.throughput_qps, queries_s=of_all.latency_s,
+                            sequence_s=of_one.latency_s)
+
+    @cache
+    def best(lengths: JointLengths) -> DriftFigures | None:
+        try:
+            found = search(replace(problem, lengths=lengths))
+        except InfeasibleError:
+            return None
+        return figures(lengths, found)
+
+    usual = figures(problem.lengths, estimate)
     assert usual is not None, "no steady state on the planned lengths"
-    rows = []
-    for statistic, change, lengths in changed_lengths(problem.lengths):
-        is_usual = lengths is problem.lengths
-        kept = usual if is_usual else replays.figures(lengths, estimate)
-        if kept is None:
-            continue
-        rows.append(_row(problem, statistic, change, usual, kept,
-                         replays.best(problem.lengths if is_usual else lengths)))
-    return tuple(rows)
+    return tuple(_row(problem, statistic, change, usual, kept, best(lengths))
+                 for statistic, change, lengths in changed_lengths(problem.lengths)
+                 if (kept := figures(lengths, estimate)) is not None)
 
 
 def changed_lengths(lengths: JointLengths) -> list[tuple[Statistic, float, JointLengths]]:
@@ -92,42 +109,6 @@ def changed_lengths(lengths: JointLengths) -> list[tuple[Statistic, float, Joint
          lambda by: with_output_moments(lengths, skewness_change=by)))
     return [(statistic, change, lengths if change == usual else changed(change))
             for statistic, changes, usual, changed in ways for change in changes]
-
-
-class _Replays:
-    """Replays on changed lengths; keeps the unchanged distribution's best."""
-
-    def __init__(self, problem: Problem, timing: TimingSource,
-                 search: Callable[[Problem], Estimate], least_queries: int) -> None:
-        self._problem, self._timing, self._search = problem, timing, search
-        self._least_queries = least_queries
-        self._known: dict[int, DriftFigures | None] = {}
-
-    def best(self, lengths: JointLengths) -> DriftFigures | None:
-        if id(lengths) not in self._known:
-            try:
-                found = self._search(replace(self._problem, lengths=lengths))
-            except InfeasibleError:
-                return None
-            figures = self.figures(lengths, found)
-            if lengths is not self._problem.lengths:
-                return figures
-            self._known[id(lengths)] = figures
-        return self._known[id(lengths)]
-
-    def figures(self, lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
-        """None where the replay has no steady state."""
-        problem, planned = replace(self._problem, lengths=lengths), self._problem.lengths.outputs
-        count = enough_queries(estimate, least=self._least_queries, rounds=ROUNDS,
-                               most=MOST_QUERIES)
-        result = Evaluator(problem, self._timing).replay(estimate, count, SEED)
-        constraint = problem.constraint
-        of_all = steady_figures(result, constraint.with_latency(kind="queries"), planned)
-        of_one = steady_figures(result, constraint.with_latency(kind="sequence"), planned)
-        if of_all is None or of_one is None:
-            return None
-        return DriftFigures(throughput_qps=of_all.throughput_qps, queries_s=of_all.latency_s,
-                            sequence_s=of_one.latency_s)
 
 
 def _row(problem: Problem, statistic: Statistic, change: float, usual: DriftFigures,

@@ -33,9 +33,6 @@ def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | 
             f"{_what_binds(schedule, problem, timing, limit_s)}{_cost_of_bound(schedule)}.")
 
 
-# --- the policy -------------------------------------------------------------------------------
-
-
 def _why_policy(schedule: Schedule, problem: Problem) -> str:
     own_qps = schedule.figures.throughput_qps
     start = f"{schedule.estimate.policy.upper()} ({_how(schedule)})"
@@ -83,9 +80,6 @@ def _policy_of(row: Rejected) -> str:
     return row.label.removeprefix(POLICY_ROW).partition(":")[0].strip().upper()
 
 
-# --- the control variables --------------------------------------------------------------------
-
-
 def _why_variables(schedule: Schedule) -> str:
     batch, decoding = schedule.figures.encode_batch, f"{schedule.figures.decode_batch:.0f} decoding"
     queries = "one query is" if batch == 1 else f"{batch} queries are"
@@ -130,9 +124,6 @@ def _tensor_plan(schedule: Schedule) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-# --- what binds -------------------------------------------------------------------------------
 
 
 def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | None,

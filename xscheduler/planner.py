@@ -5,8 +5,7 @@
     beginning  where outputs are known only as caps and no schedule keeps the bound with those:
                the quickest there is
     job        for a job of few queries what answers these soonest, ramp and drain included
-    room       for the longest request, where memory allows it
-"""
+    room       for the longest request, where memory allows it"""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ class Planner:
         self._known: dict[float, Schedule] = {}  # of the steady state, by latency bound
 
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
-        """The schedule to run under the bound (by default the problem's). Raises InfeasibleError.
-        """
+        """The schedule to run under a bound, by default the problem's. Raises InfeasibleError."""
         problem = _bounded(self.problem, latency_bound_s)
         return with_room(plan_with_enough(
             problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
@@ -119,8 +117,7 @@ class Planner:
         return self._search_of(problem).find(problem.constraint.latency_s)
 
     def _like(self, problem: Problem) -> Planner:
-        """The planner of the problem under any bound, which may be without its number of queries.
-        """
+        """The planner of the problem under any bound, perhaps without its number of queries."""
         if problem.num_queries == self.problem.num_queries:
             return self
         if self._numberless is None:

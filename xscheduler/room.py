@@ -80,5 +80,5 @@ def mean_present(slots: int) -> int:
 
 
 def _layer_bytes(problem: Problem) -> int:
-    """Of one token's KV entries in a layer."""
+    """Bytes of one token's KV entries in a layer."""
     return problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]

@@ -65,7 +65,7 @@ class MarginParts:
     model: float = 1.0
 
     def kept(self, cost: float = 0.0) -> Margin:
-        """As a schedule says it, which has less throughput for it by the share `cost`."""
+        """The margin as a schedule says it, which has less throughput for it by a share `cost`."""
         return Margin(factor=self.factor, cost=cost, note=self.sentence)
 
 
@@ -108,7 +108,7 @@ class Doubts:
             unmeasured)
 
     def _model_factor(self, estimate: Estimate) -> float:
-        """By how much a replay's latency exceeds the closed form's."""
+        """The factor by which a replay's latency exceeds the closed form's."""
         if not self._replays or math.isinf(self.problem.constraint.latency_s):
             return 1.0
         ratio = self._evaluator.replayed_latency_s(estimate) / estimate.figures.latency_s
@@ -128,8 +128,6 @@ class Doubts:
     def with_own_lengths(self, schedule: Schedule) -> Schedule:
         """A schedule found for other lengths, with this problem's estimate of it."""
         return replace(schedule, estimate=self._evaluator.estimate(schedule.estimate))
-
-    # --- causes -------------------------------------------------------------------------------
 
     def _timing_spread(self, estimate: Estimate, expected_s: float) -> tuple[float, float]:
         """(standard deviation of the latency's logarithm, share of it that no table explains)."""
@@ -156,7 +154,7 @@ class Doubts:
 
     @cached_property
     def _drifted(self) -> dict[float, JointLengths]:
-        """The unchanged among them, so that the worst is never better than that."""
+        """Lengths by drift, the unchanged among them: the worst is never better than that."""
         lengths, drift = self.problem.lengths, self.problem.constraint.drift
         changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
         return {change: with_output_moments(lengths, mean_factor=1 + change, moves=True)
@@ -171,10 +169,8 @@ class Doubts:
                                              timing or self._evaluator.timing)
         return self._variants[name]
 
-    # --- words --------------------------------------------------------------------------------
-
     def _worded(self, parts: MarginParts, unmeasured: float) -> MarginParts:
-        """With its sentence."""
+        """The same parts with their sentence."""
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
             return replace(parts, sentence="there is no bound, so none can be broken")

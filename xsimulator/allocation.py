@@ -3,8 +3,7 @@
 The first `tp_gpus` devices form groups of `tp_degree`, the others are single; each group or single
 is a stage. Layers go where they finish earliest: a stage's load is its layers' time plus, on the
 first and last, that of the embedding and the output head, for a fixed reference workload of the
-problem, so the split does not depend on the batch sizes searched over.
-"""
+problem, so the split does not depend on the batch sizes searched over."""
 
 import heapq
 import itertools
@@ -82,8 +81,7 @@ def _split(layers: int, layer_s: Sequence[float], fixed_s: Sequence[float], *,
     """Counts that sum to `layers` and minimise the largest fixed_s + count * layer_s.
 
     Giving each layer in turn to the stage that would finish it earliest is optimal for that
-    measure; ties go to the earlier stage.
-    """
+    measure; ties go to the earlier stage."""
     counts = [at_least] * len(layer_s)
     loads = [(fixed + (at_least + 1) * cost, stage)
              for stage, (fixed, cost) in enumerate(zip(fixed_s, layer_s, strict=True))]

@@ -3,8 +3,7 @@
 An envelope never exceeds the times it is made of, rises with the size, and falls in relation to it:
 twice the size never takes less, nor more than twice as long. Where the times themselves are like
 that, as physics would have it, the envelope is the times; a measured table's dips and jumps, which
-would make a bound at the corner of a box wrong, are cut off.
-"""
+would make a bound at the corner of a box wrong, are cut off."""
 
 from collections.abc import Callable
 
@@ -40,8 +39,7 @@ class PairEnvelope:
         self._factors: dict[bool, FloatArray | None] = {}  # by of_more
         self._rates = np.empty((0, 0))
 
-    def factor(self, count: FloatArray, length: FloatArray, *,
-               of_more: bool) -> FloatArray | float:
+    def factor(self, count: FloatArray, length: FloatArray, *, of_more: bool) -> FloatArray | float:
         """The factor with which seconds bound those of every larger count and length (`of_more`),
         or seconds / count those of every smaller count and no smaller length."""
         self._reach(count, length)

@@ -2,8 +2,7 @@
 
 Encoder-decoder models: the cross-attention's keys and values are projected once, when a query is
 encoded. A decode step's context is the input and the output so far together; cross-attention reads
-the mean input, self-attention what is left of it.
-"""
+the mean input, self-attention what is left of it."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class LayerTimes:
         rest_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER + 1)
         return rest_s + cross_s
 
-    def decode_attention_s(self, queries: ArrayLike, context: ArrayLike,
-                           degree: int) -> FloatArray:
+    def decode_attention_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
         """Self-attention of one layer's decode iteration."""
         if self.model.is_encoder_decoder:
             context = np.maximum(np.asarray(context, float) - self._mean_input, 0.0)

@@ -1,8 +1,7 @@
 """The longest context among the queries of a micro-batch: what attention over padded caches charges
 each of them.
 
-Symbols: D = decode iterations a query needs, k = iteration of a query, from 1 on.
-"""
+Symbols: D = decode iterations a query needs, k = iteration of a query, from 1 on."""
 
 from functools import cached_property
 

@@ -1,9 +1,8 @@
-"""Bytes per rank (design.md section 3.5): weights, KV reserved at admission, activations.
+"""Bytes per rank (docs/design.md): weights, KV reserved at admission, activations.
 
 The runner reserves (input + most output tokens) of a query when it admits it, so KV is sized from
 what is *reserved*, at a high quantile over the queries present, group by group: each decode
-micro-batch has an equal share of its own.
-"""
+micro-batch has an equal share of its own."""
 
 from collections.abc import Sequence
 

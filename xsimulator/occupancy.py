@@ -1,10 +1,9 @@
 """How many queries, and how many tokens of context, are present at each decode iteration of RRA.
 
-Exact in steady state by Little's law (design.md section 3.2; the paper's section 6 uses E[1/c]
+Exact in steady state by Little's law (docs/design.md; the paper's section 6 uses E[1/c]
 where 1/E[c] is right). Symbols: N_D = decode_iterations, D = decode iterations a query needs
 (S - 1 for decoder-only models, whose encode yields the first token; S otherwise), B_E = queries
-encoded per phase, u = iteration within a phase, j = phases a query has already been through.
-"""
+encoded per phase, u = iteration within a phase, j = phases a query has already been through."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -25,8 +24,7 @@ class Occupancy:
     `active[u - 1]` = n(u) / B_E, `context[u - 1]` = tokens of KV read at u / B_E;
     `log_absent[u - 1, k]` = log P(a group that encodes g = 2^GROUP_OCTAVES[k] queries a phase has
     none active at u). g < 1: the odd queries of a batch go round the groups, so that such a group
-    encodes one query every 1/g phases.
-    """
+    encodes one query every 1/g phases."""
 
     decode_iterations: int
     active: FloatArray  # [N_D]

@@ -1,4 +1,4 @@
-"""Exact steady-state timeline of RRA's phases over a pipeline (design.md section 3.4).
+"""Exact steady-state timeline of RRA's phases over a pipeline (docs/design.md).
 
 Every stage works one queue in order: E_0 .. E_{G-1}, then D_0 .. D_{G-1} for each iteration. A
 group's next step starts at stage 0 only after its previous one left the last stage, because the
@@ -16,8 +16,7 @@ A token counts as there when the head takes it up, in its group's turn: that is 
 A block of w equal rounds is advanced at once: in w - 1 of them every stage goes on by its own work
 and the tokens' way around by one step's, the last is followed exactly. A longest path through many
 equal rounds stays on one stage or goes around, whichever takes longer, and changes between them at
-its ends only, so this misses no more than what it takes to change over.
-"""
+its ends only, so this misses no more than what it takes to change over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,8 +61,7 @@ def sorted_timeline(work: Sequence[StageWork], blocks: IntArray,
     ignored. widths: [blocks, configs] equal iterations that each block stands for, 1 unless given.
     Where groups are unequal, the slowest is the one: G unequal steps over equal stages take the sum
     of all plus (stages - 1) times the slowest. Groups without an encode step are taken to be ready
-    when the last encoded one is. Stages that a configuration lacks come last, with zero time.
-    """
+    when the last encoded one is. Stages that a configuration lacks come last, with zero time."""
     configs = len(blocks)
     assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
     period, encoded = np.empty(configs), np.empty(configs)

@@ -2,8 +2,7 @@
 
 The split of layers is balanced for a reference workload: batches of ordinary size, in the ratio in
 which the problem's queries need encoding and decoding. It depends on the plan alone, not on the
-batch sizes searched over.
-"""
+batch sizes searched over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,7 @@ Closed forms, bounds and the replay all rest on these sums: the closed forms of 
 batches ask for them at expected sizes, the others read tables of them (xsimulator.step_table,
 xsimulator.replay.step_clock). Arrays broadcast; the last axis of every result is the stage.
 
-The output of an encoder goes back through the head to every stage: one transfer each.
-"""
+The output of an encoder goes back through the head to every stage: one transfer each."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -153,8 +152,7 @@ class HandoverCost:
     """Seconds from the encode pool's caches to the decode pool's (paper section 3, XRunner).
 
     Stages send at once, each to all that need its layers, so the rank with the most to send, or to
-    receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage.
-    """
+    receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage."""
 
     def __init__(self, problem: Problem, timing: TimingSource, encode: Sequence[StageAssignment],
                  decode: Sequence[StageAssignment]) -> None:

@@ -4,8 +4,7 @@ and what depends on one size alone is looked up in tables fine enough to be as g
 Closed forms of RRA and of continuous batching, and RRA's bounds, ask for expected sizes, between
 whole numbers, of a hundred thousand configurations at once; the replay has tables of its own
 (xsimulator.replay.step_clock), exact at whole numbers, of one step at a time. One table for both
-was either slower for one of them or not exact for the other.
-"""
+was either slower for one of them or not exact for the other."""
 
 from collections.abc import Callable, Sequence
 

@@ -17,7 +17,7 @@ from xgpt.core.schedule import Pool, Role, StageAssignment
 from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
-from xrunner.engine.head import Head, Link, Sink
+from xrunner.engine.head import Head, PoolLink, Sink
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
 from xrunner.engine.roster import Vocabulary
@@ -342,7 +342,7 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
          queries: Sequence[PreparedQuery], sink: Collector | None = None, *,
-         link: Link | None = None) -> Collector:
+         link: PoolLink | None = None) -> Collector:
     """What the first rank does."""
     sink = sink or Collector()
     head = head_of(directory, Neighbours(comm, route), executor, rule, sink, link)
@@ -366,7 +366,7 @@ def lead_decoding(directory: Path, comm: Comm, route: Route, executor: StageExec
 
 
 def head_of(directory: Path, neighbours: Neighbours, executor: StageExecutor, rule: BatchingRule,
-            sink: Sink, link: Link | None = None) -> Head:
+            sink: Sink, link: PoolLink | None = None) -> Head:
     is_encoder_decoder = executor.model.spec.is_encoder_decoder
     return Head(rule=rule, executor=executor, neighbours=neighbours, sink=sink, link=link,
                 vocabulary=Vocabulary(

@@ -50,8 +50,7 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Constraint-aware scheduler and runner for offline LLM batch inference.
 
-    Start with:  xgpt submit jobs/quickstart.yaml
-    """
+    Start with:  xgpt submit jobs/quickstart.yaml"""
 
 
 def main() -> None:

@@ -65,8 +65,7 @@ def profile() -> None:
     xgpt profile JOB.yaml [--budget 60s]    measure, or go on measuring
     xgpt profile show FILE [--plots DIR]    tables and plots of a profile
     xgpt profile import SOURCE FOLDER ...   others' measurements as a profile
-    xgpt profile merge FILE FILE --out FILE one profile of several
-    """
+    xgpt profile merge FILE FILE --out FILE one profile of several"""
 
 
 @profile.command()

@@ -1,8 +1,7 @@
 """Devices, links and clusters as the planner sees them. A `Device` is a GPU or a CPU worker.
 
 Peak rates are the vendor's dense figures; what part of them is reached is the timing source's
-business (xprofiler), not the cluster's.
-"""
+business (xprofiler), not the cluster's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Control variables of a schedule: what a policy's batching rule is told (paper sections 4 and 5).
 
-Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own.
-"""
+Each policy's row (xgpt.core.policies) names its class here, or one of a package of its own."""
 
 from dataclasses import dataclass
 from typing import Protocol

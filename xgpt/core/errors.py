@@ -1,7 +1,6 @@
-"""What can go wrong, and the exit code each kind carries (design.md section 5).
+"""What can go wrong, and the exit code each kind carries (README.md).
 
-The user's mistakes are `XgptError`s; our own are `assert`s that print the values.
-"""
+The user's mistakes are `XgptError`s; our own are `assert`s that print the values."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,7 @@
 
 The device and the links are catalog names, or mappings with the keys of xgpt.core.cluster's
 classes.
-`ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too.
-"""
+`ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too."""
 
 import math
 from collections.abc import Callable, Mapping

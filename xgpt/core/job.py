@@ -1,8 +1,7 @@
 """The job file as a frozen `Job`: exactly what the user wrote, checked, with nothing resolved.
 
 Building a Job has no side effect (no directory, no clock, no seed, no download). `load_job` in
-xgpt.core.job_file reads one; xgpt.core.problem resolves it.
-"""
+xgpt.core.job_file reads one; xgpt.core.problem resolves it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ RESCHEDULE = 0.1  # run.reschedule: auto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSpec:
-    """How a length distribution is to be found: one of the ways of design.md section 5."""
+    """How a length distribution is to be found: one of the ways of docs/job-file.md."""
 
     kind: Literal["normal", "from_requests", "file", "task", "observe"]
     mean: float | None = None

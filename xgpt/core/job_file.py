@@ -1,9 +1,8 @@
-"""Reading a job file: YAML (design.md section 5) -> frozen `Job`, with every mistake at once.
+"""Reading a job file: YAML (docs/job-file.md) -> frozen `Job`, with every mistake at once.
 
 Relative paths are relative to the job file's folder, whether they stand in the file or on the
 command line. A key without a value (`constraint:`) counts as not given. Nothing is downloaded or
-created.
-"""
+created."""
 
 import math
 import os

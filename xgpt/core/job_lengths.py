@@ -1,10 +1,9 @@
-"""The length distributions a job asks for (design.md section 3.1), of each kind of LengthSpec.
+"""The length distributions a job asks for (docs/design.md), of each kind of LengthSpec.
 
 `observe` (output lengths to be learnt from the first part of the job) starts from the conservative
 end: every query is taken to run to its cap. With such a plan a query can only leave earlier than
 planned, so that neither the latency bound nor the memory is exceeded, and the predicted throughput
-is a lower bound. While the job runs, xgpt.app.watch puts what it sees in its place.
-"""
+is a lower bound. While the job runs, xgpt.app.watch puts what it sees in its place."""
 
 import numpy as np
 from numpy.typing import NDArray

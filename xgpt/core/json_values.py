@@ -46,7 +46,7 @@ def flat(schedule: Schedule) -> dict[str, Any]:
 
 
 def estimate_keys(estimate: Estimate) -> dict[str, Any]:
-    """The keys of an Estimate in `--json` (design.md section 5)."""
+    """The keys of an Estimate in `--json` (docs/job-file.md)."""
     controls = asdict(estimate.controls)  # type: ignore[call-overload]
     deployment = estimate.deployment
     keys = {

@@ -1,6 +1,5 @@
 """Lengths from a file: CSV or JSON lines with columns input and output, or one column alone, or the
-results.jsonl of a finished job (ours, or in OpenAI's batch form).
-"""
+results.jsonl of a finished job (ours, or in OpenAI's batch form)."""
 
 import csv
 import json

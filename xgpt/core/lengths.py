@@ -1,4 +1,4 @@
-"""Distributions of input and output lengths, in tokens (paper section 6; design.md section 3.1)."""
+"""Distributions of input and output lengths, in tokens (paper section 6; docs/design.md)."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
+BoolArray: TypeAlias = NDArray[np.bool_]
 _MOMENTS_MET = 1e-3  # of the std (of 1, for skewness): how near changed moments come at least
 _ROOM = (1.0, 1.15, 1.5)  # times the maximum, for a longer tail where a skewness needs it
 
@@ -64,8 +65,7 @@ def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
 
     The paper's Table 3 states moments of the truncated distribution, so the parent normal is
     solved for. Where no parent exists (a std beyond what truncation allows, as for the inputs of
-    its tasks S and T) the figures are taken as the parent's own, and `note` says so.
-    """
+    its tasks S and T) the figures are taken as the parent's own, and `note` says so."""
     assert 0 < mean <= maximum and std >= 0, f"{mean = } {std = } {maximum = }"
     if std == 0:
         pmf = np.zeros(maximum)
@@ -148,8 +148,7 @@ def with_moments(lengths: Lengths, *, mean_factor: float = 1.0, std_factor: floa
     mean and std change, (max - mean) std' / std + mean', never less than the old one, and up to
     half more where a longer tail needs it. An observed distribution, and a given one that no skew
     normal matches, has its lengths moved: the same growing function of each, rounded, 1 at least.
-    `moves`: so it is whatever the distribution, which is quicker.
-    """
+    `moves`: so it is whatever the distribution, which is quicker."""
     if (mean_factor, std_factor, skewness_change) == (1.0, 1.0, 0.0):
         return lengths
     wanted = _wanted_moments(lengths, mean_factor, std_factor, skewness_change)
@@ -190,8 +189,7 @@ def bootstrap(lengths: JointLengths, rng: np.random.Generator, *, most: int | No
 
     smooth: drawn lengths are blurred by Silverman's bandwidth, 0.9 std n^(-1/5), so that lengths
     beyond the longest observed are possible: 99 % of 200 observations leave two beyond, and the
-    true 99th percentile lies above all of them in one case of eight.
-    """
+    true 99th percentile lies above all of them in one case of eight."""
     if lengths.pairs is not None:
         if lengths.outputs.num_samples is None:
             return lengths

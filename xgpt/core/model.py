@@ -1,8 +1,7 @@
 """The shape of a language model: what planning and execution need to know, and no weights.
 
 Counts are per layer unless named otherwise. A decoder-only model has `num_encoder_layers == 0`
-and encodes (prefills) with its decoder layers.
-"""
+and encodes (prefills) with its decoder layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -203,8 +202,7 @@ def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
         rope_theta=theta, rope_scaling=scaling)
 
 
-def _read_rope(config: ConfigValues,
-               ) -> tuple[float, tuple[tuple[str, float | str], ...] | None]:
+def _read_rope(config: ConfigValues) -> tuple[float, tuple[tuple[str, float | str], ...] | None]:
     """Theta, and the scaling where it is not the default."""
     # transformers 5 writes rope settings as `rope_parameters`; 4 as rope_theta + rope_scaling
     rope = config.section("rope_parameters")

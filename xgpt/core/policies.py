@@ -2,8 +2,7 @@
 
 A row says in words what the policy is, which control variables it has, what pools of stages it
 needs, what it is able to do, and where its parts are. A package outside of xgpt adds a row through
-the entry point group `xgpt.policies`: an object of type Policy under the policy's name.
-"""
+the entry point group `xgpt.policies`: an object of type Policy under the policy's name."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Policy:
     closed_form: made of (problem, timing), says what the policy does in steady state
         (xsimulator.policies.ClosedForm).
     config: dataclass of the configurations that the closed form evaluates.
-    space: class of the search over them; None: a grid and its best points' neighbours.
-    """
+    space: class of the search over them; None: a grid and its best points' neighbours."""
 
     name: str
     title: str

@@ -2,8 +2,7 @@
 
 `resolve` is the one function between what the user wrote (`Job`) and what is computed with
 (`Problem`). It reads files the job names, and looks at this machine for `cluster: local`; it
-neither downloads nor reads requests: a caller that has done so passes `model` and `requests`.
-"""
+neither downloads nor reads requests: a caller that has done so passes `model` and `requests`."""
 
 import hashlib
 import json
@@ -40,8 +39,7 @@ class Problem:
     `queries`: the requests of its file, where they were tokenised; None for requests that are made
     (`is_synthetic`: these have exactly the lengths drawn with `seed`) and for texts whose lengths
     nobody knows yet. `observes`: output lengths are caps, until a run has seen what outputs are.
-    `is_revised`: a run may change its schedule for what it has seen.
-    """
+    `is_revised`: a run may change its schedule for what it has seen."""
 
     model: ModelSpec
     cluster: Cluster
@@ -81,8 +79,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
 
     model: the shape, where it was fetched (a hub id's config.json); else the catalog row or the
         local folder's config.json.
-    requests: what is in the file of them that the job names.
-    """
+    requests: what is in the file of them that the job names."""
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = resolve_cluster(job)

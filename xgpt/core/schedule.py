@@ -1,8 +1,7 @@
 """The artefacts the scheduler hands to the runner: `Estimate` and `Schedule`.
 
 The runner executes a Schedule wherever it came from; it never imports the planner.
-xgpt.core.schedule_file reads and writes schedules.
-"""
+xgpt.core.schedule_file reads and writes schedules."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class StageAssignment:
     """Consecutive layers held by one tensor-parallel group.
 
     `first_layer`/`num_layers` count decoder layers; the encoder's are counted apart and are 0
-    for a decoder-only model.
-    """
+    for a decoder-only model."""
 
     index: int
     ranks: tuple[int, ...]
@@ -127,8 +125,7 @@ class Figures:
     `latency_s` is for the bound's kind and quantile. `encode_batch` and `decode_batch` are means:
     the queries encoded together, and those active at the first decode iteration of a phase.
     `decode_iterations` lie between two encodings (static batches: in the life of a batch).
-    `memory_bytes` is per rank, in rank order; `fits`: whether all that is needed has room.
-    """
+    `memory_bytes` is per rank, in rank order; `fits`: whether all that is needed has room."""
 
     throughput_qps: float
     output_tokens_per_s: float

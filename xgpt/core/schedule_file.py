@@ -1,8 +1,7 @@
 """Schedules as readable JSON.
 
 A file of version 3 has a section for each part: controls, deployment, figures, bounds, proof,
-margin.
-"""
+margin."""
 
 import json
 import math

@@ -1,8 +1,7 @@
 """Reading one mapping of a job file key by key, collecting every mistake instead of the first.
 
 A reader that fails records a Mistake and returns its default. The caller discards what it built
-when there are mistakes, so that a placeholder never leaves `load_job`.
-"""
+when there are mistakes, so that a placeholder never leaves `load_job`."""
 
 from __future__ import annotations
 

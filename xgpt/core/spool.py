@@ -7,8 +7,7 @@ report and resume read these files; nobody opens the file of requests again.
     spool/tokens.bin     token ids of all requests, one after another, 4 bytes each, little-endian
     spool/places.npy     int64 [requests + 1, 2]: where each begins in records.jsonl (in bytes) and
                          in tokens.bin (in tokens)
-    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
-"""
+    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens"""
 
 import json
 import os

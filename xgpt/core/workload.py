@@ -6,8 +6,7 @@ Forms of a line, OpenAI's batch and ours:
 A line that cannot be used becomes a RequestError, never an exception: one bad line of 200,000 must
 not cost the others. Keys that mean nothing to us are ignored (an OpenAI body has many, a data set
 has columns of its own), except those that look like a misspelt option of ours: silently ignoring
-`max_new_tokens` would cost cluster hours.
-"""
+`max_new_tokens` would cost cluster hours."""
 
 import difflib
 import json

@@ -1,8 +1,7 @@
 """A YAML file as a tree of values that know their line, for messages that name the place.
 
 Scalars follow the YAML 1.2 core schema: `02:00:00` and `no` are text (YAML 1.1 would make them 7200
-and false), `1e-3` is a number. Nothing is ever constructed from a tag.
-"""
+and false), `1e-3` is a number. Nothing is ever constructed from a tag."""
 
 import re
 from dataclasses import dataclass, replace
@@ -88,8 +87,7 @@ def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
     """`tree` with one `key.path=value` of the command line put in; the value is read as YAML.
 
     An empty value (`key=`) is null, which means "not given". Whether the key exists is for the
-    reader of the tree to say.
-    """
+    reader of the tree to say."""
     path, equals, value = text.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):

@@ -1,8 +1,7 @@
 """Ranks on several hosts: what mpiexec is told, and whether the hosts can serve at all.
 
 The hosts share their file system: the same paths hold xgpt's environment, the output folder and
-the cache. mpiexec waits for ever for a host that does not answer, so each is asked beforehand.
-"""
+the cache. mpiexec waits for ever for a host that does not answer, so each is asked beforehand."""
 
 import os
 import shlex

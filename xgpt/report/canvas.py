@@ -1,7 +1,6 @@
 """What the plain SVG pictures share: colours, a time axis, text and lines.
 
-Widths are in the picture's own units, one about a pixel.
-"""
+Widths are in the picture's own units, one about a pixel."""
 
 import html
 import math

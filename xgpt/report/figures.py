@@ -121,8 +121,7 @@ def check_bound(output: Output) -> BoundCheck:
     """Whether the job's bound held over the results, judged by its own kind.
 
     `queries`: the quantile of all latencies. `sequence`: every sequence no longer than the
-    quantile of the output lengths.
-    """
+    quantile of the output lengths."""
     bound_s = number(output.job, "constraint", "latency_s")
     quantile = number(output.job, "constraint", "quantile") or 0.99
     kind = output.job.get("constraint", {}).get("kind", "sequence") if bound_s is not None else None

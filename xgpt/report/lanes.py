@@ -1,8 +1,7 @@
 """A lane per stage with a box per step, as the paper's Figures 1, 3 and 4; gaps are bubbles.
 
 SVG is written directly: one path a lane and colour stays small for thousands of boxes, and no extra
-need be installed.
-"""
+need be installed."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,8 +56,7 @@ def draw_lanes(lanes: Sequence[Lane], start_s: float, end_s: float, *, origin_s:
                since: str, arrows: Sequence[tuple[float, float]] = ()) -> Drawing:
     """The lanes between two times; the axis counts from `origin_s`, which `since` describes.
 
-    `arrows` are (start, end) of what goes from the first pool to the next.
-    """
+    `arrows` are (start, end) of what goes from the first pool to the next."""
     assert lanes and end_s > start_s, f"{len(lanes) = }, {start_s = }, {end_s = }"
     left = 14 + _CHARACTER * min(max(len(lane.label) for lane in lanes), _LONGEST_LABEL)
     time = TimeAxis(start_s=start_s, end_s=end_s, left=left, right=WIDTH - _SHARE_WIDTH)

@@ -2,8 +2,7 @@
 
 Every file may be missing and the last line of a `.jsonl` may be torn; each such thing becomes a
 sentence in `Output.remarks`. Texts of results are kept for the first `max_answers` queries only,
-so that a job of a million lines still fits in memory.
-"""
+so that a job of a million lines still fits in memory."""
 
 import json
 import math
@@ -216,7 +215,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
 
 
 def _flat_result(row: dict[str, Any]) -> dict[str, Any]:
-    """An OpenAI batch line as one of ours (design.md section 5); ours as it is."""
+    """An OpenAI batch line as one of ours (docs/job-file.md); ours as it is."""
     body = _mapping(_mapping(row.get("response")).get("body"))
     if not body:
         return row

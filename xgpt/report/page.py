@@ -1,8 +1,7 @@
 """`report.html`: one self-contained page of one run, done or interrupted.
 
 Prompts, answers and error texts are untrusted: they pass through the template's autoescaping, and
-the page's own policy lets no script run but the one whose hash it names.
-"""
+the page's own policy lets no script run but the one whose hash it names."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def write_report(output_dir: Path) -> Path:
     """Write `report.html` into `output_dir` from what a run left there, and return its path.
 
     Works on a run that was cut off. Raises InputError if `output_dir` is no folder, and
-    MissingExtraError without jinja2; without matplotlib the page has no plots and says so.
-    """
+    MissingExtraError without jinja2; without matplotlib the page has no plots and says so."""
     page = render(read_output(output_dir, MAX_ANSWERS))
     path = output_dir / REPORT_NAME
     write_atomically(path, page)

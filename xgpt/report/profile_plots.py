@@ -1,8 +1,7 @@
 """Plots of a Profile: an SVG for each operator and message, and a page with all of them.
 
 Time over x beside the share of the roofline (messages: bytes a second), a colour for each degree
-or link; a table of two dimensions has a row for each degree and a shade for each y.
-"""
+or link; a table of two dimensions has a row for each degree and a shade for each y."""
 
 from __future__ import annotations
 

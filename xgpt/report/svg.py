@@ -1,8 +1,7 @@
 """Matplotlib figures as inline SVG that takes its colours and fonts from the page.
 
 A figure is drawn in marker colours; `to_inline_svg` puts CSS variables in their place, so that one
-drawing serves light mode, dark mode and print.
-"""
+drawing serves light mode, dark mode and print."""
 
 from __future__ import annotations
 

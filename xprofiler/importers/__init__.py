@@ -1,7 +1,6 @@
 """Importers of others' profiling data: each yields a Profile that says whose numbers it holds.
 
-The files stay where they are; docs/importers.md says what is read, assumed and left out.
-"""
+The files stay where they are; docs/importers.md says what is read, assumed and left out."""
 
 from importlib import import_module
 from pathlib import Path

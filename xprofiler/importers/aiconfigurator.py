@@ -2,8 +2,7 @@
 engine, in milliseconds, by its sizes.
 
     <system>_<framework>_<version>_{gemm,context_attention,generation_attention,custom_allreduce}.csv
-    <system>_nccl_<version>.csv
-"""
+    <system>_nccl_<version>.csv"""
 
 import re
 from dataclasses import dataclass

@@ -12,8 +12,7 @@ decode step of x queries without context, and L the layers. With
 
 and nothing for embedding, head, messages and steps (theirs contain them), decode is exact, and
 prefill is exact from the rows on at which D reaches a. Where it falls short, and what happens just
-above the batch at which the fits change (times only grow with size here): docs/importers.md.
-"""
+above the batch at which the fits change (times only grow with size here): docs/importers.md."""
 
 import json
 import math

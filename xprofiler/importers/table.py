@@ -1,7 +1,6 @@
 """A CSV file of a known layout as named numpy arrays; every fault of the file at once.
 
-Times are milliseconds in the files of all the sources read here and seconds once read.
-"""
+Times are milliseconds in the files of all the sources read here and seconds once read."""
 
 from __future__ import annotations
 

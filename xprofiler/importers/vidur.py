@@ -2,8 +2,7 @@
 degree, attention kernels, collectives. Medians of float16 kernels, in milliseconds.
 
     compute/<gpu>/<org>/<model>/mlp.csv    network/<node>/{all_reduce,send_recv}.csv
-    history/<gpu>_attention_*.csv          (the tree's older attention tables)
-"""
+    history/<gpu>_attention_*.csv          (the tree's older attention tables)"""
 
 import csv
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json, wrong_file
 from xrunner.checkpoint.source import shape_to_make
-from xrunner.checkpoint.tensors import locate
+from xrunner.checkpoint.tensors import NO_WEIGHTS, locate, serving_file
 from xrunner.models.weights import RandomWeights, TensorPart
 
 _DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError)
@@ -109,12 +109,10 @@ def _opened(path: Path) -> Any:
 
 def _index(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it. Raises XgptError for a directory without weights."""
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        listing = directory / f"{stem}{suffix}.index.json"
-        if listing.is_file():
-            table = load_json(listing).get("weight_map", {})
-            return {name: directory / file for name, file in table.items()}
-        single = directory / f"{stem}{suffix}"
-        if single.is_file():
-            return dict.fromkeys(_opened(single).keys(), single)
-    raise XgptError(f"{directory}: no model.safetensors, pytorch_model.bin or index of either")
+    path = serving_file(directory)
+    if path is None:
+        raise XgptError(f"{directory}: {NO_WEIGHTS}")
+    if path.suffix != ".json":
+        return dict.fromkeys(_opened(path).keys(), path)
+    table = load_json(path).get("weight_map", {})
+    return {name: directory / file for name, file in table.items()}

@@ -22,6 +22,14 @@ _OPT_PADDING_ROWS = 2  # of its position table
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
 _LFS = b"version https://git-lfs"
+NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
+
+
+def serving_file(directory: Path) -> Path | None:
+    """The file that holds a model's weights, or the index (.json) of those that do."""
+    names = (f"{stem}{more}" for stem in ("model.safetensors", "pytorch_model.bin")
+             for more in (".index.json", ""))
+    return next((path for name in names if (path := directory / name).is_file()), None)
 
 
 def locate(name: str, files: Mapping[str, object]) -> str | None:
@@ -178,16 +186,12 @@ def header(path: Path) -> dict[str, Shape]:
 
 
 def _files(directory: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]:
-    """The files that serve, as CheckpointReader chooses them, with the tensors that an index says
-    are there (None without an index); and what is wrong with that index."""
-    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        listing, single = (directory / f"{stem}{suffix}{more}" for more in (".index.json", ""))
-        if listing.is_file():
-            return _listed(listing)
-        if single.is_file():
-            return {single: None}, []
-    return {}, [_mistake(directory, None, "no model.safetensors, pytorch_model.bin or index of "
-                                          "either: a run needs the weights")]
+    """The files that serve, with the tensors that an index says are there (None without an index);
+    and what is wrong with that index."""
+    path = serving_file(directory)
+    if path is None:
+        return {}, [_mistake(directory, None, f"{NO_WEIGHTS}: a run needs the weights")]
+    return _listed(path) if path.suffix == ".json" else ({path: None}, [])
 
 
 def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]:

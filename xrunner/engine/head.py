@@ -24,12 +24,12 @@ class Sink(Protocol):
     def finished(self, result: FinishedQuery) -> None: ...
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        """After every step; `output_tokens` so far, those of unfinished queries included."""
+        """Told after every step: the `output_tokens` so far, of unfinished queries too."""
 
     def should_stop(self) -> bool: ...
 
 
-class Link(Protocol):
+class PoolLink(Protocol):
     """What ties a pool's head to another pool of the deployment (xrunner.engine.links)."""
 
     def start(self, head: Head, spare_bytes: int) -> StartMessage:
@@ -44,7 +44,7 @@ class Link(Protocol):
         """The tokens of one of the group's steps are taken up; they were the last for `done`."""
 
     def close(self, head: Head) -> bool:
-        """After the last step; whether nothing that was handed on is left undone."""
+        """Ends after the last step; whether all that was handed on is done."""
 
 
 class Alone:
@@ -70,7 +70,7 @@ class Head:
     """decide -> execute -> commit, until the rule has no query left."""
 
     def __init__(self, *, rule: BatchingRule, executor: Executor, neighbours: Neighbours,
-                 sink: Sink, vocabulary: Vocabulary, link: Link | None = None,
+                 sink: Sink, vocabulary: Vocabulary, link: PoolLink | None = None,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`link` None: there is no other pool."""
         self.rule, self.neighbours, self.sink, self.clock = rule, neighbours, sink, clock
@@ -78,7 +78,7 @@ class Head:
         self.returns = Returns(neighbours, executor)
         self.output_tokens = 0
         self._executor, self._vocabulary = executor, vocabulary
-        self._link: Link = link or Alone()
+        self._link: PoolLink = link or Alone()
 
     def submit(self, query: PreparedQuery) -> bool:
         """False if the query can never fit the schedule's KV budget."""
@@ -180,7 +180,7 @@ class Returns:
         self._arrived.setdefault(group, deque()).append(tokens)
 
     def groups(self) -> list[int]:
-        """Those with something to take up, and nothing missing."""
+        """The groups with something to take up, and nothing missing."""
         return [group for group, steps in self._expected.items()
                 if steps and not self._is_missing(group)]
 

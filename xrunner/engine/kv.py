@@ -6,8 +6,7 @@ reads plain views. On the CPU, pages never written are not resident unless asked
 
 NOTE: the store starts as zeros. Attention reads a group's rows up to its longest context, and a
 masked score still multiplies what lies there: uninitialised memory may hold NaN, and 0 * NaN is
-NaN.
-"""
+NaN."""
 
 import math
 import mmap
@@ -103,7 +102,7 @@ class KvCache:
         """Drop the queries in slots `removed` and close the gaps. Returns the rows copied."""
         moves = compaction_moves(len(self.lengths), removed)
         compact(self._store, moves, [self.lengths[move.source] for move in moves])
-        self.lengths = apply_moves(self.lengths, removed)
+        apply_moves(self.lengths, moves, len(removed))
         return len(moves)
 
     def check_integrity(self, least: int = 1) -> None:

@@ -95,7 +95,7 @@ class ToDecodePool:
             self._comm.send(self._decode_head, StopMessage())
 
     def _take_in(self, head: Head, wait_s: float) -> None:
-        """Whatever has come: first tokens, word from the decode pool."""
+        """Takes up whatever has come: first tokens, word from the decode pool."""
         if head.commit_returned():
             wait_s = 0.0
         tokens_from = head.neighbours.route.tokens_from
@@ -125,7 +125,7 @@ class ToDecodePool:
             self._has_ended = True
 
     def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
-        """The group's queries to the decode pool; `ended`: whose entries go there in vain."""
+        """Hands the group's queries to the decode pool; entries of those `ended` go in vain."""
         batch = self._batch_of.pop(group)
         if self._has_told_to_stop:
             return  # nobody would take them
@@ -181,7 +181,7 @@ class FromEncodePool:
         return True
 
     def _take_in(self, head: Head) -> bool:
-        """Word from the encode pool, and queries whose entries are here: whether any came."""
+        """Takes in word from the encode pool, and queries whose entries are here: whether any."""
         has_news = False
         while (got := self._comm.poll(self._encode_head)) is not None:
             message, _ = got

@@ -74,17 +74,17 @@ class Neighbours:
         self._comm, self.route = comm, route
 
     def share(self, message: StartMessage | StepMessage, inputs: Tensor | None = None) -> None:
-        """The head to its own group, before it executes: all of them work at the same time."""
+        """Sends from the head to its own group before it executes: all work at the same time."""
         for rank in self.route.peers:
             self._comm.send(rank, message, inputs)
 
     def pass_on(self, message: StartMessage | StepMessage, out: Tensor | None = None) -> None:
-        """To the next stage."""
+        """Sends to the next stage."""
         for rank in self.route.following:
             self._comm.send(rank, message, out)
 
     def stop(self) -> None:
-        """To all that take their steps from this rank."""
+        """Tells all that take their steps from this rank to stop."""
         for rank in (*self.route.peers, *self.route.following):
             self._comm.send(rank, StopMessage())
 
@@ -115,14 +115,14 @@ class Neighbours:
             return message, tensor
 
     def await_encoded(self, executor: Executor, group: int | None = None) -> None:
-        """Until all inputs of `group` (None: of every group) are encoded."""
+        """Returns when all inputs of `group` (None: of every group) are encoded."""
         while executor.awaits_encoded(group):
             message, tensor = self._comm.receive(*self._encoder())
             assert isinstance(message, EncodedMessage) and tensor is not None, f"{message = }"
             executor.take_encoded(message.group, tensor)
 
     def await_result(self, executor: Executor) -> tuple[int, Tensor] | None:
-        """The head: the next group's tokens, or None where encoder output came instead."""
+        """Gives the head the next group's tokens, or None where encoder output came instead."""
         assert self.route.tokens_from is not None, f"{self.route = }"
         message, tensor = self._comm.receive(self.route.tokens_from)
         assert tensor is not None, f"{message = }"
@@ -140,7 +140,7 @@ class Neighbours:
 
 
 def await_start(neighbours: Neighbours, executor: Executor) -> None:
-    """Every rank but the head: set up as the head's first message says."""
+    """Sets up every rank but the head as the head's first message says."""
     message, _ = neighbours.next_step(executor)
     assert isinstance(message, StartMessage), f"{message = }"
     neighbours.pass_on(message)
@@ -148,7 +148,7 @@ def await_start(neighbours: Neighbours, executor: Executor) -> None:
 
 
 def serve_stage(neighbours: Neighbours, executor: Executor) -> None:
-    """Every rank but the head, once started: execute what arrives and pass it on, until told to
+    """Every rank but the head, once started, executes what arrives and passes it on, until told to
     stop."""
     while True:
         message, inputs = neighbours.next_step(executor)

@@ -146,7 +146,7 @@ class Roster:
 
     def _seated(self, step: Step, spans: Sequence[tuple[int, int, int]],
                 seats: Sequence[int]) -> tuple[Span, ...]:
-        """What is encoded, slot by slot."""
+        """The spans that are encoded, slot by slot."""
         seated = []
         for query, first, tokens in spans:
             is_last = query in step.joined

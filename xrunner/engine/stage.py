@@ -56,7 +56,7 @@ class StageExecutor:
         settle(self.model.device)
 
     def close(self) -> None:
-        """After the last step: returns when all that is to be handed over has been received."""
+        """Returns, after the last step, when all that is handed over has been received."""
         for courier in (self.sender, self.receiver):
             if courier is not None:
                 courier.close()
@@ -182,7 +182,7 @@ class StageExecutor:
                                         [cache.lengths[slot] for slot in given])
 
     def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:
-        """Those who join with a decode step, whose inputs another pool has encoded."""
+        """Takes over those who join with a decode step: another pool has encoded their inputs."""
         receiver.forget(message.ended)
         if not message.joined:
             return

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.lengths import BoolArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.queries import Requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
@@ -170,7 +169,7 @@ def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArr
     most = np.minimum(caps, room)
     why = dict(requests.unusable)
 
-    def refuse(is_so: NDArray[np.bool_], sentence: Callable[[int], str]) -> None:
+    def refuse(is_so: BoolArray, sentence: Callable[[int], str]) -> None:
         for row in np.flatnonzero(is_so).tolist():
             why.setdefault(row, sentence(row))
 

@@ -208,7 +208,7 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
 
 
 def _index_of(line: bytes) -> int | None:
-    """Which query a whole line is of; None for a torn line."""
+    """The index of the query that a whole line is of; None for a torn line."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:  # of UnicodeDecodeError too

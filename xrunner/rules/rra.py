@@ -100,7 +100,7 @@ class RraRule:
         return self._group
 
     def decide(self) -> Step | None:
-        kind, group = self._kind, self._group
+        kind, group = StepKind.DECODE if self._iteration else StepKind.ENCODE, self._group
         joined = self._admit(group) if kind is StepKind.ENCODE else ()
         has_work = bool(joined) if kind is StepKind.ENCODE else bool(self._active[group])
         step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
@@ -117,10 +117,6 @@ class RraRule:
         ones rotate so that groups stay even."""
         base, odd = divmod(self.controls.encode_batch, self.num_groups)
         return base + ((group + phase * odd) % self.num_groups < odd)
-
-    @property
-    def _kind(self) -> StepKind:
-        return StepKind.ENCODE if self._iteration == 0 else StepKind.DECODE
 
     def _admit(self, group: int) -> tuple[int, ...]:
         controls, active = self.controls, self._active[group]

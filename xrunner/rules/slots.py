@@ -99,9 +99,7 @@ class GroupSlots(Generic[T]):
         if not removed:
             return []
         moves = compaction_moves(len(self.seats), removed)
-        for source, target in moves:
-            self.seats[target] = self.seats[source]
-        del self.seats[len(self.seats) - len(removed):]
+        apply_moves(self.seats, moves, len(removed))
         return moves
 
     def place(self, joining: Sequence[T], replaced: Sequence[int] = ()) -> int:
@@ -133,10 +131,8 @@ def compaction_moves(num_active: int, removed: Iterable[int]) -> list[Move]:
     return [Move(source, target) for source, target in zip(movers, holes, strict=False)]
 
 
-def apply_moves(items: list[int], removed: Iterable[int]) -> list[int]:
-    """`items` by slot, after compaction: what a stage's or the head's table becomes."""
-    removed = list(removed)
-    result = list(items)
-    for source, target in compaction_moves(len(items), removed):
-        result[target] = result[source]
-    return result[: len(items) - len(set(removed))]
+def apply_moves(items: list[T], moves: Iterable[Move], num_removed: int) -> None:
+    """Makes of `items`, which are by slot, what they are after compaction."""
+    for source, target in moves:
+        items[target] = items[source]
+    del items[len(items) - num_removed:]

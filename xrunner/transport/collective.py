@@ -79,7 +79,7 @@ class MpiGroup:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Over the first axis, in its order."""
+    """The sum over the first axis, in its order, in float32."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

@@ -55,8 +55,8 @@ def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> Non
 
 
 class MpiComm:
-    """Over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy of what
-    lies in the host's memory."""
+    """Messages over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy of
+    what lies in the host's memory."""
 
     def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
         """`sleep_s`: between two looks for a message."""
@@ -151,7 +151,7 @@ class _Inbox:
 
 
 class LocalComm:
-    """In-process ranks (threads), for tests and for a single rank that needs no MPI."""
+    """Messages between threads, for tests and for a single rank that needs no MPI."""
 
     def __init__(self, rank: int, inboxes: Sequence[_Inbox]) -> None:
         self.rank, self.size, self._inboxes = rank, len(inboxes), inboxes

@@ -1,8 +1,7 @@
 """KV entries of whole queries as one block of memory, to travel from one rank's cache to another's.
 
 A block is [layers, 2, kv_heads, tokens, head_dim], the queries' tokens one after the other. Between
-pools that divide layers and heads differently, a rank sends each other rank what both hold.
-"""
+pools that divide layers and heads differently, a rank sends each other rank what both hold."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

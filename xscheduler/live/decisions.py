@@ -131,7 +131,7 @@ class Decider:
         self._since = 0  # first query that has not led to a decision yet
 
     def look(self, written: Written) -> Look | None:
-        """None where nothing is to be decided yet."""
+        """What there is to decide on by what the run has written; None where nothing is, yet."""
         problem, since = self.followed.problem, max(self._since, written.first)
         finished, active = (_rows(part, since) for part in (written.finished, written.active))
         admitted = max((*written.finished, *written.active), default=-1) + 1
@@ -194,7 +194,7 @@ class Decider:
         return True
 
     def _change(self, problem: Problem, look: Look) -> Decision:
-        """RRA: other batch sizes on the stages there are."""
+        """RRA changes its batch sizes on the stages there are, if that is worth it."""
         now, record = self.running.estimate, look.record()
         is_early = look.is_observing and look.seen.num_finished < LEAST_QUERIES
         revised = revise(self.running, problem, self._timing, caution=CAUTION if is_early else 1.0,
@@ -228,7 +228,7 @@ class Decider:
             f"{look.sentence}; back to the beginning, {_changed(now, first)}: {revised.reason}"))
 
     def _ask(self, problem: Problem, look: Look) -> Decision:
-        """WAA: what a re-deployment would bring."""
+        """WAA is only told what a re-deployment would bring."""
         limit_s = problem.constraint.latency_s / self.running.margin.factor
         ways = reschedule(self.running, problem, self._timing, latency_limit_s=limit_s)
         record = look.record() | {"choice": ways.choice, "reason": ways.sentence,

@@ -22,8 +22,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import Plan, Plans
-from xsimulator.policies import ClosedForm, make_config, make_policy
-from xsimulator.policies.grids import geometric, group_counts
+from xsimulator.policies import ClosedForm, geometric, group_counts, make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.divisions import FixedDivision
@@ -168,8 +167,6 @@ class PinnedSearch:
                 return f"the job fixes {key} {wanted}, deployed is {now[key]}"
         return None
 
-    # --- lines --------------------------------------------------------------------------------
-
     def _first_lines(self) -> list[Line]:
         now, fixed = self._deployed, self._problem.fixed
         groups = (self._groups if fixed.decode_micro_batches is None
@@ -195,8 +192,6 @@ class PinnedSearch:
             near += [(iterations, g) for g in range(
                 max(groups - SPREAD, 1), min(groups + SPREAD, self._groups[-1]) + 1)]
         return near
-
-    # --- batches of a line --------------------------------------------------------------------
 
     def _look_at(self, lines: Sequence[Line]) -> None:
         """Evaluate the batches of these lines that may be the best."""
@@ -255,8 +250,6 @@ class PinnedSearch:
             Limit.RANGE: "the profile says nothing about such sizes",
             Limit.LATENCY: f"{format_seconds(seen.latency_s)} of {format_seconds(self._limit_s)}"}
         return f"{seen.limit.words}: {why[seen.limit]}" if seen.limit else None
-
-    # --- results ------------------------------------------------------------------------------
 
     def _best_known(self) -> tuple[Line, int] | None:
         low, high = self._batches

@@ -54,7 +54,7 @@ class Reschedule:
     adjust: Way
     redeploy: Way
     loading: Loading | None
-    cost_s: float  # of the redeployment, from the source asked for; 0 without one
+    cost_s: float  # of the redeployment, weights loaded from DRAM; 0 without one
     break_even_queries: float  # inf: never; 0: nothing else is admissible
     queries_left: float  # inf where the problem does not say
     choice: Choice | None  # None: no way is admissible
@@ -68,15 +68,14 @@ class Reschedule:
 
 
 def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSource, *,
-               source: Literal["dram", "ssd"] = "dram", latency_limit_s: float | None = None,
+               latency_limit_s: float | None = None,
                best: Schedule | InfeasibleError | InputError | None = None) -> Reschedule:
     """What to do about `problem`, which has the new lengths and the queries that are left, while
     `current` is deployed on its cluster.
 
-    source: where weights are loaded from. latency_limit_s: what the latency is held to, where a
-    margin makes that less than the bound. best: the best schedule of the problem, or why there is
-    none; by default what a search without a margin finds. Raises InputError for a schedule of
-    another model, cluster or policy."""
+    latency_limit_s: what the latency is held to, where a margin makes that less than the bound.
+    best: the best schedule of the problem, or why there is none; by default what a search without a
+    margin finds. Raises InputError for a schedule of another model, cluster or policy."""
     deployed = current.estimate if isinstance(current, Schedule) else current
     fits_the_job(deployed, problem)
     limit_s = problem.constraint.latency_s if latency_limit_s is None else latency_limit_s
@@ -98,8 +97,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
         if loading.total_bytes == 0:  # the best has the layers where they are
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
             redeploy, loading = Way(estimate=None, reason="no layer would move"), None
-    cost_s = 0.0 if loading is None else (
-        loading.from_dram_s if source == "dram" else loading.from_ssd_s)
+    cost_s = 0.0 if loading is None else loading.from_dram_s
     return _recommend(Reschedule(
         keep=keep, adjust=adjust, redeploy=redeploy, loading=loading, cost_s=cost_s,
         break_even_queries=break_even(max(keep.qps, adjust.qps), redeploy.qps, cost_s),
@@ -116,7 +114,7 @@ def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
 
 
 def _recommend(found: Reschedule) -> Reschedule:
-    """With the choice and its sentence: of equals, the one that changes less."""
+    """The same with its choice and sentence: of equals, the one that changes less."""
     keep, adjust, left = found.keep.qps, found.adjust.qps, found.queries_left
     best = max(keep, adjust)
     is_better = found.redeploy.qps > best * (1 + WORTH)
@@ -208,7 +206,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     found = planned.schedule.estimate
     if keep.qps and found.figures.throughput_qps <= keep.qps * (1 + WORTH_CHANGING):
         return stays(f"other batch sizes bring no more than {WORTH_CHANGING:.0%}")
-    if not keep.qps and not planned.is_safe and found.figures.latency_s >= _latency_s(keep):
+    kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
+    if not keep.qps and not planned.is_safe and found.figures.latency_s >= kept_s:
         return stays(f"no other batch sizes do: {planned.margin.sentence}")
     gain = (f"{found.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
@@ -216,7 +215,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
 
 
 def _keep(now: Estimate, evaluator: Evaluator) -> Way:
-    """Also held to the bound's confidence."""
+    """The control variables as they are, held to the bound's confidence too."""
     problem = evaluator.problem
     bound_s = problem.constraint.latency_s
     keep = PinnedSearch(now, problem, evaluator.timing, bound_s).current()
@@ -227,7 +226,3 @@ def _keep(now: Estimate, evaluator: Evaluator) -> Way:
         return keep
     return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the "
                    f"bound of {bound_s:.3g} s with less than the confidence asked for")
-
-
-def _latency_s(way: Way) -> float:
-    return way.estimate.figures.latency_s if way.estimate is not None else float("inf")

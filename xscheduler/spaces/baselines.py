@@ -50,7 +50,7 @@ class BaselineSearch:
         return self._policy.num_evaluated
 
     def find(self, bound_s: float) -> Schedule:
-        """Raises InfeasibleError."""
+        """The best within the bound. Raises InfeasibleError."""
         problem = self._problem
         found = best(self._policy, bound_s, plans=self._plans)
         if found is None:
@@ -96,7 +96,7 @@ class _Pinned:
         return list(dict.fromkeys(moved))
 
     def least_latency_s(self, plans: Sequence[tuple[int, int]]) -> float | None:
-        """Of the grid's points that fit; None where none does."""
+        """The least latency of the grid's points that fit; None where none does."""
         most = self.problem.num_queries or MOST_QUERIES
         grid = self.grid(most, plans)
         if not grid:

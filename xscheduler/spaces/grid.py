@@ -76,7 +76,7 @@ def best(policy: GridPolicy, latency_bound_s: float, *,
 
 
 class _Climb:
-    """From configurations to the best of their neighbours, and on; keeps every score."""
+    """Climbs from configurations to the best of their neighbours, and on; keeps every score."""
 
     def __init__(self, policy: GridPolicy, bound_s: float, most_queries: int) -> None:
         self._policy = policy
@@ -104,14 +104,14 @@ class _Climb:
             done, most = done + max(AT_FIRST, done), max(most, *map(self.score, part))
 
     def tops(self, configs: Sequence[Any]) -> list[Any]:
-        """Where no neighbour is better, from each of these: in strides first, then those that come
-        near the best in small steps."""
+        """The configurations, climbed to from these, that no neighbour betters: in strides first,
+        then in small steps from those that come near the best."""
         tops = self._climb(configs, 1)
         most = max(map(self.score, tops), default=0.0)
         return self._climb([top for top in tops if self.score(top) >= NEAR * most], DENSE)
 
     def _climb(self, configs: Sequence[Any], dense: int) -> list[Any]:
-        """Together, for policies are quicker at many configurations than at a few."""
+        """Climbs from all together: policies are quicker at many configurations than at a few."""
         tops = list(dict.fromkeys(configs))
         climbing = list(range(len(tops)))
         for _ in range(MAX_ROUNDS):

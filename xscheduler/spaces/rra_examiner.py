@@ -51,8 +51,7 @@ class RraExaminer:
 
     def __init__(self, points: RraPoints, latency_bound_s: float, *, gap: float,
                  floor_qps: float) -> None:
-        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
-        """
+        """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._points, self._bound_s, self._gap = points, latency_bound_s, gap
         problem = points.problem
         self._batches = batch_range(problem.fixed, problem.num_queries)
@@ -92,8 +91,6 @@ class RraExaminer:
                     for low, up in ((least, middle), (middle + 1, most))]
         return [Box(root=box.root, lower=(least, low), upper=(most, up))
                 for low, up in even_parts(first, last, RANGE_PARTS)]
-
-    # --- what is known of a box ---------------------------------------------------------------
 
     def _examine(self, boxes: Sequence[Box], given: _Boxes, is_line: bool) -> list[NodeResult]:
         reasons = np.full(len(boxes), "", object)
@@ -234,8 +231,8 @@ class RraExaminer:
 
     def _cut_to_frontier(self, given: _Boxes, top: IntArray, limit: FloatArray,
                          seen: Sequence[_Seen]) -> None:
-        """Where the best point seen is below a line's top, and the next batch is shown to be too
-        slow with all larger ones, the line ends there."""
+        """Ends a line at the best point seen where that is below its top, and the next batch is
+        shown to be too slow with all larger ones."""
         rows = np.array([row for row, one in enumerate(seen) if one.throughput_qps > 0
                          and not one.is_all and one.point[0] < top[row]], np.int64)
         if not len(rows):

@@ -97,11 +97,10 @@ class Searched(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How far a search goes: until no admissible point is better by more than the share `gap`, or
-    one of the limits is reached."""
+    so many boxes were looked at."""
 
     gap: float
     max_nodes: int | None = None
-    max_seconds: float | None = None
 
 
 def search_space(space: Space, latency_bound_s: float, effort: Effort,
@@ -110,7 +109,7 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
     is not looked into."""
     own = space.examiner(latency_bound_s, effort.gap, floor_qps)
     outcome = maximise(own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes,
-                       max_seconds=effort.max_seconds, split=own.split, floor=floor_qps)
+                       split=own.split, floor=floor_qps)
     return Searched(outcome, tuple(own.plan_of_root))
 
 

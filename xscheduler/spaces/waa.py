@@ -113,8 +113,7 @@ class WaaExaminer:
 
     def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
                  floor_qps: float) -> None:
-        """`floor_qps`: throughput that was found elsewhere; what is no better is not looked into.
-        """
+        """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
         self._best_qps = floor_qps
         self.roots: list[Box] = []

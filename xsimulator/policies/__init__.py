@@ -1,7 +1,6 @@
 """Closed forms of the scheduling policies: what a configuration does in steady state.
 
-A policy's row (xgpt.core.policies) says where its closed form and its configurations are.
-"""
+A policy's row (xgpt.core.policies) says where its closed form and its configurations are."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -13,6 +12,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.policies.figures import EstimateArrays
+
+GRID_RATIO = 1.1
 
 
 class ClosedForm(Protocol):
@@ -47,3 +48,21 @@ def make_config(name: str, source: Estimate | FixedSchedule) -> tuple[Any, list[
         elif field.default is MISSING:
             missing.append(field.name)
     return (None if missing else config(**given)), missing
+
+
+def geometric(largest: int) -> list[int]:
+    """Whole numbers from 1 to `largest`, GRID_RATIO apart."""
+    sizes = [1]
+    while sizes[-1] < largest:
+        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * GRID_RATIO)), largest))
+    return sizes
+
+
+def group_counts(stages: int) -> list[int]:
+    """One group to twice the stages, about a factor of 1.5 apart."""
+    counts = {1, stages, 2 * stages}
+    count = 1.0
+    while count < stages:
+        counts.add(round(count))
+        count = max(count * 1.5, count + 1)
+    return sorted(counts)

@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.controls import Controls
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Deployment, Estimate, Figures, Pool, StageAssignment
 from xprofiler.timing import TimingSource
 from xsimulator import memory
-
-BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,19 +41,6 @@ def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],
     return columns
 
 
-def by_plan(plans: Sequence[tuple[int, int]]) -> dict[tuple[int, int], IntArray]:
-    """Each (tp_degree, tp_gpus) has these rows among those of many configurations."""
-    rows: dict[tuple[int, int], list[int]] = {}
-    for row, plan in enumerate(plans):
-        rows.setdefault(plan, []).append(row)
-    return {plan: np.array(own) for plan, own in rows.items()}
-
-
-def extrapolation(stretch: float) -> list[str]:
-    """An Estimate whose sizes are so many times those measured has this note; none up to once."""
-    return [f"extrapolated: sizes up to {stretch:.2g} times those measured"] if stretch > 1 else []
-
-
 class TensorPlanned(Protocol):
     """A configuration says which devices form groups."""
 
@@ -64,6 +48,19 @@ class TensorPlanned(Protocol):
     def tp_degree(self) -> int: ...
     @property
     def tp_gpus(self) -> int: ...
+
+
+def by_plan(configs: Iterable[TensorPlanned]) -> dict[tuple[int, int], IntArray]:
+    """Each (tp_degree, tp_gpus) has these rows among those of many configurations."""
+    rows: dict[tuple[int, int], list[int]] = {}
+    for row, config in enumerate(configs):
+        rows.setdefault((config.tp_degree, config.tp_gpus), []).append(row)
+    return {plan: np.array(own) for plan, own in rows.items()}
+
+
+def extrapolation(stretch: float) -> list[str]:
+    """An Estimate whose sizes are so many times those measured has this note; none up to once."""
+    return [f"extrapolated: sizes up to {stretch:.2g} times those measured"] if stretch > 1 else []
 
 
 class Assembler:

@@ -2,8 +2,7 @@
 from outside and `Handover` between two.
 
 All of them are processes on one kernel (xsimulator.replay.kernel); the KV budget is kept by the
-pools' rules.
-"""
+pools' rules."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ class Arrivals:
         self._next = 0  # pool
 
     def start(self) -> None:
-        """The next ones will come: there is one event at a time."""
+        """Announces the next ones: there is one event at a time."""
         if self._coming:
             first_s = float(self._queries.arrival_s[self._coming[-1]])
             self._kernel.at(first_s, ARRIVAL, self._come)
@@ -74,7 +73,7 @@ class Handover:
         self._sent: list[tuple[int, float, float]] = []
 
     def send(self, joined: tuple[int, ...], step: int, encoded_s: float) -> float:
-        """Queries that are done with their first token stay behind. When the others arrive."""
+        """Returns when they arrive, but for those that are done with their first token."""
         queries, leaving = self._queries, []
         if queries.gives_token:
             queries.give_first_tokens(joined, encoded_s)
@@ -123,8 +122,8 @@ class Handover:
 
 def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
-    """Until every query is done. Queries come to all pools but those that only decode. Raises
-    XgptError for a query that can never fit."""
+    """Replays until every query is done. Queries come to all pools but those that only decode.
+    Raises XgptError for a query that can never fit."""
     kernel = Kernel()
     by_name = {plan.name: Pool(plan, kernel, queries) for plan in pools}
     assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"

@@ -5,8 +5,7 @@ Where ranks outnumber the machine's cores, a timing source says what steps take 
 leave their cores to the others: with k ranks at work on c cores, each goes on at the rate min(1, c
 / k). A stage's slow-down is the mean over its own work of that; since it decides when others work,
 it is found by a few rounds of replaying. (One figure a stage, not one a step: what the system's
-scheduler does from step to step cannot be known.)
-"""
+scheduler does from step to step cannot be known.)"""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -55,8 +54,7 @@ class Replayer:
         """Run queries whose outputs are known, taken up in this order where they come at one time.
 
         arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
-        per pool. Raises XgptError for a query that the schedule's KV budget can never hold.
-        """
+        per pool. Raises XgptError for a query that the schedule's KV budget can never hold."""
         if clocks is not None or rules is not None or self._sharing <= 1:
             return self._once(queries, arrival_s, rules or rules_for(self._estimate),
                               clocks or self._ready(queries))

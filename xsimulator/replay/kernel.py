@@ -1,7 +1,6 @@
 """A discrete event kernel: what happens, in the order of (seconds, priority, sequence).
 
-Nothing in it is random, and nothing is shared between two kernels.
-"""
+Nothing in it is random, and nothing is shared between two kernels."""
 
 import heapq
 from collections.abc import Callable
@@ -30,7 +29,7 @@ class Kernel:
         return not self._events or self._events[0][0] > time_s
 
     def run(self) -> None:
-        """Until no event is left."""
+        """Acts on all events in order, until none is left."""
         while self._events:
             time_s, _, _, act = heapq.heappop(self._events)
             act(time_s)

@@ -1,8 +1,7 @@
 """A replay as a trace file that ui.perfetto.dev and chrome://tracing open.
 
 Trace Event Format, JSON object form: a process per pool, a thread per stage, a complete event per
-step and stage, counters for the KV budget, and for each handover a span and an arrow.
-"""
+step and stage, counters for the KV budget, and for each handover a span and an arrow."""
 
 import gzip
 import json

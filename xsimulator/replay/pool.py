@@ -2,8 +2,7 @@
 
 A step enters all stages of its pool when the head takes it up, since each stage works its steps in
 order: so a pool has one event for each turn that waits, and none for each stage. The head goes on
-without an event of its own until another one comes first.
-"""
+without an event of its own until another one comes first."""
 
 import math
 from collections.abc import Callable, Sequence

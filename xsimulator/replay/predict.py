@@ -1,7 +1,6 @@
 """What one finite job will measure: its policy's own rule on sampled lengths, from fill to drain.
 
-The closed form describes a job without end; one of a few hundred queries is mostly ramp.
-"""
+The closed form describes a job without end; one of a few hundred queries is mostly ramp."""
 
 import math
 from dataclasses import dataclass
@@ -59,8 +58,7 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
 
     known: lengths of its queries in the order in which they are taken up; what is not known is
     sampled (where the outputs are known, too, one replay is enough).
-    Raises XgptError for a query that the schedule's KV budget can never hold.
-    """
+    Raises XgptError for a query that the schedule's KV budget can never hold."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     replayer, figures = Replayer(problem, timing, estimate), []
     is_sampled = known is None or known.outputs is None

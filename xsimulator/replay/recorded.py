@@ -2,8 +2,7 @@
 
 Fed with the run's lengths as well, the replay of its schedule takes the run's steps (the same rules
 decide), so that nothing is left of what a timing source may have wrong: what remains between the
-replay's makespan and the run's is the replay's own model of a pipeline.
-"""
+replay's makespan and the run's is the replay's own model of a pipeline."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class RecordedClock:
     """Seconds of one pool's steps (see StepClock), taken from a record in its order.
 
     The replay of WAA's decode pool may join a batch one step earlier or later than the run did, so
-    that sizes differ: such a step takes what the nearest recorded one of its kind and size took.
-    """
+    that sizes differ: such a step takes what the nearest recorded one of its kind and size took."""
 
     def __init__(self, steps: Sequence[_Recorded]) -> None:
         self._left = {kind: list(reversed([s for s in steps if s.kind == kind]))

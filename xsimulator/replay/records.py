@@ -1,8 +1,7 @@
 """What a replay yields: the steps of each pool, the handovers, memory over time, the queries.
 
 Seconds count from the start of the job. Arrays of a pool are per step, in the order in which its
-head took them up.
-"""
+head took them up."""
 
 from dataclasses import dataclass
 
@@ -61,7 +60,7 @@ class ReplayResult:
 
     @property
     def makespan_s(self) -> float:
-        """From the first query's arrival to the last one's last token."""
+        """Seconds from the first query's arrival to the last one's last token."""
         times = self.times
         if not len(times.arrival_s):
             return 0.0

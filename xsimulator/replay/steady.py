@@ -34,12 +34,11 @@ class SteadyFigures:
 
 def steady_figures(result: ReplayResult, constraint: Constraint,
                    outputs: Lengths) -> SteadyFigures | None:
-    """None where the job is too short to have a steady state.
+    """Finds the steady state; None where the job is too short to have one.
 
     The window begins when queries have been coming out for as long as a slow one takes, and ends
     with the last token before the last encoding starts; both ends are times at which queries come
-    out, so static batches are counted whole.
-    """
+    out, so static batches are counted whole."""
     start_s = result.times.start_s
     own_end_s = start_s + result.latency_s
     done_s = np.sort(own_end_s)

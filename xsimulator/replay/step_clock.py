@@ -3,8 +3,7 @@
 A replay asks for one step at a time, and StageTimes is made for arrays. What depends on a number of
 rows is tabulated at every whole number up to DENSE_ROWS and 1 % apart beyond; attention over
 contexts 2 % apart; between them lines. (A profile is made of lines; of the roofline's curves they
-miss less than a thousandth.) Tables grow in blocks as sizes come up.
-"""
+miss less than a thousandth.) Tables grow in blocks as sizes come up."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial

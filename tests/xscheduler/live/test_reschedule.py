@@ -179,14 +179,6 @@ def test_redeploys_where_queries_are_left_for_it_to_pay(factor, choice):
     assert ("pays after" in found.sentence) == (choice == "adjust")
 
 
-def test_a_slower_source_takes_longer_to_pay():
-    problem = toy_problem(outputs=LONGER)
-    better = rra(problem, tp_degree=2, tp_gpus=4).changed(throughput_qps=1e5)
-    dram, ssd = (reschedule(rra(), problem, roofline_of(problem), source=source,
-                            best=answer(problem, better)) for source in ("dram", "ssd"))
-    assert ssd.cost_s > dram.cost_s and ssd.break_even_queries > dram.break_even_queries
-
-
 def test_keeps_what_is_still_best():
     problem = toy_problem()
     best = adjusted(rra(), problem).estimate

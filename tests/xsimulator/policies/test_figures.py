@@ -15,6 +15,7 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.figures import by_plan, gathered
+from xsimulator.policies.waa.config import WaaConfig
 
 FIXED = FixedSchedule(
     encode_batch=8, decode_iterations=8, decode_micro_batches=2, encode_micro_batches=6,
@@ -28,7 +29,8 @@ def test_columns_are_gathered_row_by_row():
 
 
 def test_rows_of_one_plan_stay_in_their_order():
-    rows = by_plan([(2, 4), (1, 0), (2, 4), (2, 2)])
+    rows = by_plan([WaaConfig(encode_batch=1, tp_degree=degree, tp_gpus=gpus)
+                    for degree, gpus in ((2, 4), (1, 0), (2, 4), (2, 2))])
     assert {plan: own.tolist() for plan, own in rows.items()} == {
         (2, 4): [0, 2], (1, 0): [1], (2, 2): [3]}
 

@@ -1,7 +1,6 @@
 """The catalog: models, devices, links, clusters and tasks as rows of YAML files beside this one.
 
-A lookup is exact and its error lists the known names. A new row is all that a new variant needs.
-"""
+A lookup is exact and its error lists the known names. A new row is all that a new variant needs."""
 
 from dataclasses import dataclass
 from functools import cache

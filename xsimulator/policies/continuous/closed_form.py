@@ -6,8 +6,7 @@
 Symbols: d = decode iterations of a query. How many queries are present follows from `max_active`,
 or from the KV budget where that binds (continuous.filling, continuous.load); how long steps hold
 each other up in a pipeline from continuous.in_flight. A longer output never has a shorter latency,
-so both kinds of bound come to the latency of the output length at the bound's quantile.
-"""
+so both kinds of bound come to the latency of the output length at the bound's quantile."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -16,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.controls import ContinuousControls
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies import geometric
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
 from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
@@ -29,14 +29,12 @@ from xsimulator.policies.continuous.load import Load, LoadTimes
 from xsimulator.policies.continuous.query_sizes import QuerySizes
 from xsimulator.policies.figures import (
     Assembler,
-    BoolArray,
     EstimateArrays,
     by_plan,
     extrapolation,
     gathered,
     one_pool,
 )
-from xsimulator.policies.grids import geometric
 from xsimulator.policies.measured_range import MeasuredRange
 
 LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone
@@ -84,7 +82,7 @@ class Continuous:
                    for tp_degree, tp_gpus in plans for count in geometric(max_queries)
                    for budget in self._filling.budgets]
         useful = []  # those that fit, with no more queries than memory ever holds
-        for key, rows in _rows_of_plans(configs).items():
+        for key, rows in by_plan(configs).items():
             own, plan = [configs[row] for row in rows], self.plans.both(*key)
             kv_tokens, fits = self._memory.kv_tokens(plan, self._groups(plan, own))
             least = kv_tokens / (self.problem.lengths.inputs.support[0] + 1)
@@ -141,7 +139,7 @@ class Continuous:
         """All plans are asked for at once: a walk costs the same for many configurations."""
         slots, group_tokens = np.zeros(len(configs)), np.zeros(len(configs))
         parts = []
-        for key, rows in _rows_of_plans(configs).items():
+        for key, rows in by_plan(configs).items():
             plan = self.plans.both(*key)
             groups = self._groups(plan, [configs[row] for row in rows])
             kv_tokens, fits = self._memory.kv_tokens(plan, groups)
@@ -176,10 +174,6 @@ class Continuous:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
         return load.encode_steps * between.encode_s + self._filling.decode_latency(
             self.flow.iterations_of(longest), load, between)
-
-
-def _rows_of_plans(configs: Sequence[ContinuousConfig]) -> dict[tuple[int, int], IntArray]:
-    return by_plan([(c.tp_degree, c.tp_gpus) for c in configs])
 
 
 # The closed forms of the policies (problem, timing); each filling says how its engine works.

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import Plan
-from xsimulator.policies.figures import BoolArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

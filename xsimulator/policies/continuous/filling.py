@@ -2,8 +2,7 @@
 
 ORCA and Sarathi encode beside decoding, so a query takes D + 1 steps; vLLM's steps do either, and
 its decoding queries wait while others are encoded. Where KV in blocks or a token budget binds, how
-many run is walked out (continuous.paged_walk).
-"""
+many run is walked out (continuous.paged_walk)."""
 
 import numpy as np
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 
 STEPS = 768  # of the sequence, at least: rounds times stages
 MIN_ROUNDS = 32
@@ -139,7 +138,7 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
 
 
 def _sequence(share: FloatArray, groups: IntArray, stages: int, rounds: int, sizes: int,
-              alternates: bool) -> tuple[IntArray, NDArray[np.bool_], FloatArray]:
+              alternates: bool) -> tuple[IntArray, BoolArray, FloatArray]:
     """Row of the table of each turn [turns, configs]; whether it encodes [rounds, stages, configs];
     which turns of a round there are, 1 or 0 [stages, configs]."""
     some, of_some = np.unique(groups, return_inverse=True)

@@ -4,8 +4,7 @@ and how long they take.
 The queue never runs empty. Symbols: D = decode iterations of a query, L = its input tokens, n =
 queries present in a group, a = queries encoded per decode step. Little's law: every query is
 present for D decode steps, so n = a E[D]; those present are length-biased. What ends at a step is
-binomial, each of the n being at its last iteration with chance 1 / E[D].
-"""
+binomial, each of the n being at its last iteration with chance 1 / E[D]."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 from scipy import special
 
-from xgpt.core.lengths import FloatArray, IntArray, Lengths
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
 from xrunner.rules.paged import BLOCK_TOKENS
 from xsimulator.plans import Plan
 from xsimulator.policies.continuous.paged_walk import Walk
 from xsimulator.policies.continuous.query_sizes import SIZES, normal_scores
-from xsimulator.policies.figures import BoolArray
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 
 _WINDOW = 32  # counts looked at on each side of the mean

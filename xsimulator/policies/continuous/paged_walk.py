@@ -8,8 +8,7 @@ query ends with chance 1 / E[D] per step, and frees more where those present hol
 
 The replay (xsimulator.replay) tells the same with ages and the rule itself, but of one
 configuration at a time. Planning OPT-13B on four A40 walks 26 to 33 points for vLLM and 500 to 800
-for Sarathi, in 0.1 and 0.4 s; replays of 2,000 queries each would take 1 to 4 s and 45 to 170 s.
-"""
+for Sarathi, in 0.1 and 0.4 s; replays of 2,000 queries each would take 1 to 4 s and 45 to 170 s."""
 
 from dataclasses import dataclass
 

@@ -1,16 +1,14 @@
 """Walks (continuous.paged_walk) on a grid of slots, room and budget.
 
 What a walk finds changes smoothly with them, so each point of the grid is walked once, and what is
-between is interpolated: a search then costs few walks, and less of their noise.
-"""
+between is interpolated: a search then costs few walks, and less of their noise."""
 
 from itertools import count
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries, walk
-from xsimulator.policies.figures import BoolArray
 
 _SCALARS = ("running", "again", "evicted", "evictions", "chunks", "share")
 _VECTORS = ("tokens", "joined")

@@ -26,8 +26,7 @@ more than half of them. More groups than stages, which only a job can ask for, t
 longer to settle than the closed form watches it: throughput came out up to 13 % above what the
 busiest stage can do, latency up to 9 % too low (CROWDED_TOLERANCE). Where there are fewer queries
 than such groups, the chance that a group has one is interpolated up to a fifth too high, and
-throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE).
-"""
+throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""RRA in closed form (paper sections 4.1 and 6; design.md section 3.2), for many configurations.
+"""RRA in closed form (paper sections 4.1 and 6; docs/design.md), for many configurations.
 
 Symbols: B_E = encode_batch, N_D = decode_iterations, G = decode_micro_batches (default: one per
 stage), B_D = decode_batch = B_E E[c(D)], c(d) = ceil(d / N_D). Within a phase n(u) queries are
@@ -12,8 +12,7 @@ times of one size come from tables (xsimulator.step_table): that is what makes i
 
 with `period` and `finish` from xsimulator.pipeline. A longer output never has a shorter latency,
 so both kinds of bound come to the latency of the output length at the bound's quantile. These are
-expected times; how batches scatter around them is the replay's business.
-"""
+expected times; how batches scatter around them is the replay's business."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -196,9 +195,8 @@ class Rra:
 
     def _kv_tokens(self, batches: PhaseBatches) -> FloatArray:
         """[configs] tokens of KV reserved over all groups. Cohorts are independent, so mean and
-        variance of a group's sum are those of one query's stay times the batch. Never less than the
-        longest query in every group, never more than every query that can be there at its longest.
-        """
+        variance of a group's sum are those of one query's stay times the batch: never less than the
+        longest query in every group, nor more than every query that can be there at its longest."""
         queries, batch, groups = batches.queries, batches.group_batch, batches.groups
         longest, num_queries = self.flow.max_reserve_tokens, self.problem.num_queries
         # one longest query more: the odd queries of an uneven split rotate, so at times a group

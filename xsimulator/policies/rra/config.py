@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -39,8 +39,7 @@ class RraConfigs:
         """The same configurations are given as arrays."""
         if isinstance(configs, RraConfigs):
             return configs
-        names = ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus",
-                 "decode_micro_batches")
+        names = [field.name for field in fields(cls)]
         columns = np.array([[getattr(config, name) or 0 for config in configs] for name in names],
                            np.int64)
         return cls(**dict(zip(names, columns, strict=True)))

@@ -38,8 +38,7 @@ class LeastSteps:
 
     For throughput they are those of `batches`, in relation to which no smaller batch's are less;
     for latency (`largest` given: queries of a group in the box's largest batch) no larger batch's
-    are less.
-    """
+    are less."""
 
     def __init__(self, rra: Rra) -> None:
         self._rra = rra
@@ -158,8 +157,8 @@ def _envelope(seconds: Callable[[FloatArray, FloatArray, int], FloatArray],
 
 def _one_and_all(seconds: list[FloatArray],
                  steps: FloatArray) -> list[tuple[FloatArray, FloatArray]]:
-    """By kind of stage, one of `steps` (expected number) takes the slowest of `seconds` [slowest
-    and usual], and all no less than these in turn."""
+    """One of `steps` (expected number) takes the slowest of `seconds` [slowest and usual], and all
+    no less than these in turn: both are given by kind of stage."""
     most = np.minimum(steps, 1.0)
     return [(slowest * most, np.maximum(steps * usual, slowest * most))
             for slowest, usual in seconds]

@@ -1,8 +1,7 @@
 """Phases of RRA configurations of one plan: what they hold, and how long they take.
 
 Groups are not equal, and the pipeline waits for the slowest: of each round of steps, the slowest
-group's and all others' together are told apart (xsimulator.pipeline).
-"""
+group's and all others' together are told apart (xsimulator.pipeline)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, Lengths
+from xgpt.core.lengths import BoolArray, FloatArray, Lengths
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.longest_context import expected_maximum
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import Plan
-from xsimulator.policies.figures import BoolArray
 from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
 NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing

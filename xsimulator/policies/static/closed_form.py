@@ -17,8 +17,7 @@ in its group's turn of the round after it: on the average that share of a round 
 steps of that round are superfluous. A query's latency counts from its own encoding to the end of
 its batch. Kind `sequence`: expected, with M = max(D of the quantile's length, all others); kind
 `queries`: the quantile over M, over a query's place in its batch, and over the batch's input
-tokens. In both, expected largest micro-batches stand for the largest.
-"""
+tokens. In both, expected largest micro-batches stand for the largest."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,8 +32,8 @@ from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies import geometric, group_counts
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
-from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.static.config import StaticConfig, StaticSteps, static_steps
 from xsimulator.policies.static.rounds import EXACT_ROUNDS, NODES, BatchTimeline, Rounds
@@ -65,8 +64,7 @@ class Static:
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[StaticConfig]:
         """The grid has every (tp_degree, tp_gpus) of `plans`, with decode groups up to twice its
-        stages and batches that are their multiples, 10 % apart, as far as memory and queries reach.
-        """
+        stages and multiples of these as batches, 10 % apart, as far as memory and queries reach."""
         configs, inputs = [], self.problem.lengths.inputs
         for tp_degree, tp_gpus in plans:
             plan = self._plans.both(tp_degree, tp_gpus)
@@ -85,7 +83,7 @@ class Static:
     def evaluate(self, configs: Sequence[StaticConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
         parts = []
-        for key, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items():
+        for key, rows in by_plan(configs).items():
             plan = self._plans.both(*key)
             size = max(CHUNK_ELEMENTS // (NODES * len(plan.stages) + self._max_iterations), 1)
             for part in np.split(rows, range(size, len(rows), size)):

@@ -1,7 +1,6 @@
 """The rounds of a static batch (xsimulator.policies.static.closed_form): how many there are,
 and when the batch is done. M is the largest number of decode iterations that a query of the batch
-needs.
-"""
+needs."""
 
 from typing import NamedTuple
 

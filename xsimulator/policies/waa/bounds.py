@@ -10,8 +10,7 @@ the division follows from B and G),
 with B_D = B E[S] or what Little's law leaves of it, and T_iter = max(G x slowest stage, all stages)
 at the smallest G and at the largest, in that order. The encode pool's times are tables over every
 B, so their least and largest over a range are exact. The decode pool's are taken from a lower
-envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it.
-"""
+envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it."""
 
 from collections.abc import Sequence
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""WAA-C and WAA-M in closed form (paper sections 4.1 and 6; design.md section 3.3).
+"""WAA-C and WAA-M in closed form (paper sections 4.1 and 6; docs/design.md).
 
 Symbols: B_E = encode_batch, G = decode_micro_batches, S = output tokens of a query, D = its decode
 iterations, lambda = queries a second, B_D = decode_batch, T_E = time between two encode steps (the
@@ -16,8 +16,7 @@ adjustment (the paper's buffer, section 5.2): a schedule holds its bound for suc
 
 T_iter(B) = max(G slowest stage, all stages in turn) for groups of B / G queries. The devices are
 divided by the time that encoding and decoding of a query take at these batch sizes (WAA-C), or so
-that the fullest device is as empty as can be (WAA-M).
-"""
+that the fullest device is as empty as can be (WAA-M)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -33,8 +32,8 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import Plans, PlanSource
+from xsimulator.policies import geometric, group_counts
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, extrapolation, gathered
-from xsimulator.policies.grids import geometric, group_counts
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 from xsimulator.policies.waa.divisions import Division, DivisionByMemory, DivisionByTime
@@ -66,8 +65,7 @@ class Waa:
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[WaaConfig]:
         """The grid has every (tp_degree, tp_gpus) of `plans` that both pools can be laid out for,
-        with decode groups up to twice the stages and batches 10 % apart, as far as queries reach.
-        """
+        with decode groups up to twice the stages and batches 10 % apart as far as queries reach."""
         configs = []
         for tp_degree, tp_gpus in plans:
             split = WaaPlans(self.plans, tp_degree, tp_gpus)
@@ -159,7 +157,7 @@ class Waa:
         """Configurations come by their division: (plan, those that have it, their rows)."""
         every = WaaConfigs(batch=np.array([c.encode_batch for c in configs], float),
                            groups=np.array([c.decode_micro_batches for c in configs], float))
-        for key, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items():
+        for key, rows in by_plan(configs).items():
             split = self.split(*key)
             devices = self.division.divide(split, every.take(rows))
             for count in np.unique(devices):

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.policies.figures import BoolArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlans

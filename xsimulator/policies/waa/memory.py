@@ -1,4 +1,4 @@
-"""Bytes on the ranks of WAA's two pools (design.md section 3.5; xsimulator.memory)."""
+"""Bytes on the ranks of WAA's two pools (docs/design.md; xsimulator.memory)."""
 
 from functools import cache
 from typing import NamedTuple

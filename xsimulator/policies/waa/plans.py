@@ -1,10 +1,9 @@
-"""Which devices encode and which decode under WAA (paper section 4.1; design.md section 3.3).
+"""Which devices encode and which decode under WAA (paper section 4.1; docs/design.md).
 
 The first devices encode, the others decode. Groups of `tp_degree` are formed in the decode pool
 first, from the last device backwards, since every token of a query waits for that pool; what is
 left of `tp_gpus` forms groups in the encode pool, from the first device on. A group lies within a
-node, so only numbers of encode devices for which all groups find a place are allowed.
-"""
+node, so only numbers of encode devices for which all groups find a place are allowed."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -41,8 +41,7 @@ class PoolTimes:
         self._inputs = problem.lengths.inputs
         self._context = partial(flow.charged_context, padded=timing.facts.is_padded)
         # of the queries, is not done with its first token, and is handed over
-        self._decoding_share = float(
-            problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
+        self._decoding_share = float(problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
         self.mean_iterations = max(flow.mean_iterations, 1e-9)
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
 

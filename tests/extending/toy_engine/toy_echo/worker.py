@@ -12,7 +12,7 @@ from pathlib import Path
 from xrunner.io.sink import RunSink
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery
-from xrunner.rank import Outcome, Stopwatch, order_of, read_work, to_the_end, write_measured
+from xrunner.rank import RunOutcome, Stopwatch, order_of, read_work, to_the_end, write_measured
 from xrunner.world import World, connect
 
 
@@ -41,7 +41,7 @@ def _answer_all(plan: RunPlan) -> None:
         sink.progress(clock(), sink.tally.output_tokens)
     wall_s = clock()
     sink.close(wall_s, state)
-    write_measured(sink.output, Outcome(
+    write_measured(sink.output, RunOutcome(
         state=state, wall_s=wall_s, queries_before=before.total, num_errors=num_errors,
         num_held=sink.num_held), sink.tally, reports=())
 

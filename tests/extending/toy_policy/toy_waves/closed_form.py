@@ -21,8 +21,8 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.plans import Plan, Plans
+from xsimulator.policies import geometric
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
-from xsimulator.policies.grids import geometric
 
 _HELD = ("throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch", "present",
          "kv_tokens", "memory_bytes", "stretch")
@@ -48,7 +48,7 @@ class Waves:
         figures = gathered(len(configs), (
             (rows, self._figures(self._plans.both(*plan),
                                  np.array([configs[row].wave_queries for row in rows], float)))
-            for plan, rows in by_plan([(c.tp_degree, c.tp_gpus) for c in configs]).items()))
+            for plan, rows in by_plan(configs).items()))
         return EstimateArrays(fits=figures["memory_bytes"] <= self._assembler.capacity_bytes,
                               **{name: figures[name] for name in _HELD})
 

@@ -18,6 +18,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
+from xsimulator.policies import geometric
 from xsimulator.policies.continuous import load
 from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
 from xsimulator.policies.continuous.config import ContinuousConfig
@@ -25,7 +26,6 @@ from xsimulator.policies.continuous.in_flight import intervals, least_intervals
 from xsimulator.policies.continuous.paged_walk import WalkedQueries, equally_likely, walk
 from xsimulator.policies.continuous.query_sizes import SIZES, QuerySizes
 from xsimulator.policies.continuous.walk_table import WalkTable
-from xsimulator.policies.grids import geometric
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 

@@ -12,7 +12,7 @@ from xrunner.engine.pipeline import RankReport
 from xrunner.engine.stage import StepRecord
 from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank import Outcome, write_measured
+from xrunner.rank import RunOutcome, write_measured
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:
@@ -29,7 +29,7 @@ def write(folder: Path, reports: list[RankReport]) -> None:
             query=PreparedQuery(index=count, id="", input_ids=(1,), max_new_tokens=9),
             output_ids=(7,) * count, finish_reason="stop", text="",
             encode_start_s=1.0, first_token_s=2.0, last_token_s=last_s))
-    outcome = Outcome(state="done", wall_s=10.0, queries_before=0, num_errors=0)
+    outcome = RunOutcome(state="done", wall_s=10.0, queries_before=0, num_errors=0)
     write_measured(folder, outcome, tally, reports)
 
 
