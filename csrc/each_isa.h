@@ -7,7 +7,12 @@
 #include <type_traits>
 #include <utility>
 
+// With its checks, what is inlined throughout takes minutes to compile.
+#ifdef __SANITIZE_ADDRESS__
+#define XGPT_INLINE static inline
+#else
 #define XGPT_INLINE static inline __attribute__((always_inline))
+#endif
 
 #ifdef XGPT_HAS_X86_LEVELS
 #include <immintrin.h>

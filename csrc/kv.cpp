@@ -2,6 +2,10 @@
  * block of memory and out of one (the handover between pools). Copies alone: of any element type. */
 #include <string.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -64,6 +68,19 @@ void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads
     });
 }
 
+/* Memory that is about to be written for the first time is given in large pages where the system has
+ * them: of small ones, giving them takes longer than the copy. What was given already stays. */
+void in_large_pages(void *memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 2 << 20, start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
+    if (first < last) madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)memory;
+    (void)bytes;
+#endif
+}
+
 /* Between a cache and a block [arrays, heads, block_tokens, entry] in which the queries' tokens
  * lie one after the other. */
 template <typename Copy>
@@ -122,6 +139,8 @@ int xgpt_kv_gather(void *block, int64_t block_tokens, const void *const *arrays,
                    int64_t num_slots, int64_t capacity, int threads) {
     const Cache cache{const_cast<void *const *>(arrays), num_arrays, slot_stride, kv_heads,
                       entry_bytes, num_slots, capacity};
+    if (!cache.wrong() && block_tokens > 0)
+        in_large_pages(block, num_arrays * kv_heads * block_tokens * entry_bytes);
     return each_query(cache, block_tokens, slots, lengths, n, threads,
                       [block](const char *row, int64_t place, size_t bytes) {
                           memcpy(static_cast<char *>(block) + place, row, bytes);
