@@ -42,8 +42,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
     problem, under this bound or another. selections: what is looked at for so many queries."""
     own, count = schedule.estimate, problem.num_queries
-    if (not count or problem.observes  # what every query at its cap would take says nothing
-            or count >= SHORT * own.most_in_system):
+    if not count or not is_short(problem, schedule):
         return schedule
     clock = _Clock(problem, evaluator, schedule)
     doubts = Doubts(problem, evaluator, replays=True)
@@ -60,6 +59,14 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
         if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
+
+
+def is_short(problem: Problem, schedule: Schedule) -> bool:
+    """Whether the problem's own queries are mostly ramp and drain. What every query at its cap
+    would take says nothing."""
+    count = problem.num_queries
+    return bool(count) and not problem.observes and (
+        count or 0) < SHORT * schedule.estimate.most_in_system
 
 
 class _Clock:

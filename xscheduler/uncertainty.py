@@ -107,6 +107,10 @@ class Doubts:
             lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
             unmeasured)
 
+    def timing_spread(self, estimate: Estimate) -> float:
+        """Standard deviation of the latency's logarithm, for what the times may be off."""
+        return self._timing_spread(estimate, self._evaluator.latency_s(estimate))[0]
+
     def _model_factor(self, estimate: Estimate) -> float:
         """The factor by which a replay's latency exceeds the closed form's."""
         if not self._replays or math.isinf(self.problem.constraint.latency_s):

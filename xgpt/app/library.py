@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import Plan, default_horizon, plan_job
+from xgpt.app.plan import Plan, default_horizon, plan_job, settled
 from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweep import Sweep, sweep_job
 from xgpt.app.telling import Teller
-from xgpt.app.timing import timing_of
 from xgpt.core.errors import XgptError
 from xgpt.core.job import Job
 from xgpt.report.page import write_report as write_page
@@ -43,8 +42,9 @@ def simulate(job: OpenedJob, plan: Plan | None = None, *,
     """Estimates a plan's schedule by closed form, and replays it as a check; by default the control
     variables of the job's `schedule:`."""
     if plan is None:
-        return simulate_job(job, timing_of(job), with_others=with_baselines)
-    return simulate_job(job, plan.timing, plan.schedule.estimate, with_others=with_baselines)
+        return simulate_job(*settled(job), with_others=with_baselines)
+    return simulate_job(plan.opened, plan.timing, plan.schedule.estimate,
+                        with_others=with_baselines)
 
 
 def sweep(job: OpenedJob, bounds_s: Sequence[float] | None = None) -> Sweep:

@@ -1,15 +1,23 @@
-"""Planning a job: within what its engine executes, by the one planner there is."""
+"""Planning a job: within what its engine executes, on the layout of the cores that is best for it,
+by the one planner there is."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from xgpt.app.laid_out import derived_times, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
 from xgpt.app.timing import timing_of
+from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
-from xgpt.core.schedule import Schedule
+from xgpt.core.layout import Layout
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.report.table import choice_table, fact, schedule_table, stage_table
 from xgpt.report.words import counted
+from xprofiler.derived import Derived
+from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
+from xscheduler.layouts import Comparison, LaidOut
 from xscheduler.planner import Horizon, Planner, PlanOptions
 
 
@@ -35,6 +43,90 @@ class Plan:
         return "\n".join(filter(None, tables))
 
 
+class JobPlanner:
+    """Plans of one job under one latency bound after the other, over the layouts of this machine's
+    cores that it leaves open."""
+
+    def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
+                 timing: TimingSource | None = None) -> None:
+        """Measures what is not known of this machine's times; `timing`: those of a job that leaves
+        nothing open."""
+        opened = executable(opened)
+        self._options = options or PlanOptions(horizon=default_horizon(opened.job))
+        self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
+        self._derived: dict[Layout, Derived] = {}
+        self._planners = {layout: self._planner(layout, times) for layout, times in (
+            dict.fromkeys(self._jobs, timing) if timing is not None else self._times()).items()}
+
+    def plan(self, latency_bound_s: float | None = None) -> Plan:
+        """The best of any layout under the bound (by default the job's). Raises InfeasibleError,
+        and InputError for what no layout can hold."""
+        tried = {layout: self._tried(layout, latency_bound_s) for layout in self._jobs}
+        while undecided := (compared := self._compared(tried)).undecided():
+            for one in undecided:
+                self._planners[one.layout] = self._planner(
+                    one.layout, timing_of(self._jobs[one.layout]))
+                del self._derived[one.layout]
+                tried[one.layout] = self._tried(one.layout, latency_bound_s)
+        schedule, best = compared.chosen(), compared.best
+        return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
+                    horizon=self._options.horizon)
+
+    def of(self, plan: Plan | None) -> tuple[OpenedJob, Planner]:
+        """The job on the layout of a plan of it (None: on the one of fewest ranks), and what plans
+        it there."""
+        layout = next(layout for layout, job in self._jobs.items()
+                      if plan is None or job is plan.opened)
+        return self._jobs[layout], self._planners[layout]
+
+    def _compared(self, tried: Mapping[Layout, LaidOut]) -> Comparison:
+        return Comparison(tuple(tried.values()), is_steady=self._options.horizon == "steady")
+
+    def _planner(self, layout: Layout, timing: TimingSource) -> Planner:
+        return planner_of(self._jobs[layout], timing, self._options)
+
+    def _tried(self, layout: Layout, latency_bound_s: float | None) -> LaidOut:
+        planner, known = self._planners[layout], self._derived.get(layout)
+        try:
+            planned: Schedule | XgptError = planner.plan(latency_bound_s)
+        except (InfeasibleError, InputError) as refusal:
+            planned = refusal
+        one = LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,
+                      planned=planned)
+        return one if known is None else replace(
+            one, derived=known.profile.metadata.origin, derived_error=known.error)
+
+    def _times(self) -> dict[Layout, TimingSource]:
+        """Measured where the ranks are fewest and most; between them derived from those two."""
+        wide, narrow = next(iter(self._jobs)), next(reversed(self._jobs))
+        times = {layout: timing_of(self._jobs[layout]) for layout in {wide: None, narrow: None}}
+        for layout in self._jobs.keys() - times.keys():
+            derived = derived_times(self._jobs[layout], times[wide], times[narrow])
+            if derived is None:
+                times[layout] = timing_of(self._jobs[layout])
+            else:
+                self._derived[layout], times[layout] = derived, ProfileTiming(derived.profile)
+        return times
+
+
+def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob, TimingSource]:
+    """The job on one layout, and its times: on the ranks of the estimate given, else where it is
+    planned, or where no plan of it is on the fewest ranks."""
+    if given is not None:
+        opened = on_ranks(opened, given.deployment.num_devices)
+        return opened, timing_of(opened)
+    if len(on_open_layouts(opened)) == 1:
+        (opened,) = on_open_layouts(opened).values()
+        return opened, timing_of(opened)
+    planner = JobPlanner(opened)
+    try:
+        plan: Plan | None = planner.plan()
+    except (InfeasibleError, InputError):
+        plan = None
+    best, own = planner.of(plan)
+    return replace(best, problem=replace(best.problem, fixed=opened.problem.fixed)), own.timing
+
+
 def executable(opened: OpenedJob, schedule: Schedule | None = None) -> OpenedJob:
     """The job as its engine executes it: over every policy and tensor-parallel degree that the
     engine has and the job, or the `schedule` it is to execute, leaves open. Raises InputError for
@@ -56,11 +148,7 @@ def plan_job(opened: OpenedJob, timing: TimingSource | None = None,
              options: PlanOptions | None = None) -> Plan:
     """The plan of a job, the very one that `xgpt submit` runs where its horizon is the job. Raises
     InfeasibleError."""
-    opened = executable(opened)
-    timing = timing or timing_of(opened)
-    options = options or PlanOptions(horizon=default_horizon(opened.job))
-    return Plan(schedule=planner_of(opened, timing, options).plan(), opened=opened, timing=timing,
-                horizon=options.horizon)
+    return JobPlanner(opened, options, timing).plan()
 
 
 def default_horizon(job: Job) -> Horizon:

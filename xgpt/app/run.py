@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
+from xgpt.app.laid_out import on_ranks
 from xgpt.app.metrics import kept, write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
@@ -55,6 +56,7 @@ def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> Opene
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
     """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
     one of another job, or that the engine does not execute."""
+    opened = on_ranks(opened, schedule.deployment.num_devices)
     if schedule.fingerprint != opened.problem.fingerprint:
         raise wrong(source, "fingerprint", schedule.fingerprint,
                     f"this job's is {opened.problem.fingerprint}: another model, dtype or number "

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import executable, planner_of
-from xgpt.app.timing import timing_of
+from xgpt.app.plan import JobPlanner
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
 from xgpt.report.what_if_tables import sweep_table
-from xscheduler.planner import Planner, PlanOptions
+from xscheduler.planner import PlanOptions
 
 _SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the latency that throughput alone would choose
 
@@ -30,20 +29,19 @@ def sweep_job(opened: OpenedJob, bounds_s: Sequence[float] | None = None) -> Swe
     """Plans the job's steady state under each bound; by default under shares of the latency at the
     highest throughput. Raises InfeasibleError where there is no schedule at all to take shares of.
     """
-    opened = executable(opened)
-    planner = planner_of(opened, timing_of(opened), PlanOptions(horizon="steady"))
+    planner = JobPlanner(opened, PlanOptions(horizon="steady"))
     bounds_s = _default_bounds(planner) if bounds_s is None else bounds_s
     return Sweep(rows=tuple((bound_s, _at(planner, bound_s)) for bound_s in bounds_s))
 
 
-def _at(planner: Planner, bound_s: float) -> Schedule | str:
+def _at(planner: JobPlanner, bound_s: float) -> Schedule | str:
     try:
-        return planner.plan(bound_s)
+        return planner.plan(bound_s).schedule
     except InfeasibleError as why:
         return str(why)
 
 
-def _default_bounds(planner: Planner) -> list[float]:
+def _default_bounds(planner: JobPlanner) -> list[float]:
     best = _at(planner, math.inf)
     if isinstance(best, str):
         raise InfeasibleError(best)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import Plan, executable, planner_of
-from xgpt.app.timing import timing_of
+from xgpt.app.plan import JobPlanner, Plan
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.json_values import flat
 from xgpt.core.schedule import Schedule
@@ -69,22 +68,21 @@ class Answers:
 def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
                 with_drift: bool = False, deployed: Schedule | None = None) -> Answers:
     """Plans the job, and answers what is asked about it. `deployed`: the schedule to go on from."""
-    opened = executable(opened)
-    timing = timing_of(opened)
-    planner = planner_of(opened, timing, options)
+    plans = JobPlanner(opened, options)
     plan: Plan | None = None
     infeasible: InfeasibleError | None = None
     try:
-        plan = Plan(schedule=planner.plan(), opened=opened, timing=timing, horizon=options.horizon)
+        plan = plans.plan()
     except InfeasibleError as why:
         infeasible = why
+    opened, planner = plans.of(plan)
     offers: Sequence[Offer] | None = None
     if with_price:
         offers = price(planner.problem, planner.of)
         # the first says why there is no schedule now, which the command does anyway
         offers = offers if offers[0].what != AS_IT_IS else offers[1:]
     return Answers(
-        hint="" if infeasible is None else hint(opened.problem, timing), opened=opened,
+        hint="" if infeasible is None else hint(opened.problem, planner.timing), opened=opened,
         horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,
         ways=None if deployed is None else _ways(planner, deployed),
         drift=_drift(planner, plan) if with_drift and plan is not None else None)

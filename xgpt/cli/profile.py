@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from xgpt.app.laid_out import on_open_layouts
 from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
 from xgpt.cli.options import check_writable, job_arguments, json_option, print_json
@@ -91,6 +92,8 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
             "their device")
     if out is not None:
         check_writable(out, "--out")
+    # of the layouts that a job leaves open, the one of fewest ranks
+    opened = next(iter(on_open_layouts(opened).values()))
     measured = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
                              budget_s=budget, again=again)
     if out is not None:

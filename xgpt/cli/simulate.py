@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from xgpt.app.opened import open_file
+from xgpt.app.plan import settled
 from xgpt.app.simulate import simulate_job
-from xgpt.app.timing import timing_of
 from xgpt.cli.options import check_writable, job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.schedule_file import load_schedule
@@ -26,9 +26,8 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
     for path in pictures if timeline_file is None else [timeline_file, *pictures]:
         check_writable(path, "--timeline")
-    opened = open_file(job_file, overrides, Terminal())
-    timing = timing_of(opened)
     given = None if schedule_file is None else load_schedule(schedule_file).estimate
+    opened, timing = settled(open_file(job_file, overrides, Terminal()), given)
     simulation = simulate_job(opened, timing, given, with_others=baselines)
     if pictures:
         simulation.draw(*pictures)

@@ -12,6 +12,7 @@ from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
+from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
 
 WIDTH = 80
 _GAP = "  "
@@ -68,7 +69,8 @@ def choice_table(schedule: Schedule) -> str:
     """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
     facts = [("why" if index == 0 else "", sentence)
              for index, sentence in enumerate(schedule.explanation)]
-    facts += [(_label(row), _alternative(row, schedule)) for row in schedule.rejected]
+    facts += [(_label(row), _alternative(row, schedule)) for row in schedule.rejected
+              if not row.label.startswith(LAYOUT_ROW)]  # they stand in the first table
     return "\n".join(fact(label, text) for label, text in facts)
 
 
@@ -116,6 +118,8 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
     facts = [
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"),
         ("parallel", _parallel(e)),
+        *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
+          if note.startswith(LAYOUT_NOTE)),
         ("throughput", f"{plain(figures.throughput_qps)} queries/s, "
                        f"{plain(figures.output_tokens_per_s)} output tokens/s in steady state"),
         ("latency", _latency(figures.latency_s, bound)),
@@ -126,7 +130,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         ("memory", _memory(e)),
         *search,
         # where its times are from stands above the table
-        *(("note", note) for note in e.notes if not note.startswith("times: "))]
+        *(("note", note) for note in e.notes if not note.startswith(("times: ", LAYOUT_NOTE)))]
     return "\n".join(fact(label, value) for label, value in facts)
 
 

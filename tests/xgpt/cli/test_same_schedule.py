@@ -33,7 +33,7 @@ def roofline(opened: OpenedJob) -> Roofline:
     ("policy: orca", "xgpt", "orca"), ("", "deepspeed", "ft")])
 def test_schedule_prints_what_submit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           controls: str, engine: str, policy: str | None) -> None:
-    for module in ("plan", "what_if"):
+    for module in ("plan",):
         monkeypatch.setattr(f"xgpt.app.{module}.timing_of", roofline)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(

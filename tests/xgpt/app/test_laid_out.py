@@ -1,0 +1,168 @@
+"""A job on `cluster: local` is planned on every layout of the cores, by times that are measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from laid_out import Law, amdahl, profile_of
+
+from xgpt.app import local_profile
+from xgpt.app.laid_out import on_open_layouts, on_ranks
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import JobPlanner, plan_job, settled
+from xgpt.app.run import to_run
+from xgpt.core import layout, local
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.launch import launcher
+from xprofiler.profile_file import save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xscheduler.planner import PlanOptions
+
+STEADY = PlanOptions(horizon="steady")
+
+
+class Machine:
+    """Cores, whose threads follow a law; what was measured on them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cores: int, law: Law,
+                 spread: float = 0.0) -> None:
+        self.measured: list[str] = []
+        self.law, self._spread = law, spread
+        for module in (layout, local, launcher, local_profile):
+            patch.setattr(module, "usable_cores", lambda *_: cores)
+        for module in (layout, local):
+            patch.setattr(module, "gpus_here", list)
+        for command in ("plan", "run"):
+            patch.setattr(f"xgpt.app.{command}.timing_of", self.timing_of)
+
+    def timing_of(self, opened: OpenedJob) -> ProfileTiming:
+        run, problem = opened.job.run, opened.problem
+        assert run.ranks and run.threads_per_rank, "laid out"
+        self.measured.append(f"{run.ranks}x{run.threads_per_rank}")
+        return ProfileTiming(profile_of(problem.model, run.ranks, run.threads_per_rank, self.law,
+                                        dtype=problem.dtype, spread=self._spread))
+
+
+def job_of(folder: Path, *, count: int | None = 12, bound: str = "inf",
+           schedule: str = "policy: rra", run: str = "dtype: float32") -> OpenedJob:
+    path = folder / "job.yaml"
+    requests = f"requests: {{count: {count}}}, " if count else ""
+    path.write_text(f"""
+model: opt-125m
+cluster: local
+workload: {{{requests}input_tokens: {{mean: 40, std: 20, max: 80}},
+           output_tokens: {{mean: 12, std: 5, max: 24}}}}
+constraint: {{latency_s: {bound}}}
+schedule: {{{schedule}}}
+run: {{{run}}}
+output: out
+""")
+    return open_file(path)
+
+
+def test_threads_that_divide_all_work_leave_one_rank_the_best(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(0.0))
+    plan = plan_job(job_of(tmp_path))
+    assert plan.schedule.deployment.num_devices == 1 and plan.opened.job.run.threads_per_rank == 2
+    assert sorted(machine.measured) == ["1x2", "2x1"]
+    (note,) = [n for n in plan.schedule.estimate.notes if n.startswith("layout: ")]
+    assert "1 rank x 2 threads" in note and "2 ranks x 1 thread would take" in note
+    (row,) = [row for row in plan.schedule.rejected if row.label.startswith("layout ")]
+    assert row.label == "layout 2 ranks x 1 thread" and "+" in row.reason
+    assert "\nlayout       1 rank x 2 threads" in str(plan)
+    assert max(map(len, str(plan).splitlines())) <= 80
+
+
+def test_threads_that_bring_nothing_leave_a_rank_a_core_the_best(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 2, amdahl(1.0))
+    plan = plan_job(job_of(tmp_path, count=None), options=STEADY)
+    assert plan.schedule.deployment.num_devices == 2
+    assert "in steady state" in plan.schedule.estimate.notes[-1]
+    assert plan.opened.problem.cluster.num_devices == 2
+
+
+def test_a_layout_whose_derived_times_cannot_win_is_not_measured(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 8, amdahl(0.0))
+    plan = plan_job(job_of(tmp_path))
+    assert sorted(machine.measured) == ["1x8", "8x1"]
+    assert plan.schedule.deployment.num_devices == 1
+    assert "2 ranks x 4 threads" in plan.schedule.estimate.notes[-1]
+    assert "derived from 1x8 and 8x1" in plan.schedule.estimate.notes[-1]
+
+
+def test_a_layout_that_may_win_is_measured_and_only_then_chosen(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads help up to five, and then no more: the law between the ends is off."""
+    machine = Machine(monkeypatch, 8, lambda threads: 1 / min(threads, 5))
+    plan = plan_job(job_of(tmp_path, count=None), options=STEADY)
+    assert {"1x8", "8x1", "2x4"} <= set(machine.measured)
+    assert (plan.opened.job.run.ranks, plan.opened.job.run.threads_per_rank) == (2, 4)
+    assert isinstance(plan.timing, ProfileTiming)
+    assert plan.timing.profile.metadata.origin == "measured"
+
+
+def test_a_wish_is_one_layout_and_is_not_compared(tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 4, amdahl(0.0))
+    for run, expected in (("ranks: 2, threads_per_rank: 1", "2x1"), ("threads_per_rank: 2", "2x2")):
+        machine.measured.clear()
+        plan = plan_job(job_of(tmp_path, run=f"dtype: float32, {run}"))
+        assert machine.measured == [expected]
+        assert not any(n.startswith("layout: ") for n in plan.schedule.estimate.notes)
+
+
+def test_what_only_several_ranks_can_do_decides_the_layout(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 2, amdahl(0.0))
+    plan = plan_job(job_of(tmp_path, count=40, schedule="policy: waa-c"))
+    assert plan.schedule.deployment.num_devices == 2
+    assert "1 rank x 2 threads cannot run it" in plan.schedule.estimate.notes[-1]
+    with pytest.raises(InputError):
+        plan_job(job_of(tmp_path, schedule="tp_degree: 5"))
+
+
+def test_a_bound_that_no_layout_keeps_names_them_all(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 2, amdahl(0.0))
+    with pytest.raises(InfeasibleError, match="1 rank x 2 threads: .*; 2 ranks x 1 thread: "):
+        plan_job(job_of(tmp_path, bound="0.0001"))
+
+
+def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 2, amdahl(1.0))
+    opened = job_of(tmp_path)
+    for ranks in (1, 2):
+        plan = plan_job(on_ranks(opened, ranks))
+        save_schedule(plan.schedule, tmp_path / "schedule.json")
+        again = to_run(opened, load_schedule(tmp_path / "schedule.json"), tmp_path)
+        assert again.opened.job.run.ranks == ranks == again.schedule.deployment.num_devices
+        assert again.opened.job.run.threads_per_rank == 2 // ranks
+        assert settled(opened, plan.schedule.estimate)[0].problem.cluster.num_devices == ranks
+
+
+def test_one_planner_answers_for_every_bound_and_measures_once(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(0.1))
+    planner = JobPlanner(job_of(tmp_path), STEADY)
+    free = planner.plan()
+    tight = planner.plan(0.8 * free.schedule.figures.latency_s)
+    assert tight.schedule.figures.throughput_qps <= free.schedule.figures.throughput_qps
+    assert len(machine.measured) == 2
+    laid_out, own = planner.of(free)
+    assert laid_out is free.opened and own.problem.cluster == free.opened.problem.cluster
+
+
+def test_a_profile_file_names_the_layout_it_was_measured_on(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 2, amdahl(0.0))
+    opened = job_of(tmp_path)
+    save_profile(profile_of(opened.problem.model, 2, 1, amdahl(0.0)), tmp_path / "p.json")
+    named = replace(opened, job=replace(opened.job, profile=tmp_path / "p.json"))
+    assert [str(each) for each in on_open_layouts(named)] == ["2x1"]

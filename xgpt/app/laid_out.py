@@ -1,0 +1,61 @@
+"""A job on the layouts of this machine's cores (so many ranks of so many threads) that it leaves
+open."""
+
+from dataclasses import replace
+
+from xgpt.app.local_profile import profile_metadata
+from xgpt.app.opened import OpenedJob
+from xgpt.core.layout import Layout, laid_out, open_layouts
+from xgpt.core.local import usable_cores
+from xgpt.core.problem import resolve_cluster, resolve_weight_dtype
+from xgpt.launch.launcher import threads_per_rank
+from xprofiler.derived import Derived, derived
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import TimingSource
+
+
+def layout_of(opened: OpenedJob) -> Layout:
+    """The layout that the job has."""
+    return Layout(opened.problem.cluster.num_devices, threads_per_rank(opened.job, opened.problem))
+
+
+def on_open_layouts(opened: OpenedJob) -> dict[Layout, OpenedJob]:
+    """The job on every layout that it leaves open, the fewest ranks first; as it is, where it
+    leaves none. A profile that it names is of one."""
+    layouts = open_layouts(opened.job)
+    if layouts and opened.job.profile is not None:
+        of = load_profile(opened.job.profile).metadata
+        layouts = (Layout(of.ranks, of.threads_per_rank),)
+    if not layouts:
+        return {layout_of(opened): opened}
+    return {layout: _on(opened, layout, is_one_of_many=len(layouts) > 1) for layout in layouts}
+
+
+def on_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
+    """The job on so many ranks, if it leaves open how many."""
+    layouts = open_layouts(opened.job)
+    if not layouts:
+        return opened
+    threads = opened.job.run.threads_per_rank or max(usable_cores() // ranks, 1)
+    return _on(opened, Layout(ranks, threads))
+
+
+def derived_times(opened: OpenedJob, wide: TimingSource, narrow: TimingSource) -> Derived | None:
+    """A profile of the job's layout, from those of one rank and of a rank for each core; None where
+    these were not measured."""
+    if not (isinstance(wide, ProfileTiming) and isinstance(narrow, ProfileTiming)):
+        return None
+    return derived(narrow.profile, wide.profile, profile_metadata(opened.job, opened.problem))
+
+
+def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> OpenedJob:
+    job, problem = laid_out(opened.job, layout), opened.problem
+    cluster, fixed = resolve_cluster(job), problem.fixed
+    if is_one_of_many and fixed.tp_degree is None and not fixed.tp_gpus:
+        # what tensor parallelism would divide among ranks, a layout of fewer divides among threads,
+        # without messages
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(opened, job=job, problem=replace(
+        problem, cluster=cluster, fixed=fixed,
+        weight_dtype=resolve_weight_dtype(job, problem.dtype, problem.model, cluster)))
