@@ -100,6 +100,16 @@ int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t tokens, int64
 int xgpt_keep_best(int dtype, float *best, int64_t *found, const void *logits, int64_t n,
                    int64_t vocabulary, int64_t first_token, int threads);
 
+/* 8-bit activations: codes [T, K] and scales [T] such that rows [T, K] is near (codes - 128) *
+ * scales[t], scales[t] = max |row| / 127; rounded to the nearest. A row with an infinity or a NaN
+ * has the scale NaN. */
+int xgpt_quantise_rows(int dtype, uint8_t *codes, float *scales, const void *rows, int64_t tokens,
+                       int64_t size, int threads);
+
+/* sums [T, N] = sums * scales [T] + bias [N] (null: none). */
+int xgpt_rescale_rows(float *sums, const float *scales, const float *bias, int64_t tokens,
+                      int64_t size, int threads);
+
 /* The cache of all layers at once: `arrays` has the addresses of num_arrays arrays [slots, k,
  * capacity, entry_bytes], a layer's keys, then its values, layer by layer; entry_bytes is d times
  * the size of an element, of any type. `slot_stride`: bytes between an array's slots, more than

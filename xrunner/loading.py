@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import Deployment, Pool, Schedule, StageAssignment
+from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.devices import peak_memory_bytes
@@ -23,6 +25,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.ops import cuda_modules, native
+from xrunner.ops.int8 import is_int8_served
 from xrunner.plan import RunPlan
 from xrunner.rank import Stopwatch
 from xrunner.transport.courier import EntryReceiver, EntrySender
@@ -56,6 +59,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
         group = world.split(stage.index, index)
         if stage.tp_degree > 1:
             shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
+    if plan.weight_dtype == INT8 and not is_int8_served():
+        raise XgptError(f"run.weight_dtype: {INT8} was planned, and this host's processor has no "
+                        "VNNI: its products of bytes would not be exact")
     start, meter = time.perf_counter(), DiskMeter()
     spec = read_spec(plan.model_dir, plan.model_name)
     reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))

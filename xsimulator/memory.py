@@ -14,7 +14,7 @@ from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
-from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.units import ACTIVATION_BYTES, DTYPE_BYTES, WEIGHT_BYTES
 
 # Share of a device's memory that may be planned: the rest is the runtime's context, kernels,
 # communication buffers and the allocator's fragmentation (vLLM plans 0.9 too).
@@ -41,7 +41,7 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
         (s.num_layers * model.decoder_layer_params
          + s.num_encoder_layers * model.encoder_layer_params) / s.tp_degree for s in stages])
     elements[-1] += model.head_params / stages[-1].tp_degree
-    held: FloatArray = elements * DTYPE_BYTES[weight_dtype or dtype]
+    held: FloatArray = elements * WEIGHT_BYTES[weight_dtype or dtype]
     held[0] += model.embedding_params * DTYPE_BYTES[dtype]
     return held
 
@@ -80,7 +80,7 @@ def step_bytes(problem: Problem, stages: Sequence[StageAssignment], *, rows: Arr
              + (LIVE_MLP_COPIES * model.intermediate_size * (2 if model.is_gated_mlp else 1)
                 + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
     held: FloatArray = np.asarray(rows, float)[..., None] * (
-        width * DTYPE_BYTES[problem.weight_dtype])
+        width * ACTIVATION_BYTES[problem.weight_dtype])
     if problem.cluster.device.kind == "cpu":
         held = held + model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
     held[..., -1] += (np.asarray(heads, float) * model.vocab_size

@@ -15,7 +15,7 @@ from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Role, StageAssignment
-from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
@@ -107,7 +107,7 @@ class Plans:
         weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
             weights[-1] -= (model.head_params / stages[-1].tp_degree
-                            * DTYPE_BYTES[problem.weight_dtype])
+                            * WEIGHT_BYTES[problem.weight_dtype])
         return Plan(stages=stages, weight_bytes=weights,
                     times=StageTimes(self.layers, problem.cluster, stages))
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.agreement import agreement_of
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
 from xgpt.app.laid_out import on_ranks
 from xgpt.app.metrics import kept, write_metrics
@@ -91,6 +92,7 @@ def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     write_job(opened)
     beginning, prediction = said_of(schedule), _predicted(opened, timing, schedule)
     run_file = plan.save()
+    agreement = agreement_of(opened, plan, run_file, lock)
     standby = opened.standby
     contention = Contention(children=() if standby is None else (standby.process.pid,))
     _start(opened, schedule, run_file, lock, rescheduler)
@@ -98,7 +100,8 @@ def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = write_metrics(
         opened, timing, schedule, measured, prediction, others_cpu_share=others_share,
-        beginning=beginning, rescheduling=[] if rescheduler is None else decisions_with_phases(
+        beginning=beginning, agreement=agreement,
+        rescheduling=[] if rescheduler is None else decisions_with_phases(
             rescheduler.decisions, measured["changes"]))
     result = {**metrics, **kept(opened.job)}
     if measured["state"] == "stopped":

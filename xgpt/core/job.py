@@ -80,7 +80,7 @@ class RunSpec:
 
     ranks: int | None = None
     dtype: str = "auto"
-    weight_dtype: str = "auto"  # as which weights are multiplied
+    weight_dtype: str = "auto"  # as which weights are multiplied; int8: activations with them
     seed: int = 0
     temperature: float = 0.0
     top_k: int | None = None

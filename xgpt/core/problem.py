@@ -23,7 +23,7 @@ from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec, read_shape
 from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.units import DTYPE_BYTES, INT8
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
 # (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
@@ -153,22 +153,32 @@ def resolve_dtype(dtype: str, device: Device) -> str:
 def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluster) -> str:
     """`auto`: `dtype`, but float32 for bfloat16 on a CPU that multiplies float32 quicker, where
     that takes no more than half of its memory. Raises InputError for what cannot be executed."""
-    wish, device = job.run.weight_dtype, cluster.device
-    if wish not in ("auto", dtype) and (wish, dtype, device.kind) != ("float32", "bfloat16", "cpu"):
-        raise wrong(job.source, "run.weight_dtype", wish,
-                    f"auto or the run's dtype, here {dtype}; float32 for bfloat16 on CPUs")
-    if job.run.engine != OWN_ENGINE or dtype != "bfloat16" or device.kind != "cpu":
-        if wish not in ("auto", dtype):
-            raise wrong(job.source, "run.weight_dtype", wish,
-                        f"auto or {dtype} with run.engine: {job.run.engine}")
-        return dtype
+    wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
+    allowed = _weight_dtypes(dtype, model, device, engine)
+    if wish != "auto" and wish not in allowed:
+        raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
+                    f"float32 for bfloat16, and {INT8} (decoder-only models, VNNI), on CPUs by "
+                    f"run.engine: {OWN_ENGINE}")
     if wish != "auto":
         return wish
+    if dtype != "bfloat16" or "float32" not in allowed:
+        return dtype
     rates = dict(device.flops_per_s)
     widened = model.num_params * DTYPE_BYTES["float32"]
     is_quicker = rates["float32"] > rates.get("bfloat16", np.inf)
     has_room = widened <= cluster.num_devices * device.memory_bytes / 2
     return "float32" if is_quicker and has_room else dtype
+
+
+def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) -> list[str]:
+    """As which weights can be held for a run of `dtype`, that first."""
+    allowed = [dtype]
+    if engine == OWN_ENGINE and device.kind == "cpu":
+        if dtype == "bfloat16":
+            allowed.append("float32")
+        if INT8 in dict(device.flops_per_s) and not model.is_encoder_decoder:
+            allowed.append(INT8)
+    return allowed
 
 
 def _part_of(cluster: Cluster, ranks: int, source: Path) -> Cluster:

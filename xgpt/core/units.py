@@ -10,6 +10,9 @@ _SECOND_UNITS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT8 = "int8"
+WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1}  # of an element; scales apart
+ACTIVATION_BYTES = {**DTYPE_BYTES, INT8: 4}  # of an activation, by what weights are held as
 
 
 def parse_bytes(text: str | int | float) -> int:

@@ -60,6 +60,7 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
     remarks = [words.loading_words(metrics), words.operators_words(metrics),
+               words.agreement_words(metrics),
                text_at(metrics, "attribution", "sentence")]
     return "\n".join([_ascii(first), table(header, body, right=(1, 2, 3)),
                       *(textwrap.fill(_ascii(text), WIDTH) for text in remarks if text)])

@@ -202,6 +202,20 @@ def operators_words(metrics: Mapping[str, Any]) -> str | None:
     return said if said is not None and "torch's" in said else None
 
 
+def agreement_words(metrics: Mapping[str, Any]) -> str | None:
+    """How often 8-bit products choose the token that the model's own type chooses; None for a run
+    without them."""
+    positions, agreeing = (number(metrics, "agreement", key) for key in ("positions", "agreeing"))
+    if positions is None or agreeing is None:
+        return None
+    held, own = text_at(metrics, "weight_dtype"), text_at(metrics, "dtype")
+    if not positions:
+        return f"{held} was not compared with {own}: there is no input"
+    inputs = counted(number(metrics, "agreement", "inputs") or 0, "input")
+    return (f"{held}: the most likely next token is that of {own} at {agreeing / positions:.1%} of "
+            f"{positions:,.0f} positions of {inputs}")
+
+
 def _decimal_bytes(num_bytes: float) -> str:
     """Writes bytes in powers of 1000, as disks are sold: 270000000 -> '0.27 GB'."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -21,7 +21,7 @@ from xrunner.ops.attention import (
     encode_attention,
 )
 from xrunner.ops.head import Scores
-from xrunner.ops.linear import Product
+from xrunner.ops.linear import Product, activations_of
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import Places, place
 
@@ -89,8 +89,8 @@ class StageModel:
                  device: torch.device | str = "cpu",
                  weight_dtype: torch.dtype | None = None) -> None:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too; the
-        cache, and what goes to other ranks, of `dtype`."""
+        are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too (int8:
+        of float32, 8-bit within a product); the cache, and what goes to other ranks, of `dtype`."""
         assert spec.family in LAYER_CLASSES, f"{spec.family = } is not decoder-only"
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
@@ -99,8 +99,9 @@ class StageModel:
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
-        self.work_dtype = as_type = weight_dtype or dtype
-        placed, shard = WideVectors(placed, as_type), shard.rounding(dtype)
+        as_type = weight_dtype or dtype
+        self.work_dtype = activations_of(as_type)
+        placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(dtype)
         self.layers: list[Layer] = [
             packed(layer_class(spec, placed, stage.first_layer + i, shard), as_type)
             for i in range(stage.num_layers)]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xrunner.ops.int8 import Int8Weight
+
 _PACKED = torch.ops.mkldnn
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh")}
@@ -30,11 +32,13 @@ class Product:
         self.bias, self._activation = bias, activation
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
+        self._int8: Int8Weight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """What it holds: weight, then bias if it has one."""
-        return [t for t in (self.weight, self._packed, self.bias) if t is not None]
+        held = [] if self._int8 is None else self._int8.tensors
+        return held + [t for t in (self.weight, self._packed, self.bias) if t is not None]
 
     def pack(self, dtype: torch.dtype) -> None:
         """Copies the weight, as `dtype`, into oneDNN's layout where that serves, and lets go of the
@@ -42,6 +46,12 @@ class Product:
         weight = self.weight
         if weight is None:
             return
+        if dtype == torch.int8:
+            dtype = activations_of(dtype)
+            if 0 not in weight.shape:
+                self._int8, self.weight = Int8Weight(weight), None
+                self.bias = None if self.bias is None else self.bias.to(dtype)
+                return
         self.weight = weight.to(dtype)
         self.bias = None if self.bias is None else self.bias.to(dtype)
         if weight.is_cpu and is_packable(dtype) and 0 not in weight.shape:
@@ -49,7 +59,9 @@ class Product:
             self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], of the dtype that the weight is held as."""
+        """x [T, in] -> [T, out], of the dtype that `activations_of` gives the weight's."""
+        if self._int8 is not None:
+            return ACTIVATIONS[self._activation](self._int8(x, self.bias))
         if self._packed is None:
             assert self.weight is not None
             out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
@@ -58,6 +70,11 @@ class Product:
         result: Tensor = _PACKED._linear_pointwise(
             x.to(self._packed.dtype), self._packed, self.bias, self._activation, [], algorithm)
         return result
+
+
+def activations_of(weight_dtype: torch.dtype) -> torch.dtype:
+    """The type of what a product takes and gives where weights are held as `weight_dtype`."""
+    return torch.float32 if weight_dtype == torch.int8 else weight_dtype
 
 
 def is_packable(dtype: torch.dtype) -> bool:

@@ -47,6 +47,8 @@ OPERATORS = {
     "xgpt_place": "i iippppppplllllli",
     "xgpt_silu_mul": "i ipplli",
     "xgpt_keep_best": "i ipppllli",
+    "xgpt_quantise_rows": "i ippplli",
+    "xgpt_rescale_rows": "i ppplli",
     "xgpt_kv_compact": "i pllpppllllli",
     "xgpt_kv_gather": "i plpllppllllli",
     "xgpt_kv_scatter": "i plpllppllllli",

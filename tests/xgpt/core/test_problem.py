@@ -186,6 +186,23 @@ def test_weights_on_a_gpu_are_of_the_runs_dtype(folder: Path) -> None:
     assert "on CPUs" in _refused(folder, "run.weight_dtype=float32")
 
 
+@pytest.mark.parametrize(("flag", "refused"), [("avx512_vnni", False), ("avx_vnni", False),
+                                               ("avx2", True)])
+def test_int8_is_for_processors_that_multiply_bytes(
+        folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str, refused: bool) -> None:
+    monkeypatch.setattr(local, "_cpuinfo", lambda root: f"flags\t\t: avx512f {flag}\n")
+    asked = ("cluster=local", "run.ranks=1", "run.weight_dtype=int8")
+    if refused:
+        assert "VNNI" in _refused(folder, *asked)
+        return
+    assert _resolve(folder, *asked).weight_dtype == "int8"
+
+
+def test_int8_is_refused_on_gpus_and_by_other_engines(folder: Path) -> None:
+    assert "VNNI" in _refused(folder, "run.weight_dtype=int8")
+    assert "auto or bfloat16 here" in _refused(folder, "run.weight_dtype=int8")
+
+
 def test_requests_give_joint_lengths(folder: Path) -> None:
     problem = _resolve(folder, "workload={requests: tokens.jsonl, output_tokens: from_requests}")
     assert problem.lengths.pairs is not None and problem.num_queries == 2

@@ -26,17 +26,19 @@ SERVED: dict[str, Any] = {
     "num_slots": 3, "capacity": 5, "scale": 1.0, "bias_width": 9, "bias_center": 4,
     "threads": 2, "hidden_size": 8, "eps": 1e-5, "positions": [4, 0], "inner": 4,
     "num_arrays": 2, "slot_stride": 80, "sources": [2, 1], "targets": [0, 2], "num_moves": 2,
-    "entry_bytes": 16, "block_tokens": 6, "vocabulary": 8, "first_token": 3}
+    "entry_bytes": 16, "block_tokens": 6, "vocabulary": 8, "first_token": 3,
+    "size": 8}
 # A count of tokens, where the name is elsewhere a list.
-OVER = {name: {"tokens": 2} for name in ("xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place",
-                                         "xgpt_silu_mul")}
+OVER = {name: {"tokens": 2} for name in (
+    "xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place", "xgpt_silu_mul", "xgpt_quantise_rows",
+    "xgpt_rescale_rows")}
 WRONG = {
     "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}, {"kv_dtype": 2}],
     "XGPT_WRONG_SIZE": [
         {"heads": 0}, {"kv_heads": 0}, {"dim": 0}, {"n": -1}, {"num_spans": -1}, {"num_inputs": -1},
         {"threads": 0}, {"heads": 3, "kv_heads": 2, "query_stride": 99}, {"query_stride": 7},
         {"stride": 7}, {"tokens": -1}, {"hidden_size": 0}, {"inner": 0}, {"num_moves": -1},
-        {"vocabulary": -1},
+        {"vocabulary": -1}, {"size": 0},
         {"num_arrays": -1}, {"entry_bytes": 0}, {"slot_stride": 79}, {"dim": 3, "slot_stride": 99}],
     "XGPT_WRONG_SLOT": [{"slots": [0, 3]}, {"slots": [-1, 1]}, {"sources": [3, 0]},
                         {"targets": [0, -1]}],

@@ -1,0 +1,95 @@
+"""8-bit products: codes and scales by the formula, sums exact, in every implementation."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
+from torch import Tensor
+
+from xrunner.ops.int8 import Int8Weight, is_int8_served, quantise, rescale
+
+SIZES = [1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 576]
+DTYPES = [torch.float32, torch.bfloat16]
+# no CUDA source has these: int8 is refused on a GPU
+HERE = [each for each in IMPLEMENTATIONS if each.name != "cuda-source"]
+every_implementation = pytest.mark.parametrize("implementation", HERE, ids=str)
+many = settings(deadline=None, max_examples=50)
+
+
+class Rows(NamedTuple):
+    tokens: int
+    size: int
+    dtype: torch.dtype
+    threads: int
+    seed: int
+
+    def normal(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + len(shape))
+        return torch.randn(shape, generator=generator)
+
+
+rows = st.builds(Rows, st.integers(0, 9) | st.just(70), st.sampled_from(SIZES),
+                 st.sampled_from(DTYPES), st.integers(1, 4), st.integers(0, 2**31))
+
+
+@every_implementation
+@many
+@given(case=rows, factor=st.sampled_from([0.0, 1e-6, 1.0, 1e6]))
+def test_codes_are_the_nearest(implementation: Implementation, case: Rows, factor: float) -> None:
+    x = (case.normal(case.tokens, case.size) * factor).to(case.dtype)
+    with implementation.using(), num_threads(case.threads):
+        codes, scales = quantise(x)
+    assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float32)
+    assert torch.equal(scales, x.float().abs().amax(1) / 127 if case.size else scales)
+    off = ((codes.double() - 128) * scales.double()[:, None] - x.double()).abs()
+    assert (off <= scales.double()[:, None] * 0.5001).all(), "half a step at most"
+    assert ((codes >= 1) & (codes <= 255)).all(), "-127 to 127: symmetric"
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strange", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(
+        implementation: Implementation, dtype: torch.dtype, strange: float) -> None:
+    x = torch.ones(3, 40, dtype=dtype)
+    x[1, 33] = strange
+    with implementation.using():
+        _, scales = quantise(x)
+    assert scales.isnan().tolist() == [False, True, False]
+
+
+@every_implementation
+@many
+@given(case=rows, has_bias=st.booleans())
+def test_rescaled_sums(implementation: Implementation, case: Rows, has_bias: bool) -> None:
+    sums, scales = case.normal(case.tokens, case.size) * 100, case.normal(case.tokens).abs()
+    bias = case.normal(case.size) if has_bias else None
+    expected = sums.double() * scales.double()[:, None] + (0 if bias is None else bias.double())
+    with implementation.using(), num_threads(case.threads):
+        got = rescale(sums.clone(), scales, bias)
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    near = TOLERANCE[torch.float32] * max(largest, 1.0)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=near)
+
+
+@pytest.mark.skipif(not is_int8_served(), reason="this processor has no VNNI")
+@every_implementation
+@many
+@given(case=rows, out=st.sampled_from([1, 5, 48, 200]))
+def test_a_product_is_that_of_its_codes(
+        implementation: Implementation, case: Rows, out: int) -> None:
+    """Sums of products of codes are whole numbers: float64 has them exactly."""
+    x, weight = case.normal(case.tokens, case.size).to(case.dtype), case.normal(out, case.size, 1)[
+        ..., 0]
+    held = Int8Weight(weight)
+    codes = (weight / held.scales[:, None]).round()
+    assert (codes.abs() <= 127).all()
+    with implementation.using(), num_threads(case.threads):
+        taken, scales = quantise(x)
+        got = held(x)
+    sums = (taken.double() - 128) @ codes.double().T
+    expected = sums * scales.double()[:, None] * held.scales.double()
+    torch.testing.assert_close(got.double(), expected, rtol=2e-6, atol=1e-30)
