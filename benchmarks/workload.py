@@ -22,7 +22,7 @@ class Query(NamedTuple):
     output_tokens: int
 
 
-def read_ordraw(file: Path | None) -> list[Query]:
+def read_or_draw(file: Path | None) -> list[Query]:
     """The file's queries; without one they are drawn: inputs about N(128, 81) on [1, 256], outputs
     about N(64, 30) on [1, 160]."""
     if file is not None:
