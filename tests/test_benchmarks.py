@@ -1,4 +1,4 @@
-"""Benchmarks are run by hand, seldom: what they import of each other and of the packages is there."""
+"""Benchmarks are run by hand, and seldom: what they import of each other and of us is there."""
 
 import ast
 import importlib
