@@ -6,8 +6,8 @@ reach on this machine, and its KV entries at the bandwidth of memory.
 RUN_FOLDER is what `xgpt submit` has left. Every step of steps.jsonl is charged the products of all
 layers for its rows and of the head for its queries; every decode step the keys and values of its
 queries, read once. A product's time is the best of several ways (WAYS), the layers' weights taken
-in turn as in a step. Left out: the scores of encoding (a few per cent), norms, activations, and all
-else that a fused kernel could hide.
+in turn as in a step, a head's whole or in the runner's pieces. Left out: the scores of encoding (a
+few per cent), norms, activations, and all else that a fused kernel could hide.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from torch.nn import functional as F
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.source import read_spec
+from xrunner.ops.head import PIECE_TOKENS
+from xrunner.ops.mkl import MklWeight, is_mkl_served
 
 # Between these, times are interpolated: a linear layer costs a part for its weights, a part a row.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 1024,
         2048)
 # torch's linear layer; oneDNN's with packed weights; the same with the weights as float32, which is
-# exact, and quicker where a processor's bfloat16 products are slow
-WAYS = ("plain", "packed", "packed as float32")
+# exact, and quicker where a processor's bfloat16 products are slow; MKL's with packed weights of
+# float32 (where MKL does not serve, oneDNN's again)
+WAYS = ("plain", "packed", "packed as float32", "packed as float32 for MKL")
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 2, 6, 0.4  # of which the best counts
 _FEW_LAYERS, _MANY_ROWS = 6, 128  # from so many rows on, so many layers stand for all
 _READ_BYTES = 2**30  # past every cache
@@ -199,7 +202,10 @@ def kv_tokens(spec: ModelSpec, pairs: Iterable[tuple[int, int]]) -> int:
 def part_seconds(part: Part, dtype: torch.dtype) -> FloatArray:
     """Seconds of all products of the part, [ways, rows] of WAYS and ROWS."""
     layers = [[torch.randn(shape).to(dtype) for shape in part.shapes] for _ in range(part.count)]
-    return np.array([_products_s(layers, rows) for rows in ROWS]).T
+    pieces = [[piece for weight in layer for piece in torch.split(weight, PIECE_TOKENS)]
+              for layer in layers]  # whose weights are split, a head's, has them in pieces, too
+    cuts = (layers,) if len(pieces[0]) == len(layers[0]) else (layers, pieces)
+    return np.array([np.min([_products_s(cut, rows) for cut in cuts], axis=0) for rows in ROWS]).T
 
 
 def _products_s(layers: Sequence[Sequence[Tensor]], rows: int) -> list[float]:
@@ -209,9 +215,10 @@ def _products_s(layers: Sequence[Sequence[Tensor]], rows: int) -> list[float]:
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(dtype) for w in layers[0]}
     plain_s = best_s(lambda: [F.linear(inputs[w.shape[1]], w) for w in weights])
     packed_s = _packed_s(weights, inputs)
-    widened_s = packed_s if dtype is torch.float32 else _packed_s(
-        [w.float() for w in weights], {n: x.float() for n, x in inputs.items()})
-    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s)]
+    wide, wide_inputs = [w.float() for w in weights], {n: x.float() for n, x in inputs.items()}
+    widened_s = packed_s if dtype is torch.float32 else _packed_s(wide, wide_inputs)
+    mkl_s = _mkl_s(wide, wide_inputs) if is_mkl_served() else widened_s
+    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s, mkl_s)]
 
 
 def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
@@ -221,6 +228,11 @@ def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
               for w in weights]
     return best_s(lambda: [torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
                            for x, w in packed])
+
+
+def _mkl_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
+    packed = [(inputs[w.shape[1]], MklWeight(w)) for w in weights]
+    return best_s(lambda: [weight(x) for x, weight in packed])
 
 
 def read_bytes_per_s() -> float:

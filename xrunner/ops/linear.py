@@ -1,8 +1,9 @@
-"""A layer's matrix products: torch's and oneDNN's, on weights laid out once for the processor.
+"""A layer's matrix products: torch's, oneDNN's and MKL's, on weights laid out once for the
+processor.
 
-A weight is a view of the checkpoint until `pack` copies it into oneDNN's own blocked layout, which
-spares oneDNN from doing that at every call (benchmarks/floor.py measures both; bfloat16 on an Intel
-Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
+A weight is a view of the checkpoint until `pack` copies it into a library's own blocked layout,
+which spares that from doing it at every call (benchmarks/floor.py measures all; oneDNN's bfloat16
+on an Intel Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
 A bfloat16 weight may be kept as float32: some processors multiply that twice as fast. Activations
 are float32 then, too, so that nothing is widened before a product or rounded after it.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.ops.int8 import Int8Weight
+from xrunner.ops.mkl import MklWeight, is_mkl_served
 
 _PACKED = torch.ops.mkldnn
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,36 +34,41 @@ class Product:
         self.bias, self._activation = bias, activation
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
-        self._int8: Int8Weight | None = None
+        self._other: Int8Weight | MklWeight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """What it holds: weight, then bias if it has one."""
-        held = [] if self._int8 is None else self._int8.tensors
+        held = [] if self._other is None else self._other.tensors
         return held + [t for t in (self.weight, self._packed, self.bias) if t is not None]
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Copies the weight, as `dtype`, into oneDNN's layout where that serves, and lets go of the
-        checkpoint's; elsewhere it is held as `dtype` in torch's."""
+        """Copies the weight, as `dtype`, into MKL's or oneDNN's layout where one serves, and lets
+        go of the checkpoint's; elsewhere it is held as `dtype` in torch's."""
         weight = self.weight
         if weight is None:
             return
         if dtype == torch.int8:
             dtype = activations_of(dtype)
             if 0 not in weight.shape:
-                self._int8, self.weight = Int8Weight(weight), None
+                self._other, self.weight = Int8Weight(weight), None
                 self.bias = None if self.bias is None else self.bias.to(dtype)
                 return
         self.weight = weight.to(dtype)
         self.bias = None if self.bias is None else self.bias.to(dtype)
-        if weight.is_cpu and is_packable(dtype) and 0 not in weight.shape:
+        if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
+            return
+        # MKL has no activations; oneDNN does them in the product's pass
+        if dtype == torch.float32 and self._activation == "none" and is_mkl_served():
+            self._other = MklWeight(self.weight)
+        else:
             self._packed = _PACKED._reorder_linear_weight(self.weight.contiguous(), None)
-            self.weight = None
+        self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of the dtype that `activations_of` gives the weight's."""
-        if self._int8 is not None:
-            return ACTIVATIONS[self._activation](self._int8(x, self.bias))
+        if self._other is not None:
+            return ACTIVATIONS[self._activation](self._other(x, self.bias))
         if self._packed is None:
             assert self.weight is not None
             out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)

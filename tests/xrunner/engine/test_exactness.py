@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_stages_load_disjoint_layers_and_together_the_whole_model(toy: tuple[Pat
     spec = spec_of(directory)
     _, executors = run_in_process(directory, random_queries(1), num_stages=3, num_groups=1)
     assert sum(len(e.model.layers) for e in executors) == spec.num_layers
-    held = [sum(t.numel() for t in _tensors(e)) for e in executors]
+    held = [_count(e) for e in executors]
     total = sum(p.numel() for p in model.parameters())
     copied_head = spec.head_params if spec.tied_embeddings else 0
     assert sum(held) == total + copied_head
@@ -199,16 +200,18 @@ def assert_as_near(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor
     assert error < 1.5 * their_error + slack, f"{error = } {their_error = }"
 
 
-def _tensors(executor: Any) -> list[torch.Tensor]:
+def _count(executor: Any) -> int:
+    """Parameters that its layers and ends hold."""
     # NOTE: inverse_frequency is computed, not loaded
-    return [tensor for owner in (*executor.model.layers, executor.model.ends)
-            for name, value in vars(owner).items() if name != "inverse_frequency"
-            for tensor in _flat(value)]
+    return sum(_numbers(value) for owner in (*executor.model.layers, executor.model.ends)
+               for name, value in vars(owner).items() if name != "inverse_frequency")
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (Head, Product)):
-        return value.tensors
+def _numbers(value: Any) -> int:
+    if isinstance(value, (Head, Product)):  # by its shape: a packed weight may be padded
+        assert value.tensors
+        bias = value.bias if isinstance(value, Product) else None
+        return math.prod(value.shape) + (0 if bias is None else bias.numel())
     if isinstance(value, tuple):
-        return [tensor for part in value for tensor in _flat(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
+        return sum(_numbers(part) for part in value)
+    return value.numel() if isinstance(value, torch.Tensor) else 0

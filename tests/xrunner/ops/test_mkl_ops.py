@@ -1,0 +1,103 @@
+"""MKL's products on a weight packed once are right for every number of rows, and fall back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from xrunner.ops import linear, mkl
+from xrunner.ops.linear import Product
+from xrunner.ops.mkl import MklWeight, is_mkl_served
+
+needs_mkl = pytest.mark.skipif(not is_mkl_served(), reason="no MKL, or not Intel's processor")
+SHAPES = [(1, 1), (7, 5), (97, 33), (576, 1536), (3073, 577), (960, 576)]
+ROWS = (0, 1, 2, 3, 16, 63, 64, 65, 200, 255, 256, 257, 2080)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_mkl
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("packing", "computing"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("out", "into"), SHAPES)
+def test_a_weight_packed_once_multiplies_any_number_of_rows(
+        threads: None, out: int, into: int, packing: int, computing: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(out + into)
+    weight = torch.randn(out, into, generator=generator) / into ** 0.5
+    bias = torch.randn(out, generator=generator) if has_bias else None
+    x = torch.randn(max(ROWS), into, generator=generator)
+    exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    torch.set_num_threads(packing)
+    packed = MklWeight(weight)
+    torch.set_num_threads(computing)
+    with torch.inference_mode():
+        for rows in ROWS:
+            ours = packed(x[:rows], bias)
+            assert ours.shape == (rows, out) and ours.dtype == torch.float32
+            torch.testing.assert_close(ours.double(), exact[:rows], rtol=1e-4, atol=1e-5)
+        apart = torch.empty(9, 2 * into)[:, ::2].copy_(x[:9])  # neither here nor there contiguous
+        torch.testing.assert_close(packed(apart, bias).double(), exact[:9], rtol=1e-4, atol=1e-5)
+
+
+@needs_mkl
+def test_a_weight_that_is_no_whole_piece_of_memory_is_packed_as_it_reads() -> None:
+    weight = torch.randn(33, 97).T
+    x = torch.randn(5, 33)
+    torch.testing.assert_close(MklWeight(weight)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@needs_mkl
+def test_packed_weights_take_no_more_memory_than_their_numbers() -> None:
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    weight, x, before = torch.randn(576, 576), torch.randn(4, 576), resident()
+    packed = [MklWeight(weight) for _ in range(60)]
+    for each in packed:
+        each(x)
+    numbers, room = 60 * 4 * weight.numel(), sum(4 * w.packed.numel() for w in packed)
+    assert room > 3 * numbers, "the room is address space alone"
+    assert resident() - before < 1.25 * numbers + 2**24
+
+
+@needs_mkl
+def test_float32_weights_are_mkl_s_unless_an_activation_follows() -> None:
+    for activation, is_mkl in (("none", True), ("gelu", False), ("relu", False)):
+        product = Product(torch.randn(8, 8), activation=activation)
+        product.pack(torch.float32)
+        assert isinstance(product._other, MklWeight) == is_mkl and product.weight is None
+
+
+@pytest.mark.parametrize("lacks", [
+    "torch's MKL", "the operator", "Intel's processor", "right sums"
+    ])
+def test_without_mkl_the_product_is_onednn_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                             lacks: str) -> None:
+    if lacks == "torch's MKL":
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    elif lacks == "the operator":
+        monkeypatch.setattr(mkl, "_MKL", object())
+    elif lacks == "Intel's processor":
+        (tmp_path / "cpuinfo").write_text("vendor_id : AuthenticAMD", encoding="utf-8")
+        monkeypatch.setattr(mkl, "Path", lambda path: tmp_path / "cpuinfo")
+    else:
+        monkeypatch.setattr(MklWeight, "__call__",
+                            lambda self, x, bias=None: torch.full((len(x), 65), torch.nan))
+    tried = is_mkl_served.__wrapped__
+    assert not tried()
+    monkeypatch.setattr(linear, "is_mkl_served", tried)
+    weight, x = torch.randn(65, 33), torch.randn(3, 33)
+    product = Product(weight)
+    product.pack(torch.float32)
+    assert product._other is None
+    torch.testing.assert_close(product(x), x @ weight.T, rtol=1e-4, atol=1e-4)
