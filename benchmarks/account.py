@@ -47,7 +47,7 @@ _OPS = (("sample", HEAD), ("argmax", HEAD), ("attend", ATTENTION), ("attention",
         ("context", ATTENTION), ("linear", PRODUCTS), ("product", PRODUCTS), ("store", CACHE),
         ("compact", CACHE), ("gather", CACHE), ("scatter", CACHE), ("place", CACHE))
 _TORCH = {"linear": PRODUCTS, "matmul": PRODUCTS, "mm": PRODUCTS, "bmm": PRODUCTS,
-          "addmm": PRODUCTS, "_linear_pointwise": PRODUCTS,
+          "addmm": PRODUCTS, "_linear_pointwise": PRODUCTS, "_mkl_linear": PRODUCTS,
           "scaled_dot_product_attention": ATTENTION}
 _KEPT = ("run.json", "schedule.json", "spool", "model")  # what ranks read
 _CLOCK = time.perf_counter
