@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
 
@@ -22,6 +23,10 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // _WORKERS, 1)))
+
+# how long an example takes says how busy the machine is
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(optionalhook=True)
