@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
 
-_STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/")
+_STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/", "tests/slurm/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores

@@ -41,9 +41,10 @@ def test_every_name_is_in_the_catalog_and_the_ranks_fill_the_cluster(path: Path)
         assert job.run.ranks == catalog.cluster(job.cluster).num_devices
 
 
-def test_the_slurm_job_has_a_slurm_block_and_no_other_has() -> None:
+def test_the_jobs_for_slurm_are_those_that_are_called_so() -> None:
     with_slurm = [path.stem for path in JOB_FILES if load_job(path).slurm is not None]
-    assert with_slurm == ["slurm-opt-13b"]
+    assert with_slurm == [path.stem for path in JOB_FILES if path.stem.startswith("slurm-")]
+    assert with_slurm == ["slurm-opt-13b", "slurm-quickstart"]
 
 
 def test_the_readme_lists_every_job_file() -> None:

@@ -9,9 +9,12 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
 from xgpt.core.run_section import LOCAL_CLUSTER
+from xgpt.launch.slurm import allocation_here
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import engine_of, mistake
+from xrunner.io.lock import is_locked
+from xrunner.io.stop import StopRequest
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
@@ -33,11 +36,24 @@ def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
     engine.check_installed(job)
 
 
+def refuse_what_no_machine_runs(job: Job) -> None:
+    """Raises InputError for a job that is executed nowhere, by its file alone."""
+    mistakes = [*_without_requests(job), *engine_of(job).refusals(job)]
+    if mistakes:
+        raise InputError(mistakes)
+
+
+def _without_requests(job: Job) -> Iterator[Mistake]:
+    if job.workload.requests is None and job.workload.count is None:
+        yield mistake(job, "workload.requests", None,
+                      "a run needs a file of requests, or {count: N}")
+
+
 def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
     """gpus: this machine's, where the job is to run on them."""
-    if job.slurm is not None:
-        yield mistake(job, "slurm", job.slurm, "nothing yet: this version starts ranks on "
-                      "this machine only; inside an allocation, use --set slurm=null")
+    if job.slurm is not None and allocation_here() is None:
+        yield mistake(job, "slurm", None, "runs inside an allocation: `xgpt submit` hands the job "
+                      "in; to run it on this machine use --set slurm=null")
     if job.cluster != LOCAL_CLUSTER:
         yield mistake(job, "cluster", job.cluster, "`local`: this version executes on this "
                       "machine's GPUs or, where it has none, cores; `xgpt schedule`, `simulate` "
@@ -50,9 +66,7 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
         where = "the hosts" if job.run.hosts else "this machine"
         yield mistake(job, "run.ranks", job.run.ranks,
                       f"at most {most} on {where}: {most // _RANKS_PER_CORE} cores")
-    if job.workload.requests is None and job.workload.count is None:
-        yield mistake(job, "workload.requests", None,
-                      "a run needs a file of requests, or {count: N}")
+    yield from _without_requests(job)
 
 
 def check_model(opened: OpenedJob) -> None:
@@ -69,10 +83,16 @@ def check_model(opened: OpenedJob) -> None:
 
 
 def make_folder(job: Job) -> None:
-    """The job's output folder. Raises InputError where it cannot be written to."""
+    """The job's output folder, without the request to stop that ended an earlier run; but of a job
+    inside an allocation a user may ask as soon as it has one. Raises InputError where the folder
+    cannot be written to."""
     try:
         job.output.mkdir(parents=True, exist_ok=True)
         (job.output / ".lock").touch()
+        stop = StopRequest(job.output)
+        if not is_locked(job.output) and not (stop.is_by_user and job.slurm is not None
+                                              and allocation_here() is not None):
+            stop.withdraw()
     except OSError as cause:
         raise wrong(job.source, "output", str(job.output),
                     f"a folder that can be written to: {cause.strerror}") from None

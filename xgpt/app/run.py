@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.agreement import agreement_of
+from xgpt.app.allocation import in_allocation
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
 from xgpt.app.laid_out import on_ranks
 from xgpt.app.metrics import kept, write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
-from xgpt.app.run_folder import STOP_FILE, make_room, plan_for_ranks, requests_of, write_job
+from xgpt.app.run_folder import make_room, plan_for_ranks, requests_of, write_job
 from xgpt.app.simulate import replay_steady, steady_timeline
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
@@ -26,6 +27,7 @@ from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
+from xgpt.launch.slurm import allocation_here
 from xgpt.launch.standby import Standby
 from xgpt.report.output import EXPECTED_TIMELINE
 from xgpt.report.table import WIDTH
@@ -37,6 +39,7 @@ from xrunner.io.intake import hand_on
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE
+from xrunner.io.stop import StopRequest
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import predict
 from xsimulator.replay.predict import JobPrediction
@@ -45,6 +48,8 @@ from xsimulator.replay.predict import JobPrediction
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
     """The job with its model's files and an output folder. `standby`: may serve as its only rank.
     Raises InputError for one that cannot be run."""
+    if job.slurm is not None and (allocation := allocation_here()) is not None:
+        job = in_allocation(job, allocation, tell)
     refuse_what_cannot_run(job, tell)  # before a model is fetched for it
     opened = open_job(job, tell, "run")
     assert opened.files is not None, "fetched above"
@@ -84,6 +89,10 @@ def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     rescheduler = rescheduler_of(opened, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots)
+    if StopRequest(output).is_made:  # while the job was profiled and planned
+        stop = StoppedEarly("asked to stop before the ranks were started; the same command goes on")
+        stop.details = kept(opened.job)
+        raise stop
     make_room(output, plan, opened.tell)
     hand_on(requests, spool, plan, opened.problem.model)
     save_schedule(schedule, output / "schedule.json")
@@ -148,7 +157,7 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
         count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages))
     try:
         launcher_of(opened.job, opened.problem).run(
-            program, watch=watch, ask_to_stop=lambda: (output / STOP_FILE).touch())
+            program, watch=watch, ask_to_stop=StopRequest(output).make)
         if not (output / "measured.json").is_file():
             raise StoppedEarly("ended before the run could stop in good order; what was done is "
                                "kept, and the same command goes on from there")

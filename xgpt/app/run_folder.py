@@ -21,7 +21,7 @@ from xrunner.io.results import HELD_FILE, answered
 from xrunner.plan import RunPlan, saved_fingerprint
 from xrunner.rules.order import window_of
 
-STOP_FILE, RESULTS_FILE = "stop", "results.jsonl"
+RESULTS_FILE = "results.jsonl"
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPlan:
@@ -78,7 +78,6 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
 
 def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name."""
-    (output / STOP_FILE).unlink(missing_ok=True)
     for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)

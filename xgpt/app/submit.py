@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.plan import plan_job
+from xgpt.app.opened import open_job
+from xgpt.app.plan import Plan, plan_job
 from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.app.telling import Teller
+from xgpt.app.warning import warned_in_good_order
 from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
 from xgpt.launch.standby import Standby
@@ -15,16 +17,23 @@ from xgpt.report.table import schedule_table
 def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
     """Profiles, plans and runs the job; returns what metrics.json holds. `standby`: may serve as
     its only rank. Raises StoppedEarly where it was asked to stop."""
-    plan = plan_job(open_to_run(job, tell, standby))
-    tell.say(f"times: {plan.timing.provenance()}")
-    tell.say(schedule_table(plan.schedule))
-    return execute(plan.opened, plan.timing, plan.schedule)
+    with warned_in_good_order():
+        plan = plan_job(open_to_run(job, tell, standby))
+        tell.say(f"times: {plan.timing.provenance()}")
+        tell.say(schedule_table(plan.schedule))
+        return execute(plan.opened, plan.timing, plan.schedule)
+
+
+def planned(job: Job, tell: Teller) -> Plan:
+    """The plan by which `submit` would run the job, as far as this machine tells it."""
+    return plan_job(open_job(job, tell, "lengths"))
 
 
 def run(job: Job, tell: Teller, standby: Standby | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
-    opened = open_to_run(job, tell, standby)
-    path = schedule_file or opened.job.output / "schedule.json"
-    plan = to_run(opened, load_schedule(path), path)
-    return execute(plan.opened, plan.timing, plan.schedule)
+    with warned_in_good_order():
+        opened = open_to_run(job, tell, standby)
+        path = schedule_file or opened.job.output / "schedule.json"
+        plan = to_run(opened, load_schedule(path), path)
+        return execute(plan.opened, plan.timing, plan.schedule)

@@ -23,7 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
-    "status": ("xgpt.cli.status:status", "How far a run is."),
+    "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
+    "stop": ("xgpt.cli.stop:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
 
@@ -105,3 +106,6 @@ def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = Non
 
 
 assert click.UsageError.exit_code == EXIT_BAD_INPUT, "click's usage errors are wrong input too"
+
+if __name__ == "__main__":  # the batch script's way, which needs no command on the PATH
+    main()

@@ -19,10 +19,21 @@ json_option = click.option("--json", "as_json", is_flag=True,
 
 def job_arguments(command: F) -> F:
     """JOB.yaml, --set key.path=value (repeatable), --json."""
-    command = click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
-                           help="Override one key of the job file; may be repeated.")(
-                               json_option(command))
-    return click.argument("job_file", type=click.Path(path_type=Path), metavar="JOB.yaml")(command)
+    return click.argument("job_file", type=click.Path(path_type=Path), metavar="JOB.yaml")(
+        job_options(command))
+
+
+def run_arguments(command: F) -> F:
+    """JOB.yaml or an output folder, --set, --json."""
+    return click.argument("where", type=click.Path(path_type=Path), metavar="DIR|JOB.yaml")(
+        job_options(command))
+
+
+def job_options(command: F) -> F:
+    """--set key.path=value (repeatable), --json."""
+    return click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
+                        help="Override one key of the job file; may be repeated.")(
+                            json_option(command))
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -1,4 +1,4 @@
-"""`xgpt run` executes a schedule; `xgpt submit` does all of it."""
+"""`xgpt run` executes a schedule; `xgpt submit` does all of it, here or through Slurm."""
 
 from importlib import import_module
 from pathlib import Path
@@ -6,20 +6,58 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import job_arguments, print_json
+from xgpt.cli.options import job_arguments, job_options, print_json
 from xgpt.cli.terminal import Terminal
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
+from xgpt.core.json_values import flat
+from xgpt.launch.slurm import allocation_here
 from xgpt.launch.standby import standby_for
 
 # Imported when a rank has been started: the two import side by side.
-_USE_CASES = "xgpt.app.submit"
+_USE_CASES, _SLURM = "xgpt.app.submit", "xgpt.app.hand_in"
+_BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
 
 @click.command()
-@job_arguments
-def submit(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Profile, schedule, run and report: everything the job file asks for."""
-    _do("submit", job_file, overrides, as_json)
+@click.argument("job_files", nargs=-1, required=True, type=click.Path(path_type=Path),
+                metavar="JOB.yaml...")
+@job_options
+@click.option("--slurm", "through_slurm", is_flag=True,
+              help="Hand the job in to Slurm though its file has no section `slurm`, or from "
+              "within an allocation.")
+@click.option("--dry-run", is_flag=True,
+              help="Print the schedule and, for Slurm, the batch script; start nothing.")
+def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
+           through_slurm: bool, dry_run: bool) -> None:
+    """Profile, schedule, run and report: everything the job file asks for.
+
+    With a section `slurm` the job is handed in to Slurm, in whose allocation the rest happens;
+    several such job files become one array.
+    """
+    wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
+    is_for_slurm = any(job.slurm is not None for job, _ in wanted)
+    if through_slurm or (is_for_slurm and allocation_here() is None):
+        shown = import_module(_SLURM).hand_in_jobs(wanted, Terminal(), is_dry=dry_run)
+        if as_json:
+            print_json(shown)
+        elif dry_run:
+            click.echo(shown["script"])
+        return
+    if len(wanted) > 1:
+        raise InputError([Mistake(
+            file=str(job.source), line=None, key="slurm", value=None,
+            allowed="one job file at a time, but through Slurm: there several are an array")
+            for job, _ in wanted[1:]])
+    if not dry_run:
+        _do("submit", wanted[0][0], as_json)
+        return
+    plan = import_module(_USE_CASES).planned(wanted[0][0], Terminal())
+    if as_json:
+        print_json(flat(plan.schedule))
+    else:
+        click.echo(str(plan))
 
 
 @click.command()
@@ -29,12 +67,20 @@ def submit(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         schedule_file: Path | None) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
-    _do("run", job_file, overrides, as_json, schedule_file=schedule_file)
+    _do("run", load_job(job_file, overrides), as_json, schedule_file=schedule_file)
 
 
-def _do(use_case: str, job_file: Path, overrides: tuple[str, ...], as_json: bool,
-        **more: Any) -> None:
-    job = load_job(job_file, overrides)
+def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
+            ) -> tuple[Job, tuple[str, ...]]:
+    """The job, and the `--set`s that make it of its file."""
+    job = load_job(path, overrides)
+    if job.slurm is not None or not through_slurm:
+        return job, overrides
+    overrides = (*overrides, _BY_DEFAULTS)
+    return load_job(path, overrides), overrides
+
+
+def _do(use_case: str, job: Job, as_json: bool, **more: Any) -> None:
     with standby_for(job) as standby:
         metrics = getattr(import_module(_USE_CASES), use_case)(job, Terminal(), standby, **more)
     if as_json:

@@ -1,4 +1,5 @@
-"""`xgpt status`: how far a run is, from the files it writes, and whether it is alive."""
+"""`xgpt status`: how far a run is, from the files it writes, and whether it is alive; with what
+Slurm says of a job that was handed in."""
 
 import textwrap
 from dataclasses import asdict
@@ -6,29 +7,37 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.status import how_to_go_on, run_status
+from xgpt.app.joined_status import job_status
+from xgpt.app.place import place_of
+from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
-from xgpt.cli.options import job_arguments, print_json
+from xgpt.cli.options import print_json, run_arguments
 from xgpt.core.errors import XgptError
-from xgpt.core.job_file import load_job
 from xgpt.report.table import WIDTH
 
 
 @click.command()
-@job_arguments
-def status(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """How far the job's run is (works from another terminal, and after it ended)."""
-    job = load_job(job_file, overrides)
-    run = run_status(job.output)
-    if run is None:
-        raise XgptError(f"{job.output}: no run has started there")
+@run_arguments
+def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """How far a run is (works from another terminal, and after it ended)."""
+    place = place_of(where, overrides)
+    output = place.output
+    status = job_status(output)
+    if status is None:
+        raise XgptError(f"{output}: no run has started there")
+    run = status.run
     if as_json:
-        print_json({"output": job.output, **asdict(run.progress), "is_alive": run.is_alive,
-                    "results": job.output / "results.jsonl", "num_results": run.num_results,
-                    "num_held": run.num_held})
+        print_json({"output": output, **({} if run is None else asdict(run.progress)),
+                    "state": status.state, "is_alive": None if run is None else run.is_alive,
+                    "results": output / "results.jsonl",
+                    "num_results": 0 if run is None else run.num_results,
+                    "num_held": 0 if run is None else run.num_held, "slurm": status.to_dict()})
         return
-    click.echo(f"{job.name}: {run.progress.state}, {job.output}")
-    if run.progress.total or run.progress.state == "loading":
-        click.echo(progress_line(run.progress, job.constraint.latency_s))
-    if (words := how_to_go_on(run, job.output)) is not None:
-        click.echo(textwrap.fill(words, WIDTH, break_on_hyphens=False))
+    click.echo(f"{place.name}: {status.state}, {output}")
+    if run is not None and (run.progress.total or status.state == "loading"):
+        click.echo(progress_line(run.progress, place.bound_s))
+    words = None if run is None or status.is_active else how_to_go_on(run, output)
+    for sentence in filter(None, (status.in_words, words)):
+        click.echo(textwrap.fill(sentence, WIDTH, break_on_hyphens=False))
+    if (cause := status.cause) is not None:
+        click.echo(textwrap.indent(cause, "  "))

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from xgpt.core.constraint import Constraint
 from xgpt.core.engines import OWN_ENGINE
-
-SlurmValue: TypeAlias = "str | int | tuple[str, ...]"  # the tuple: names of modules
-
+from xgpt.core.slurm import SlurmSpec
 
 RESCHEDULE = 0.1  # run.reschedule: auto
 
@@ -106,7 +104,7 @@ class Job:
     constraint: Constraint
     schedule: FixedSchedule
     run: RunSpec
-    slurm: dict[str, SlurmValue] | None
+    slurm: SlurmSpec | None
     output: Path
     source: Path
     profile: Path | None = None  # a Profile file to plan with

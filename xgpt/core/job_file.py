@@ -17,9 +17,10 @@ from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
-from xgpt.core.run_section import LOCAL_CLUSTER, read_run, read_slurm
+from xgpt.core.run_section import LOCAL_CLUSTER, read_run
 from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section
+from xgpt.core.slurm_section import read_slurm
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import apply_override, read_tree
 
@@ -53,7 +54,8 @@ def _read_job(top: Section, path: Path) -> Job:
         name=top.text("name", path.stem, "a name of printable characters"),
         model=_read_model(top, folder), cluster=_read_cluster(top),
         workload=_read_workload(top, folder), constraint=_read_constraint(top),
-        schedule=schedule, adjustment=adjustment, run=read_run(top), slurm=read_slurm(top),
+        schedule=schedule, adjustment=adjustment, run=read_run(top),
+        slurm=read_slurm(top, folder),
         output=_absolute(top.text("output", "out", "a folder"), folder),
         source=Path(os.path.abspath(path)),
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"))

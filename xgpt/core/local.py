@@ -120,7 +120,7 @@ def visible_gpus(gpus: list[SmiGpu], selection: str | None) -> list[SmiGpu]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: affinity and cgroup quota, at least 1."""
+    """Cores this process may use: affinity, cgroup quota and its Slurm job's, at least 1."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = float(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
     for folder in _cgroup_folders(root, "cpu"):
@@ -129,6 +129,9 @@ def usable_cores(root: Path = Path("/")) -> int:
             words = [_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]) > 0:
             cores = min(cores, int(words[0]) / int(words[1]))
+    of_job = os.environ.get("SLURM_CPUS_ON_NODE", "")  # whether Slurm confines the job or not
+    if of_job.isdigit():
+        cores = min(cores, int(of_job))
     return max(int(cores), 1)
 
 

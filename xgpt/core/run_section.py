@@ -1,13 +1,12 @@
-"""The sections `run` and `slurm` of a job file: how and where a job runs."""
+"""The section `run` of a job file: how and where a job runs."""
 
 import re
 from typing import Any
 
 from xgpt.core.engines import OWN_ENGINE, engine_names
-from xgpt.core.job import RESCHEDULE, RunSpec, SlurmValue
-from xgpt.core.sections import Section, is_one_of, is_text
+from xgpt.core.job import RESCHEDULE, RunSpec
+from xgpt.core.sections import Section, is_text
 from xgpt.core.units import INT8, parse_share
-from xgpt.core.yaml_tree import Field
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -15,9 +14,6 @@ WEIGHTS = ("checkpoint", "random")
 
 # no option of ssh or mpiexec, no list within a list
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
-_SLURM_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|infinite|unlimited",
-                         re.IGNORECASE)
-_SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 
 
 def read_run(top: Section) -> RunSpec:
@@ -40,12 +36,12 @@ def read_run(top: Section) -> RunSpec:
         reschedule=_read_reschedule(section),
         engine=section.choice(
             "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()))
-    _check_hosts(section, run, top.get("cluster"))
+    _check_hosts(section, run, top)
     section.finish()
     return run
 
 
-def _check_hosts(section: Section, run: RunSpec, cluster: Field | None) -> None:
+def _check_hosts(section: Section, run: RunSpec, top: Section) -> None:
     """Distinct hosts that can share the ranks evenly."""
     count = len(run.hosts)
     if count == 0:
@@ -58,7 +54,9 @@ def _check_hosts(section: Section, run: RunSpec, cluster: Field | None) -> None:
                        + (f"; {strange[0]!r} is none" if strange else ""))
     if run.ranks is not None and run.ranks % count:
         section.reject("ranks", f"a multiple of the {count} hosts: each has as many")
-    if cluster is not None and cluster.value != LOCAL_CLUSTER:
+    if top.has("slurm"):
+        section.reject("hosts", "not with a section slurm: Slurm says which nodes")
+    elif (cluster := top.get("cluster")) is not None and cluster.value != LOCAL_CLUSTER:
         section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
 
 
@@ -71,30 +69,6 @@ def _read_reschedule(section: Section) -> float | None:
         return RESCHEDULE
     return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
                           "auto, off, or a share of the mean output length, '15%' or 0.15")
-
-
-def read_slurm(top: Section) -> dict[str, SlurmValue] | None:
-    """Slurm's own words; what is absent is left to the cluster's defaults."""
-    section = top.section("slurm", "a mapping of sbatch options")
-    if section is None:
-        return None
-    read: dict[str, SlurmValue | None] = {
-        key: section.text(key, None) for key in ("partition", "account", "qos", "constraint")}
-    for key in ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task"):
-        read[key] = section.integer(key, None, 0 if key == "gpus_per_node" else 1, 100_000)
-    read["time"] = _matching(section, "time", _SLURM_TIME, "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'")
-    read["mem"] = _matching(section, "mem", _SLURM_MEMORY, "megabytes, or a number with K, M, G, T")
-    read["modules"] = _read_names(section, "modules")
-    section.finish()
-    return {key: value for key, value in read.items() if value is not None}
-
-
-def _matching(section: Section, key: str, pattern: re.Pattern[str],
-              allowed: str) -> str | int | None:
-    def value_of(value: Any) -> Any:
-        return value if is_one_of(value, str, int) and pattern.fullmatch(str(value)) else None
-
-    return section.read(key, None, value_of, allowed)
 
 
 def _read_names(section: Section, key: str) -> tuple[str, ...] | None:

@@ -97,7 +97,7 @@ class _Stopper:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> _Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm's warning
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -1,5 +1,6 @@
 """The table of launchers: the first whose row takes a job starts its ranks."""
 
+import os
 from collections.abc import Callable
 
 from xgpt.core.job import Job
@@ -7,6 +8,15 @@ from xgpt.core.problem import Problem
 from xgpt.launch.hosts import HostsLauncher
 from xgpt.launch.launcher import Launcher, threads_per_rank
 from xgpt.launch.local import LocalLauncher
+from xgpt.launch.slurm import SlurmLauncher, allocation_here
+
+
+def _slurm(job: Job, problem: Problem) -> Launcher | None:
+    """Inside the allocation that the job asked for; what runs outside runs on that machine."""
+    if job.slurm is None or allocation_here() is None:
+        return None
+    return SlurmLauncher(spec=job.slurm, ranks_each=problem.cluster.devices_per_node,
+                         environ=os.environ)
 
 
 def _hosts(job: Job, problem: Problem) -> Launcher | None:
@@ -20,6 +30,7 @@ def _hosts(job: Job, problem: Problem) -> Launcher | None:
 
 
 LAUNCHERS: dict[str, Callable[[Job, Problem], Launcher | None]] = {
+    "slurm": _slurm,
     "hosts": _hosts,
     "local": lambda job, problem: LocalLauncher(),
 }

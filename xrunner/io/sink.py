@@ -17,10 +17,10 @@ import numpy as np
 from xgpt.core.whole_file import write_atomically
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.results import Answered, ResultWriter
+from xrunner.io.stop import StopRequest
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
-STOP_FILE = "stop"  # its presence in the output folder asks the run to end early
 _LOOK_S = 0.1  # between looks for it: a folder that other machines share answers slowly
 _INTERVAL_S = 0.5  # between states of progress.json
 _WINDOW = 1000  # latencies the running percentile is taken over
@@ -33,7 +33,7 @@ class RunSink:
 
     def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered) -> None:
         """`before`: what earlier runs answered, after which this one goes on."""
-        self.output, self._stop_path = plan.output, plan.output / STOP_FILE
+        self.output, self._stop = plan.output, StopRequest(plan.output)
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
                                     model=plan.model_name)
         self._total, self._done_before = num_queries, before.total
@@ -59,7 +59,7 @@ class RunSink:
     def should_stop(self) -> bool:
         now = time.monotonic()
         if not self._is_to_stop and now - self._looked_s >= _LOOK_S:
-            self._looked_s, self._is_to_stop = now, self._stop_path.exists()
+            self._looked_s, self._is_to_stop = now, self._stop.is_made
         return self._is_to_stop
 
     @property

@@ -152,7 +152,7 @@ def test_the_options_are_frozen() -> None:
                 flag for p in own.params for flag in p.opts if flag.startswith("--")}
     shared = {"--set", "--json"}
     assert flags == {
-        "submit": shared,
+        "submit": shared | {"--slurm", "--dry-run"},
         "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
                               "--horizon"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
@@ -160,6 +160,7 @@ def test_the_options_are_frozen() -> None:
         "profile import": {"--model", "--device", "--dtype", "--out"},
         "simulate": shared | {"--schedule", "--timeline", "--baselines"},
         "sweep": shared | {"--bounds"},
-        "run": shared | {"--schedule"}, "report": shared, "status": shared, "models": {"--json"},
+        "run": shared | {"--schedule"}, "report": shared, "status": shared, "stop": shared,
+        "models": {"--json"},
         "doctor": {"--gpu", "--json"},
     }

@@ -16,6 +16,7 @@ from xgpt.core.errors import EXIT_BAD_INPUT, InputError
 from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec, RunSpec
 from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
+from xgpt.core.slurm import SlurmSpec
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 FULL = """\
@@ -83,9 +84,8 @@ def test_the_engine_is_xgpts_own_unless_the_job_names_another(folder: Path) -> N
 
 def test_slurms_words_stay_as_written(folder: Path) -> None:
     # YAML 1.1 would read the time as 7200 (minutes, to Slurm) and the account as 7
-    assert _load(folder, FULL).slurm == {
-        "partition": "gpu", "nodes": 1, "time": "02:00:00", "modules": ("cuda/12", "mpi"),
-        "account": "007"}
+    assert _load(folder, FULL).slurm == SlurmSpec(
+        partition="gpu", nodes=1, time="02:00:00", modules=("cuda/12", "mpi"), account="007")
 
 
 def test_a_minimal_job_has_defaults(folder: Path) -> None:

@@ -17,7 +17,8 @@ from toys import waa_pools as two_pools
 from xrunner import worker
 from xrunner.engines import deepspeed_worker
 from xrunner.io.results import Answered
-from xrunner.io.sink import STOP_FILE, RunSink
+from xrunner.io.sink import RunSink
+from xrunner.io.stop import STOP_FILE
 from xrunner.plan import RunPlan
 from xrunner.rules.paged import vllm
 from xrunner.rules.rra import RraRule

@@ -1,0 +1,229 @@
+"""Jobs handed in to Slurm, against stand-ins for its programs: what sbatch gets, what is kept, what
+is refused before anything waits in a queue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fake_slurm
+import pytest
+from click.testing import CliRunner, Result
+
+from xgpt.app.slurm_record import load_record
+from xgpt.cli.main import cli
+from xgpt.core.errors import InfeasibleError, InputError, XgptError
+
+JOB = """
+model: opt-125m
+cluster: {cluster}
+workload: {{requests: {{count: 40}}, task: S}}
+constraint: {{latency_s: {bound}}}
+schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, tp_degree: 1}}
+run: {{{run}}}
+slurm: {{{slurm}}}
+output: {output}
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fake_slurm.FakeSlurm:
+    return fake_slurm.install(tmp_path / "bin", monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    awkward = tmp_path / "it's a \"folder\" of 50% $HOME"
+    awkward.mkdir()
+    return awkward
+
+
+def write(folder: Path, *, name: str = "job", cluster: str = "a40-4", bound: str = "inf",
+          run: str = "weights: random", slurm: str = "time: 60", output: str = "out") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(JOB.format(cluster=cluster, bound=bound, run=run, slurm=slurm, output=output))
+    return path
+
+
+def submit(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["submit", *map(str, words)], catch_exceptions=False)
+
+
+def options(script: str) -> dict[str, str]:
+    """Of the `#SBATCH` lines."""
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines()
+             if line.startswith("#SBATCH --")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def refusal(*words: str | Path) -> dict[str, str]:
+    with pytest.raises(InputError) as caught:
+        submit(*words)
+    return {mistake.key: mistake.allowed for mistake in caught.value.mistakes}
+
+
+def test_a_job_is_planned_here_and_handed_in_with_what_its_cluster_has(
+        slurm: fake_slurm.FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "9")  # of a shell within another allocation
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    done = submit(write(folder), "--set", "run.seed=5", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    out = folder / "out"
+    assert found["jobs"] == [{"job_id": "123", "output": str(out),
+                              "log": str(out / "slurm-123.log")}]
+    assert found["schedules"][0]["throughput_qps"] > 0
+    given = options(slurm.script)
+    assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"], given["time"]) == (
+        "1", "4", "4", "60")
+    assert slurm.script == (out / "slurm.sh").read_text() == found["script"]
+    assert '--set run.seed=5' in slurm.script
+    assert slurm.calls[-1] == ["sbatch", "--parsable", str(out / "slurm.sh")]
+    assert "SLURM_NTASKS" not in slurm.environ and slurm.environ["SLURM_CONF"] == "/etc/slurm.conf"
+    record = load_record(out)
+    assert record is not None and (record.job_id, record.cluster) == ("123", None)
+
+
+def test_a_person_is_told_how_to_follow_and_to_end_it(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    slurm.says(sbatch={"out": "some site's greeting\n77;east\n"})
+    done = submit(write(folder))
+    out = str(folder / "out").replace('"', '\\"').replace("$", "\\$")
+    assert "handed in as Slurm's job 77: 1 node, 4 ranks" in done.stderr
+    assert f'xgpt status "{out}"' in done.stderr and f'xgpt stop "{out}"' in done.stderr
+    assert f'tail -F "{out}/slurm-77.log"' in done.stderr and done.stdout == ""
+    record = load_record(folder / "out")
+    assert record is not None and record.cluster == "east"
+
+
+def test_a_dry_run_shows_script_and_schedule_and_leaves_nothing(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    done = submit(write(folder), "--dry-run")
+    assert done.stdout.startswith("#!/bin/bash") and "rra" in done.stderr.lower()
+    assert not (folder / "out").exists() and slurm.calls == []
+    found = json.loads(submit(write(folder), "--dry-run", "--json").stdout)
+    assert found["script"] + "\n" == done.stdout and found["ranks"] == 4
+
+
+def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    short = submit(write(folder, slurm="{}"[1:-1]), "--slurm")
+    assert "by the schedule's prediction with its margin" in short.stderr
+    limits = [options(slurm.script)["time"]]
+    submit(write(folder), "--set", "slurm.time=", "--set", "workload.requests={count: 3000}",
+           "--set", "output=more", "--set", "model=opt-13b")
+    limits.append(options(slurm.script)["time"])
+    assert limits[0] == "00:15:00" and "00:20:00" <= limits[1] < "04:00:00", limits
+
+
+def test_on_nodes_that_nobody_has_seen_the_partitions_limit_holds(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    done = submit(write(folder, cluster="local", slurm="nodes: 2, ntasks_per_node: 3"))
+    assert "no time limit is asked for" in done.stderr
+    assert "profile and schedule are found in the allocation" in done.stderr
+    given = options(slurm.script)
+    assert (given["nodes"], given["ntasks-per-node"]) == ("2", "3")
+    assert "time" not in given and "gpus-per-node" not in given
+
+
+@pytest.mark.parametrize(("changes", "layout"), [
+    ({"cluster": "local", "slurm": "gpus_per_node: 'a40:2', nodes: 2"}, ("2", "2", "a40:2")),
+    ({"cluster": "local", "run": "weights: random, ranks: 6", "slurm": "nodes: 2"},
+     ("2", "3", None)),
+    ({"cluster": "a40-8", "run": "weights: random, ranks: 4"}, None),
+    ({"slurm": "extra: --gres=gpu:a40:4"}, ("1", "4", None)),
+    ({"slurm": "gpus_per_node: 8"}, ("1", "4", "8"))])
+def test_nodes_ranks_and_gpus(slurm: fake_slurm.FakeSlurm, folder: Path, changes: dict[str, str],
+                              layout: tuple[str, str, str | None] | None) -> None:
+    submit(write(folder, **changes))
+    given = options(slurm.script)
+    found = given["nodes"], given["ntasks-per-node"], given.get("gpus-per-node")
+    assert found == (layout or ("1", "4", "4"))
+
+
+@pytest.mark.parametrize(("changes", "mistakes"), [
+    ({"cluster": "local"}, {"slurm.ntasks_per_node": "required with `cluster: local`"}),
+    ({"cluster": "local", "run": "ranks: 3", "slurm": "nodes: 2, ntasks_per_node: 2"},
+     {"run.ranks": "4 (2 on each of slurm.nodes = 2)"}),
+    ({"slurm": "nodes: 2, ntasks_per_node: 3, gpus_per_node: 2"},
+     {"slurm.nodes": "1, what the job takes of cluster a40-4", "slurm.ntasks_per_node": "4, what",
+      "slurm.gpus_per_node": "at least 4"})])
+def test_nodes_and_ranks_that_do_not_go_together_are_refused(
+        slurm: fake_slurm.FakeSlurm, folder: Path, changes: dict[str, str],
+        mistakes: dict[str, str]) -> None:
+    found = refusal(write(folder, **changes))
+    assert found.keys() == mistakes.keys()
+    assert all(found[key].startswith(what) for key, what in mistakes.items())
+    assert slurm.calls == []
+
+
+def test_several_job_files_are_one_array(slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    same = "time: 60, at_once: 2"
+    jobs = [write(folder, name=name, output=f"out/{name}", slurm=same) for name in "abc"]
+    done = submit(*jobs, "--json")
+    assert [job["job_id"] for job in json.loads(done.stdout)["jobs"]] == ["123_0", "123_1", "123_2"]
+    assert options(slurm.script)["array"] == "0-2%2"
+    for index, name in enumerate("abc"):
+        record = load_record(folder / "out" / name)
+        assert record is not None and record.job_id == f"123_{index}"
+        assert record.log == folder / "out" / "a" / f"slurm-123_{index}.log"
+
+
+def test_an_array_is_of_jobs_that_are_alike(slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    first = write(folder, name="a")
+    assert refusal(first, write(folder, name="b", slurm="time: 61")).keys() == {"slurm", "output"}
+    plain = folder / "plain.yaml"
+    plain.write_text(first.read_text().replace("slurm: {time: 60}", ""))
+    assert "as the other job files have" in refusal(first, plain)["slurm"]
+    assert "one job file at a time, but through Slurm" in refusal(plain, plain)["slurm"]
+    assert slurm.calls == []
+
+
+def test_any_job_goes_through_slurm_where_that_is_asked_for(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    plain = folder / "plain.yaml"
+    plain.write_text(write(folder).read_text().replace("slurm: {time: 60}", ""))
+    submit(plain, "--slurm")
+    assert "--set slurm.launch=srun" in slurm.script, "else the job would be a local one there"
+
+
+def test_what_is_wrong_is_found_before_the_queue(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    with pytest.raises(InfeasibleError):
+        submit(write(folder, bound="0.0001"))
+    no_requests = write(folder)
+    no_requests.write_text(no_requests.read_text().replace("requests: {count: 40}, ", ""))
+    assert "workload.requests" in refusal(no_requests)
+    assert slurm.calls == []
+
+
+def test_what_sbatch_says_is_passed_on(slurm: fake_slurm.FakeSlurm, folder: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.says(sbatch={"err": "sbatch: error: invalid partition specified: gpu\n", "code": 1})
+    with pytest.raises(XgptError, match="refused the job: .*invalid partition"):
+        submit(write(folder))
+    assert load_record(folder / "out") is None
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(XgptError, match="no sbatch on this machine.*--dry-run"):
+        submit(write(folder))
+
+
+def test_a_folder_whose_job_waits_or_runs_is_not_handed_in_twice(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    submit(write(folder))
+    for line in ("PENDING|Priority|0:00|1:00:00|N/A|", "RUNNING|None|1:10|1:00:00|N/A|n1"):
+        slurm.queue(line)
+        with pytest.raises(XgptError, match=f"job 123 for it is {line.partition('|')[0].lower()}"):
+            submit(write(folder))
+    slurm.forgets()
+    assert submit(write(folder)).exit_code == 0
+
+
+def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    job = write(folder, cluster="local", slurm="ntasks_per_node: 1")
+    with pytest.raises(InputError, match="inside an allocation.*slurm=null"):
+        CliRunner().invoke(cli, ["run", str(job)], catch_exceptions=False)
+    planned: Any = CliRunner().invoke(cli, ["schedule", str(write(folder))])
+    assert planned.exit_code == 0 and slurm.calls == []

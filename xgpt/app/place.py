@@ -1,0 +1,38 @@
+"""A run as commands about runs are told of it: by its output folder, or by its job file."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job_file import load_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run writes. `bound_s`: on its latency."""
+
+    name: str
+    output: Path
+    bound_s: float
+
+
+def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
+    """Raises InputError of a job file, or for overrides of a folder."""
+    if not where.is_dir():
+        job = load_job(where, overrides)
+        return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s)
+    if overrides:
+        raise InputError([Mistake(file="--set", line=None, key=override.partition("=")[0],
+                                  value=None, allowed="goes with a job file, not with a folder")
+                          for override in overrides])
+    output = Path(os.path.abspath(where))
+    try:
+        asked = json.loads((output / "job.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Place(name=output.name, output=output, bound_s=math.inf)
+    return Place(name=asked["name"], output=output,
+                 bound_s=float(asked["constraint"]["latency_s"]))

@@ -1,0 +1,148 @@
+"""The batch script of a job: a pure function of the job and of what its plan says.
+
+Every value that is not of this file goes through `quoted`, whose form bash and sbatch's reader of
+`#SBATCH` lines understand alike (of several forms the only one: sbatch takes a backslash for an
+escape even between single quotes, and a space for an end even behind a backslash).
+"""
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.core.errors import EXIT_RESUMABLE, wrong
+from xgpt.core.slurm import SlurmSpec
+
+_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_IN_QUOTES = re.compile(r'([\\"$`])')
+_KILLED_BY_WARNING = 128 + 10  # SIGUSR1 before Python had a handler for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One job file of a batch job, its output folder, and its `--set`s."""
+
+    job_file: Path
+    output: Path
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchJob:
+    """What the script is made of. Several tasks become an array. `time`: the limit, the spec's own
+    or one from the plan; None: the partition's. `gpus_per_node`: as sbatch takes it."""
+
+    name: str
+    spec: SlurmSpec
+    tasks: tuple[Task, ...]
+    nodes: int
+    ranks_each: int
+    gpus_per_node: str | None
+    time: str | None
+    python: str
+
+    @property
+    def is_array(self) -> bool:
+        return len(self.tasks) > 1
+
+    @property
+    def log_name(self) -> str:
+        return "slurm-%A_%a.log" if self.is_array else "slurm-%j.log"
+
+
+def quoted(text: str) -> str:
+    """The text as one word, of a line of bash or of an `#SBATCH` line."""
+    assert not re.search(r"[\n\r\0]", text), f"no word of one line: {text!r}"
+    return text if _SAFE.fullmatch(text) else '"' + _IN_QUOTES.sub(r"\\\1", text) + '"'
+
+
+def check_paths(job: BatchJob) -> None:
+    """Raises InputError for a path that no script can hold, or that Slurm reads as a pattern."""
+    for task in job.tasks:
+        for path in (task.job_file, task.output):
+            if re.search(r"[\n\r]", str(path)):
+                raise wrong(task.job_file, "slurm", str(path), "a path without line breaks")
+    if "\\" in str(job.tasks[0].output):
+        raise wrong(job.tasks[0].job_file, "output", str(job.tasks[0].output),
+                    "a path without a backslash: Slurm would look for its log elsewhere")
+
+
+def render_sbatch(job: BatchJob) -> str:
+    """The whole script, which starts `xgpt submit` once on the first node."""
+    return "\n".join(("#!/bin/bash", *_options(job), "", *_tasks(job), *_surroundings(job.spec),
+                      _body(job.spec)))
+
+
+def _options(job: BatchJob) -> list[str]:
+    spec, folder = job.spec, str(job.tasks[0].output)
+    at_once = "" if spec.at_once is None else f"%{spec.at_once}"
+    own = {
+        "job-name": job.name, "chdir": folder,
+        "output": f"{folder.replace('%', '%%')}/{job.log_name}", "open-mode": "append",
+        "array": f"0-{len(job.tasks) - 1}{at_once}" if job.is_array else None,
+        "signal": f"B:USR1@{spec.warning_s}", "partition": spec.partition,
+        "account": spec.account, "qos": spec.qos, "constraint": spec.constraint,
+        "reservation": spec.reservation, "dependency": spec.dependency, "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_each, "cpus-per-task": spec.cpus_per_task,
+        "gpus-per-node": job.gpus_per_node, "mem": spec.mem, "time": job.time,
+        "mail-type": ",".join(spec.mail_type) or None, "mail-user": spec.mail_user}
+    flags = ["--requeue" if spec.requeue else "--no-requeue", *["--exclusive"] * spec.exclusive]
+    lines = [f"--{name}={quoted(str(value))}" for name, value in own.items() if value is not None]
+    return [f"#SBATCH {line}" for line in (*lines, *flags, *spec.extra)]
+
+
+def _tasks(job: BatchJob) -> list[str]:
+    """Sets `output` and `submit`: of this task, in an array."""
+    if not job.is_array:
+        return [*_task(job.python, job.tasks[0]), ""]
+    cases = [f"{index})\n{textwrap.indent(chr(10).join(_task(job.python, task)), '    ')}\n    ;;"
+             for index, task in enumerate(job.tasks)]
+    return ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac", ""]
+
+
+def _task(python: str, task: Task) -> list[str]:
+    words = [python, "-m", "xgpt.cli.main", "submit", str(task.job_file)]
+    words += [word for override in task.overrides for word in ("--set", override)]
+    return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
+
+
+def _surroundings(spec: SlurmSpec) -> list[str]:
+    lines = [f"module load {quoted(name)}" for name in spec.modules]
+    if spec.venv is not None:
+        lines.append(f". {quoted(spec.venv + '/bin/activate')}")
+    lines += [f"export {name}={quoted(value)}" for name, value in spec.env]
+    lines += spec.prologue
+    return [*lines, ""] if lines else []
+
+
+def _body(spec: SlurmSpec) -> str:
+    return f"""\
+# Slurm warns this shell, and nobody else, some time before the limit: xgpt then stops in good order
+# (exit code {EXIT_RESUMABLE}), and the job goes back to the queue and on from there, at most \
+{spec.requeue} times. A stop
+# that `xgpt stop` asked for (it writes into the file `stop`) ends it.
+warned= told= xgpt=
+warn() {{
+    warned=yes
+    [ -z "$xgpt" ] || [ -n "$told" ] || {{ told=yes; kill -USR1 "$xgpt"; }}
+}}
+trap warn USR1
+"${{submit[@]}}" &
+xgpt=$!
+[ -z "$warned" ] || warn
+while kill -0 "$xgpt" 2>/dev/null; do wait "$xgpt"; done
+wait "$xgpt"
+code=$?
+if [ -n "$warned" ] && [[ $code = {EXIT_RESUMABLE} || $code = {_KILLED_BY_WARNING} ]] \
+&& [ ! -s "$output/stop" ]; then
+    count="$output/slurm-requeued-$SLURM_JOB_ID"
+    times=$(cat "$count" 2>/dev/null || echo 0)
+    if [ "$times" -lt {spec.requeue} ]; then
+        echo $((times + 1)) > "$count"
+        echo "the time limit is near: back to the queue, time $((times + 1)) of {spec.requeue}"
+        scontrol requeue "$SLURM_JOB_ID" && exit 0
+    fi
+    echo "the time limit is near: the same \\`xgpt submit\\` goes on from here"
+fi
+exit "$code"
+"""
