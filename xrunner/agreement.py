@@ -24,9 +24,8 @@ from xrunner.checkpoint.source import read_spec
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.attention import encode_context, whole_inputs
-from xrunner.plan import RunPlan, load_plan
+from xrunner.plan import AGREEMENT_FILE, RunPlan, load_plan
 
-AGREEMENT_FILE = "agreement.json"
 MOST_TOKENS = 2048
 
 

@@ -15,6 +15,7 @@ from xgpt.core.whole_file import write_atomically
 #   1: first version
 #   2: the requests lie in the spool; `requests` tells them apart
 PLAN_VERSION = 2
+AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ from xgpt.core.units import INT8
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
 from xgpt.report.words import agreement_words
-from xrunner.agreement import AGREEMENT_FILE
-from xrunner.plan import RunPlan
+from xrunner.plan import AGREEMENT_FILE, RunPlan
 
 
 def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,

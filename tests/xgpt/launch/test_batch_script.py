@@ -162,7 +162,7 @@ def test_a_warning_stops_xgpt_and_the_job_goes_back_to_the_queue_so_many_times(
 
 
 def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path: Path) -> None:
-    done = run(one_task(tmp_path), tmp_path, "kill -USR1 $PPID; kill -USR1 $$; sleep 9")
+    done = run(one_task(tmp_path), tmp_path, "kill -USR1 $PPID; exec sleep 9")
     assert done.returncode == 0 and "time 1 of 3" in done.stdout
 
 
