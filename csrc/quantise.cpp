@@ -1,5 +1,4 @@
 /* 8-bit activations: the arguments' checks; quantise_isa.h does the work. */
-#include <algorithm>
 
 #include "native.h"
 #include "threads.h"
@@ -30,11 +29,7 @@ struct Rescale {
 
 namespace {
 
-constexpr int64_t LEAST = 16384;  // elements a thread should have: less is not worth waking it
-
-int threads_for(int64_t elements, int threads) {
-    return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
-}
+using xgpt::threads_for;
 
 int refusal(int dtype, int64_t tokens, int64_t size, int threads) {
     if (dtype != XGPT_FLOAT32 && dtype != XGPT_BFLOAT16) return XGPT_WRONG_DTYPE;

@@ -1,5 +1,4 @@
 /* The passes over rows of tokens: the arguments' checks; rows_isa.h does the work. */
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -53,11 +52,7 @@ struct Best {
 
 namespace {
 
-constexpr int64_t LEAST = 16384;  // elements a thread should have: less is not worth waking it
-
-int threads_for(int64_t elements, int threads) {
-    return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
-}
+using xgpt::threads_for;
 
 bool wrong_dtype(int dtype) { return dtype != XGPT_FLOAT32 && dtype != XGPT_BFLOAT16; }
 

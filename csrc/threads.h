@@ -8,6 +8,8 @@
 
 #include <stdint.h>
 
+#include <algorithm>
+
 namespace xgpt {
 
 /* Calls body(data, i) for every i of 0..parts-1, each on a thread of its own where there are. */
@@ -22,6 +24,12 @@ void share(int parts, Body &&body) {
 
 /* Part i of `parts` of `count` items is [begin(i), begin(i + 1)). */
 inline int64_t begin(int64_t count, int parts, int i) { return count * i / parts; }
+
+/* How many threads a pass over so many elements of rows is shared among. */
+inline int threads_for(int64_t elements, int threads) {
+    constexpr int64_t LEAST = 16384;  // that a thread should have: less is not worth waking it
+    return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
+}
 
 }  // namespace xgpt
 #endif

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep import Lockstep
 from representative import some
 from toys import (
     T5_FAMILIES,
     Collector,
-    Lockstep,
     generate,
     logits_of,
     random_queries,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep import Lockstep
 from torch import Tensor
-from toys import VOCAB, Lockstep, logits_of, make_t5, spec_of
+from toys import VOCAB, logits_of, make_t5, spec_of
 
 from xgpt.core.errors import InputError
 from xgpt.core.model import ModelSpec, from_hf_config

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep import Lockstep
 from safetensors.torch import save_file
 from torch import Tensor
-from toys import Lockstep, logits_of, spec_of, split_stages
+from toys import logits_of, spec_of, split_stages
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
+from token_rows import DTYPES, Rows, rows
 from torch import Tensor
 
 from xrunner.ops.rows import Places, Rotation, layer_norm, place, rms_norm, silu_mul
 
-SIZES = [1, 2, 3, 8, 15, 16, 17, 33, 64, 100, 576]
-DTYPES = [torch.float32, torch.bfloat16]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 many = settings(deadline=None, max_examples=50)
-
-
-class Rows(NamedTuple):
-    tokens: int
-    size: int
-    dtype: torch.dtype
-    threads: int
-    seed: int
-
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + len(shape))
-        return torch.randn(shape, generator=generator).to(dtype or self.dtype)
-
-
-rows = st.builds(Rows, st.integers(0, 9) | st.just(70), st.sampled_from(SIZES),
-                 st.sampled_from(DTYPES), st.integers(1, 4), st.integers(0, 2**31))
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

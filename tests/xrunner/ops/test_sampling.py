@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import Lockstep
+from lockstep import Lockstep
 
 from xrunner.models.shard import Shard
 from xrunner.ops.head import WholeScores
