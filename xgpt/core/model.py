@@ -140,9 +140,21 @@ def from_hf_config(config: Mapping[str, Any], name: str,
     if reader is None:
         values.finish()
     assert reader is not None
+    for key in ("quantization_config", "compression_config"):
+        _refuse_quantised(values, key)
     spec = replace(reader(values, name), source="config.json")
     values.finish()
     return spec
+
+
+def _refuse_quantised(values: ConfigValues, key: str) -> None:
+    """Weights stored in fewer bits come with scales that nothing here multiplies them by: read as
+    if they were plain they give wrong tokens, and planned as plain wrong figures."""
+    if stored := values.section(key).values:
+        method = stored.get("quant_method", stored.get("format", "a method that is not named"))
+        values.reject(key, f"weights quantised by {method} are neither planned nor executed: take "
+                           "the checkpoint they were made from, in float32, float16 or bfloat16",
+                      value=method)
 
 
 def _read_opt(config: ConfigValues, name: str) -> ModelSpec:

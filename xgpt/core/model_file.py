@@ -103,9 +103,11 @@ class ConfigValues:
                 and whole % part):
             self.reject(key, f"a divisor of {whole_key} = {whole}")
 
-    def reject(self, key: str, allowed: str) -> None:
+    def reject(self, key: str, allowed: str, value: object = None) -> None:
+        """`value`: what is shown instead of all that stands under the key."""
+        shown = self.values.get(key) if value is None else value
         self._mistakes.append(Mistake(file=str(self._path), line=None, key=self._prefix + key,
-                                      value=self.values.get(key), allowed=allowed))
+                                      value=shown, allowed=allowed))
 
     def finish(self) -> None:
         if self._mistakes:

@@ -19,6 +19,7 @@ from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import NO_WEIGHTS, locate, serving_file
 from xrunner.models.weights import RandomWeights, TensorPart
 
+_READ_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError)
 
 
@@ -61,6 +62,9 @@ class CheckpointReader:
         if own_shape != list(shape):
             raise XgptError(f"{self.directory}: {name!r} has shape {own_shape}, "
                             f"config.json says {list(shape)}")
+        if is_torch and held.dtype not in _READ_TYPES:  # the others' headers were read before
+            raise XgptError(f"{self.directory}: {name!r} is of {held.dtype}: weights of fewer bits "
+                            "need scales, which are not read")
         if part is None:
             whole: Tensor = held if is_torch else handle.get_tensor(name)
             return whole

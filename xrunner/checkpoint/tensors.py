@@ -7,6 +7,7 @@ own files only their presence is checked: they have no header that can be read w
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake
@@ -14,10 +15,17 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
 
 Shape = tuple[int, ...]
+# safetensors' names of the types that a tensor is read in; any other (F8_E4M3, I8, I32, ...) holds
+# weights that are wrong without their scales
+READ_TYPES = ("F64", "F32", "F16", "BF16")
 HEAD = "lm_head.weight"  # where it is absent, the embedding serves
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
+# Stored by some and used by nobody: tables of positions and masks that the model's own code makes,
+# T5's second names of its one embedding, and what its first converter left behind.
+_NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids", ".version",
+                "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight", HEAD)
 _OPT_PADDING_ROWS = 2  # of its position table
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
@@ -136,7 +144,7 @@ _FAMILIES = {"llama": _llama, "opt": _opt, "gpt2": _gpt2, "t5": _t5}
 def check_weights(directory: Path, spec: ModelSpec) -> None:
     """Raises InputError with every file and tensor that is missing or wrong."""
     files, mistakes = _files(directory)
-    shapes: dict[str, Shape] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path, names in files.items():
         if path.suffix != ".safetensors":
             continue
@@ -145,11 +153,11 @@ def check_weights(directory: Path, spec: ModelSpec) -> None:
         except ValueError as cause:
             mistakes.append(_mistake(path, None, str(cause)))
             continue
-        shapes.update(held if names is None else {n: held[n] for n in names if n in held})
+        tensors.update(held if names is None else {n: held[n] for n in names if n in held})
         mistakes += [_mistake(path, name, "no such tensor there, but the index says so")
                      for name in names or () if name not in held]
     if not mistakes and all(path.suffix == ".safetensors" for path in files):
-        mistakes = list(_misfits(directory, spec, shapes))
+        mistakes = list(_misfits(directory, spec, tensors))
     if len(mistakes) > MAX_SHOWN:
         rest = len(mistakes) - MAX_SHOWN
         mistakes = [*mistakes[:MAX_SHOWN],
@@ -158,8 +166,16 @@ def check_weights(directory: Path, spec: ModelSpec) -> None:
         raise InputError(mistakes)
 
 
-def header(path: Path) -> dict[str, Shape]:
-    """Tensor name -> shape in a safetensors file. Raises ValueError where the file is none, or
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a file's header says of a tensor; `type` by safetensors' names."""
+
+    shape: Shape
+    type: str
+
+
+def header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name. Raises ValueError where the file is none, or
     shorter or longer than its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -175,14 +191,15 @@ def header(path: Path) -> dict[str, Shape]:
                 raise ValueError
             table = json.loads(file.read(length))
             table.pop("__metadata__", None)
-            shapes = {name: tuple(entry["shape"]) for name, entry in table.items()}
+            tensors = {name: StoredTensor(tuple(entry["shape"]), str(entry["dtype"]))
+                       for name, entry in table.items()}
             end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError("no safetensors file: its header cannot be read") from None
     if size != (expected := _LENGTH_BYTES + length + end):
         what = "cut off" if size < expected else "longer than it should be"
         raise ValueError(f"{what}: it has {size} bytes, its header speaks of {expected}")
-    return shapes
+    return tensors
 
 
 def _files(directory: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]:
@@ -213,15 +230,26 @@ def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]
     return files, mistakes
 
 
-def _misfits(directory: Path, spec: ModelSpec, shapes: Mapping[str, Shape]) -> Iterator[Mistake]:
+def _misfits(directory: Path, spec: ModelSpec,
+             tensors: Mapping[str, StoredTensor]) -> Iterator[Mistake]:
+    taken = {HEAD}
     for name, wanted in wanted_tensors(spec):
-        stored = locate(name, shapes)
+        stored = locate(name, tensors)
+        taken.add(stored or name)
         if stored is None and name != HEAD:
             yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
                                             f"there is one of shape {list(wanted)}")
-        elif stored is not None and shapes[stored] != wanted:
+        elif stored is not None and tensors[stored].shape != wanted:
             yield _mistake(directory, name, f"by config.json its shape is {list(wanted)}",
-                           list(shapes[stored]))
+                           list(tensors[stored].shape))
+        elif stored is not None and tensors[stored].type not in READ_TYPES:
+            yield _mistake(directory, name, "weights of fewer bits need scales, which are not "
+                           f"read: one of {', '.join(READ_TYPES)}", tensors[stored].type)
+    for name in sorted(tensors.keys() - taken):
+        if not name.endswith(_NOT_WEIGHTS):
+            yield _mistake(directory, name, f"no layer of the {spec.family} family takes it: its "
+                           "answers would be wrong without it (scales of quantised weights, or a "
+                           "variant that is not executed)")
 
 
 def _mistake(path: Path, key: str | None, allowed: str, value: object = None) -> Mistake:

@@ -23,3 +23,16 @@ def test_a_variant_nobody_implements_is_refused(config: dict[str, Any], key: str
     assert from_hf_config(config, "plain").num_layers == 2
     with pytest.raises(InputError, match=key):
         from_hf_config({**config, key: value}, "variant")
+
+
+@pytest.mark.parametrize(("key", "stored", "named"), [
+    ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+    ("quantization_config", {"quant_method": "awq", "bits": 4}, "awq"),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
+    ("compression_config", {"format": "int-quantized"}, "int-quantized"),
+    ("quantization_config", {"bits": 8}, "not named")])
+def test_a_quantised_checkpoint_is_refused_by_its_methods_name(
+        key: str, stored: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=f"{key}.*quantised by.*{named}"):
+        from_hf_config({**LLAMA, key: stored}, "variant")
+    assert from_hf_config({**LLAMA, key: None}, "plain").num_layers == 2

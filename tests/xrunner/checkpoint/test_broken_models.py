@@ -14,6 +14,7 @@ from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
 
 from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.source import read_spec
 from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, wanted_tensors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
@@ -113,6 +114,21 @@ def test_tensors_that_are_missing_or_of_other_shapes_are_told_at_once(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 81}))
     many = refused(tmp_path)
     assert len(many) == MAX_SHOWN + 1 and "more like these" in many[-1].allowed
+
+
+def test_weights_of_fewer_bits_and_their_scales_are_refused(tmp_path: Path) -> None:
+    """An fp8 checkpoint whose config.json does not say so was read as if it were plain."""
+    make_model("llama", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn),
+               f"{name}_scale": torch.ones(1)}, path)
+    seen = {m.key: m for m in refused(tmp_path)}
+    assert set(seen) == {name, f"{name}_scale"}
+    assert seen[name].value == "F8_E4M3" and "BF16" in seen[name].allowed
+    assert "scales of quantised weights" in seen[f"{name}_scale"].allowed
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, path)
+    check_weights(tmp_path, read_spec(tmp_path, "llama"))
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:

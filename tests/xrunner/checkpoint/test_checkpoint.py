@@ -40,6 +40,12 @@ def test_a_missing_or_misshapen_tensor_is_named(llama: tuple[Path, Any], tmp_pat
         CheckpointReader(tmp_path, torch.float32)
 
 
+def test_quantised_tensors_in_pytorchs_own_files_are_refused(tmp_path: Path) -> None:
+    torch.save({"norm.weight": torch.ones(4, dtype=torch.int8)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(XgptError, match=r"norm.weight.*int8.*scales"):
+        CheckpointReader(tmp_path, torch.float32).get("norm.weight", (4,))
+
+
 def test_names_one_level_up_are_found(llama: tuple[Path, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
