@@ -10,9 +10,9 @@ from xgpt.core.model import ModelSpec
 from xprofiler.profile import ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
-               "xrunner/engine/head.py", "xrunner/engine/roster.py", "xrunner/engine/head.py",
+               "xrunner/engine/head.py", "xrunner/engine/roster.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
-               "xgpt/launch/local.py", "csrc")
+               "xgpt/launch/environment.py", "csrc")
 
 
 def model_shape(spec: ModelSpec) -> str:

@@ -54,6 +54,7 @@ class ProfileMetadata:
     # threads a core where ranks outnumber the cores, else 1: operators are then timed with no more
     # ranks at work than there are cores, and take so many times as long while all work
     sharing: float = 1.0
+    nodes: int = 1  # that the ranks lay on, evenly
     origin: str = "measured"  # or whose numbers these are
     clock: str = ""  # core clock while measuring, where it can be read
     date: str = ""

@@ -38,7 +38,7 @@ METADATA = ProfileMetadata(
 OTHER = {
     "model_shape": "n", "device": "other", "dtype": "bfloat16", "ranks": 3, "threads_per_rank": 2,
     "kernels": "new", "libraries": "torch 3", "sampling": "greedy", "is_padded": True,
-    "weight_dtype": "bfloat16", "origin": "vidur", "sharing": 2.0}
+    "weight_dtype": "bfloat16", "origin": "vidur", "sharing": 2.0, "nodes": 2}
 LABELS = {"model": "another name", "clock": "", "date": "2027-01-01", "commit": "def"}
 
 

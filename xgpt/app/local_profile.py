@@ -28,7 +28,7 @@ from xgpt.launch.launcher import Launcher, RankProgram, threads_per_rank
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
 from xprofiler.points import Needs, missing
-from xprofiler.profile import Profile, ProfileMetadata
+from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir
@@ -108,6 +108,8 @@ def _sufficient(path: Path, wanted: Wanted, budget_s: float | None,
     if profile is None or profile.spent_s < (budget_s or 0.0) or any(
             missing(profile, degree, wanted.needs) for degree in wanted.degrees):
         return None
+    if wanted.metadata.nodes > 1 and not profile.table(TRANSFER, link=wanted.links[1]):
+        return None  # of nodes whose messages were not timed; the rest of it serves
     tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).sentence}")
     return profile
 
@@ -157,7 +159,8 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
     return ProfileMetadata(
         model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
         dtype=problem.dtype, weight_dtype=problem.weight_dtype, ranks=problem.cluster.num_devices,
-        threads_per_rank=threads, kernels=kernels_fingerprint(), sharing=sharing,
+        nodes=problem.cluster.num_nodes, threads_per_rank=threads, sharing=sharing,
+        kernels=kernels_fingerprint(),
         libraries=_libraries(device),
         sampling="drawn" if job.run.temperature > 0 else "greedy",
         is_padded=device.kind != "cpu" or bool(why_no_operators()),

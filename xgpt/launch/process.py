@@ -14,13 +14,9 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.launch.environment import environment_of_ranks
 
 _POLL_S = 0.1
-# A layer's large temporaries come and go thousands of times: keep their memory instead of returning
-# it to the system, which hands it back page by page (seen: 5 % of an encode). glibc's names.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-# CUDA counts the fastest GPU first; nvidia-smi, by which a plan is made, goes by their places.
-_GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 _GRACE_S = 20.0  # between asking a run to stop and ending it
 
 
@@ -34,11 +30,10 @@ class Started(NamedTuple):
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
           inherited: tuple[int, ...] = ()) -> Started:
     """Starts the command of ranks."""
-    environment = {**_ALLOCATOR, **_GPU_ORDER, **os.environ, "PYTHONUNBUFFERED": "1"}
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
-                               stdin=stdin, env=environment,
+                               stdin=stdin, env=environment_of_ranks(),
                                start_new_session=True, pass_fds=inherited)
     return Started(process, messages)
 

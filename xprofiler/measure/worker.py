@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from xgpt.core.errors import XgptError
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -26,7 +27,7 @@ from xprofiler.measure.bench import (
 from xprofiler.measure.clock import measure_peaks
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
-from xprofiler.measure.network import Subject, measure_network
+from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.points import Kind, Needs, Point, refinement, skeleton
@@ -158,10 +159,13 @@ class _Session:
         request, ranks = self._request, self._ranks
         if ranks.size == 1:
             return
+        nodes = self._known.metadata.nodes
         degrees = tuple(d for d in request.degrees if d <= ranks.size)
-        reduced = [TableKey(ALL_REDUCE, d, request.near) for d in degrees if d > 1]
-        if all(map(self._recorder.has_network, [TableKey(TRANSFER, 1, request.near), *reduced])):
+        if all(map(self._recorder.has_network, messages_between(request, ranks.size, nodes))):
             return
+        if nodes > 1 and not places(ranks.world).is_split:
+            raise XgptError(f"the profile is to be of {nodes} nodes, and MPI finds all ranks on "
+                            "one: no transfer over the network can be timed")
         self._recorder.add_network(measure_network(
             ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device),
             degrees=degrees, near=request.near, far=request.far))
@@ -194,6 +198,15 @@ class _Session:
 
     def _is_stopped(self) -> bool:
         return self._ranks.agree(Path(self._request.stop).exists())
+
+
+def messages_between(request: Request, ranks: int, nodes: int) -> list[TableKey]:
+    """Tables of messages without which the profile is not whole."""
+    is_near = ranks > nodes  # some node has two ranks
+    transfers = [request.near] * is_near + [request.far] * (nodes > 1)
+    return [*(TableKey(TRANSFER, 1, link) for link in transfers),
+            *(TableKey(ALL_REDUCE, d, request.near) for d in request.degrees
+              if 1 < d <= ranks // nodes)]
 
 
 def _step(bench: Bench, kind: Kind, lengths: list[int]) -> Measurement:

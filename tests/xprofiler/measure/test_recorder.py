@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xprofiler.measure.probe import StepParts  # noqa: E402
 from xprofiler.measure.recorder import MAX_SAMPLES, Recorder  # noqa: E402
+from xprofiler.measure.worker import Request, messages_between  # noqa: E402
 from xprofiler.points import Kind, Point  # noqa: E402
 from xprofiler.profile import (  # noqa: E402
     STEP_OVERHEAD,
@@ -169,3 +170,15 @@ def test_more_samples_of_a_point_join_the_earlier_ones() -> None:
     again.add_step(Point(Kind.DECODE, 4, 100), 2, 4, 4, [parts()], LAYERS)
     assert again.operator(Operator.HEAD, 2)[0].samples_s == (0.5, 0.25, 0.75)
     assert known.table("head", 2)[0].samples_s == (0.5, 0.25), "what was given is left alone"
+
+
+def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
+    def wanted(ranks: int, nodes: int) -> list[str]:
+        request = Request(metadata={}, model={}, refused={}, degrees=[1, 2], needs={},
+                          budget_s=None, near="near", far="far", target="", progress="", stop="")
+        return [f"{k.name} {k.tp_degree} {k.link}"
+                for k in messages_between(request, ranks, nodes)]
+
+    assert wanted(2, 1) == ["transfer 1 near", "all_reduce 2 near"]
+    assert wanted(4, 2) == ["transfer 1 near", "transfer 1 far", "all_reduce 2 near"]
+    assert wanted(2, 2) == ["transfer 1 far"]
