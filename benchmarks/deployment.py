@@ -20,7 +20,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Pool
 from xprofiler.roofline import Roofline
 from xscheduler.live.deployment import Loading, redeployment
-from xsimulator.plans import Plans
+from xsimulator.plans import StagePlans
 
 PER_NODE = 8
 LAYOUTS = (("tensor-parallel nodes", PER_NODE), ("one stage a GPU", 1))
@@ -60,7 +60,7 @@ def loading(model: str, cluster: Cluster, degree: int) -> Loading:
     problem = Problem(model=catalog.model(model), cluster=cluster, lengths=lengths,
                       constraint=latency_constraint(latency_s=math.inf), fixed=FixedSchedule(),
                       dtype="float16", num_queries=None, default_max_tokens=lengths.outputs.max)
-    plans = Plans(problem, Roofline(problem.model, cluster.device, problem.dtype))
+    plans = StagePlans(problem, Roofline(problem.model, cluster.device, problem.dtype))
     stages = plans.both(degree, cluster.num_devices if degree > 1 else 0).stages
     pool = Pool(name="all", role="both", stages=stages, num_groups=1, kv_tokens=0)
     return redeployment((), (pool,), problem.model, problem.dtype, cluster)

@@ -32,7 +32,7 @@ from xrunner.ops.attention import (
     encode_context,
     whole_inputs,
 )
-from xrunner.ops.head import Head
+from xrunner.ops.head import OutputHead
 from xrunner.rules.slots import compaction_moves
 
 LAYERS, SLOTS, HEADS, KV_HEADS, CAPACITY, DIM = 30, 128, 9, 3, 512, 64
@@ -140,7 +140,7 @@ def encoding() -> list[Row]:
 
 def choosing() -> list[Row]:
     """The head, its weights as float32, and the largest logit of each query."""
-    head = Head(torch.randn(VOCABULARY, HIDDEN).to(DTYPE))
+    head = OutputHead(torch.randn(VOCABULARY, HIDDEN).to(DTYPE))
     head.pack(torch.float32)
     found = []
     for count in (4, 100):

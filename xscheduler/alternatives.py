@@ -21,7 +21,7 @@ FREE_ROW = "without a latency bound"
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 
 
-class Best(NamedTuple):
+class BestPoint(NamedTuple):
     """A policy's best admissible point."""
 
     space: Space
@@ -33,14 +33,14 @@ class Best(NamedTuple):
         return self.searched.plan_of_root[self.candidate.root]
 
 
-def best_in(space: Space, searched: Searched) -> list[Best]:
+def best_in(space: Space, searched: Searched) -> list[BestPoint]:
     """The best that a search found, alone in a list; [] where no point was admissible."""
     best = searched.outcome.best
-    return [] if best is None else [Best(space, searched, best)]
+    return [] if best is None else [BestPoint(space, searched, best)]
 
 
-def rows_beside(best: Best, spaces: Sequence[Space], results: Mapping[str, Searched],
-                free: Best | None, latency_bound_s: float) -> tuple[Rejected, ...]:
+def rows_beside(best: BestPoint, spaces: Sequence[Space], results: Mapping[str, Searched],
+                free: BestPoint | None, latency_bound_s: float) -> tuple[Rejected, ...]:
     """The best of each other policy, of each other tensor-parallel degree of this one, and of
     `free`, without a bound, where that is quicker."""
     rows = [_row(f"{POLICY_ROW}{space.name}", space, results[space.name],
@@ -84,7 +84,7 @@ def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> 
 
 
 def _row(label: str, space: Space, searched: Searched, plans: Sequence[int],
-         best: Best) -> Rejected:
+         best: BestPoint) -> Rejected:
     candidate, upper = searched.best_of(plans)
     if candidate is None:
         is_proved = upper == -math.inf
@@ -171,9 +171,9 @@ def _without_room(easy: Sequence[_Easy]) -> str:
 
 def _one_a_plan(easy: Sequence[_Easy]) -> list[_Easy]:
     """The smallest point of each policy and tensor plan."""
-    found: dict[tuple[str, int], _Easy] = {}
+    of_plan: dict[tuple[str, int], _Easy] = {}
     for one in easy:
         key = (one.space.name, one.tight.plan)
-        if key not in found or one.tight.point < found[key].tight.point:
-            found[key] = one
-    return list(found.values())
+        if key not in of_plan or one.tight.point < of_plan[key].tight.point:
+            of_plan[key] = one
+    return list(of_plan.values())

@@ -59,10 +59,11 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     least_s = min((one.latency_s for one in easy if not one.limit), default=None)
     if least_s is None:
         return None
-    found = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
-    return found.changed(limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf,
-        gap=math.inf, rejected=(), pruned=(),
-        explanation=(f"{_sentence(problem, least_s)}.", _why(found, least_s)))
+    quickest = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
+    return quickest.changed(
+        limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf, gap=math.inf,
+        rejected=(), pruned=(),
+        explanation=(f"{_sentence(problem, least_s)}.", _why(quickest, least_s)))
 
 
 def said_of(schedule: Schedule) -> str | None:

@@ -100,7 +100,7 @@ def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[N
     are given up too, so that a best point worse than it is the best only of those looked at."""
     assert gap >= 0, f"{gap = }"
     assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
-    search = _Search(gap, len(roots), floor)
+    search = _SearchTree(gap, len(roots), floor)
     search.add(examine(roots) if roots else [])
     while search.is_open:
         if max_nodes is not None and search.nodes >= max_nodes:
@@ -110,7 +110,7 @@ def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[N
     return search.outcome(Status.INFEASIBLE if search.best is None else Status.OPTIMAL)
 
 
-class _Search:
+class _SearchTree:
     """Open boxes, the incumbent, and what was closed and why."""
 
     def __init__(self, gap: float, num_roots: int, floor: float) -> None:
@@ -130,8 +130,8 @@ class _Search:
 
     @property
     def _cutoff(self) -> float:
-        found = -math.inf if self.best is None else self.best.objective
-        most = max(found, self._floor)
+        incumbent = -math.inf if self.best is None else self.best.objective
+        most = max(incumbent, self._floor)
         return most * (1 + self._gap) if most > 0 else most
 
     def add(self, results: Sequence[NodeResult]) -> None:
@@ -160,9 +160,9 @@ class _Search:
         reason = "left open" if status is Status.LIMIT else "no better than the incumbent"
         for bound, _, box in self._queue:
             self._close(box, -bound, reason)
-        found = -math.inf if self.best is None else self.best.objective
+        incumbent = -math.inf if self.best is None else self.best.objective
         return Outcome(status=status, best=self.best, nodes=self.nodes,
-                       upper_bound=max(found, *self._root_bound),
+                       upper_bound=max(incumbent, *self._root_bound),
                        closed=tuple(sorted(self._closed.items())),
                        per_root=tuple(zip(self._root_best, self._root_bound, strict=True)))
 

@@ -88,10 +88,10 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
     @cache
     def best(lengths: JointLengths) -> DriftFigures | None:
         try:
-            found = search(replace(problem, lengths=lengths))
+            schedule = search(replace(problem, lengths=lengths))
         except InfeasibleError:
             return None
-        return figures(lengths, found)
+        return figures(lengths, schedule)
 
     usual = figures(problem.lengths, estimate)
     assert usual is not None, "no steady state on the planned lengths"

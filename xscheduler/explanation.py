@@ -41,7 +41,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
         return (f"{start}: the job fixes the policy." if problem.fixed.policy is not None else
                 f"{start}: no other policy was compared.")
     others = sorted(rows, key=lambda row: -(row.throughput_qps or 0.0))
-    found = [_compared(own_qps, row) for row in others if row.throughput_qps]
+    slower = [_compared(own_qps, row) for row in others if row.throughput_qps]
     unseen = [row for row in others if row.reason.startswith(NOT_LOOKED_INTO)]
     absent = [_policy_of(row) for row in others if not row.throughput_qps and row not in unseen]
     rest = [f"{_policy_of(row)} was {row.reason}" for row in unseen]
@@ -49,12 +49,12 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
         have = "have" if absent[1:] else "has"
         rest.append(f"{_and(absent)} {have} no schedule within the limits")
     none = "; ".join(rest)
-    if not found and not unseen:
+    if not slower and not unseen:
         return f"{start} is the only policy that can be used: {none}."
     answers = f"{start} answers {own_qps:.4g} queries/s"
-    if not found:
+    if not slower:
         return f"{answers}; {none}."
-    return f"{answers}, {_and(found)}; {none}." if none else f"{answers}, {_and(found)}."
+    return f"{answers}, {_and(slower)}; {none}." if none else f"{answers}, {_and(slower)}."
 
 
 def _how(schedule: Schedule) -> str:

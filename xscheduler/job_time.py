@@ -44,7 +44,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
-    clock = _Clock(problem, evaluator, schedule)
+    clock = _JobTime(problem, evaluator, schedule)
     doubts = Doubts(problem, evaluator, replays=True)
     entries = _admissible(selections(count), schedule.bound.limit_s, count)
     first = _first_round(entries, clock, count, clock(own, 1))
@@ -69,7 +69,7 @@ def is_short(problem: Problem, schedule: Schedule) -> bool:
         count or 0) < SHORT * schedule.estimate.most_in_system
 
 
-class _Clock:
+class _JobTime:
     """What the job takes by an estimate; keeps the estimates `asked` about."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, schedule: Schedule) -> None:
@@ -107,19 +107,19 @@ def _admissible(selections: Sequence[Selection], bound_s: float, count: int) -> 
     return sorted(entries, key=lambda entry: -entry.throughput_qps)
 
 
-def _first_round(entries: Sequence[_Entry], clock: _Clock, count: int,
+def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
                  steady_s: float) -> list[Estimate]:
     """The quickest by one replay each, of all that may be quicker than what was seen."""
-    found: list[tuple[float, Estimate]] = []
+    timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]:
         if NEARLY * count / entry.throughput_qps > least_s:
             break
         estimate = entry.selection.closed_form.estimate(entry.config)
-        found.append((clock(estimate, 1), estimate))
-        least_s = min(least_s, found[-1][0])
-    found.sort(key=lambda pair: pair[0])
-    return [estimate for _, estimate in found[:FINALISTS]]
+        timed.append((clock(estimate, 1), estimate))
+        least_s = min(least_s, timed[-1][0])
+    timed.sort(key=lambda pair: pair[0])
+    return [estimate for _, estimate in timed[:FINALISTS]]
 
 
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,

@@ -38,7 +38,7 @@ class LaidOut:
     derived_error: float = 0.0
 
 
-class Comparison:
+class LayoutComparison:
     """Layouts of one job, beside each other."""
 
     def __init__(self, tried: Sequence[LaidOut], *, is_steady: bool = False) -> None:

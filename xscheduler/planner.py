@@ -146,7 +146,7 @@ class Planner:
     def _within_margin(self, problem: Problem) -> Schedule:
         began, own, before = time.monotonic(), self._own, self._own.nodes
         bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in baselines()
-        longer: list[_Search] = []
+        longer: list[_ProblemSearch] = []
 
         def of_problem(other: Problem) -> Schedule:
             if not longer or longer[-1].lengths is not other.lengths:
@@ -157,8 +157,8 @@ class Planner:
         planned = plan_within(doubts, own.find, search_problem=None if is_baseline else of_problem)
         schedule, explanation = planned.schedule, tuple[str, ...]()
         if not is_baseline:
-            schedule = _compared(planned, own.found + [found for search in longer
-                                                       for found in search.found])
+            schedule = _compared(planned, own.found + [one for search in longer
+                                                       for one in search.found])
             # what does not keep its margin is explained by what it does use
             limit_s = max(bound_s / planned.margin.factor, min(schedule.figures.latency_s, bound_s))
             explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
@@ -182,17 +182,17 @@ class Planner:
         return Evaluator(self._narrowed, self.timing)
 
     @cached_property
-    def _own(self) -> _Search:
+    def _own(self) -> _ProblemSearch:
         return self._search_of(self._narrowed)
 
-    def _search_of(self, problem: Problem) -> _Search:
+    def _search_of(self, problem: Problem) -> _ProblemSearch:
         effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes)
-        return _Search(problem.lengths, BaselineSearch(problem, self.timing)
-                       if problem.fixed.policy in baselines() else
-                       Scheduler(problem, self.timing, effort))
+        return _ProblemSearch(problem.lengths, BaselineSearch(problem, self.timing)
+                              if problem.fixed.policy in baselines() else
+                              Scheduler(problem, self.timing, effort))
 
 
-class _Search:
+class _ProblemSearch:
     """The search of one problem, and what it found."""
 
     def __init__(self, lengths: JointLengths, search: Scheduler | BaselineSearch) -> None:
@@ -221,10 +221,10 @@ def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
     """The schedule planned, its alternatives beside it in the same currency: a schedule found under
     a margin was searched for longer outputs, and so were they."""
     schedule = planned.schedule
-    free = next(found for found in searched if found.bound.limit_s == schedule.bound.limit_s
-                and found.proof.bound_qps == schedule.proof.bound_qps)
+    free = next(one for one in searched if one.bound.limit_s == schedule.bound.limit_s
+                and one.proof.bound_qps == schedule.proof.bound_qps)
     if schedule.estimate == free.estimate:
         return schedule
-    origin = next(found for found in searched if found.rejected is schedule.rejected)
+    origin = next(one for one in searched if one.rejected is schedule.rejected)
     status = Status.LIMIT if schedule.proof.status == Status.LIMIT else Status.WITHIN_GAP
     return schedule.changed(rejected=rows_with_margin(schedule, free, origin), status=status)

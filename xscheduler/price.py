@@ -54,11 +54,11 @@ class Offer:
         """The offer in words."""
         if self.throughput_qps is None:
             return f"{self.what}: {self.reason}"
-        found = f"{self.what}: {self.throughput_qps:.4g} queries/s"
+        offered = f"{self.what}: {self.throughput_qps:.4g} queries/s"
         if self.gain is None:
-            return f"{found}, where there is no schedule now"
+            return f"{offered}, where there is no schedule now"
         changed = f" ({', '.join(map(str, self.changes))})" if self.changes else ""
-        return f"{found}, {self.gain:+.1%}{changed}{f'; {self.reason}' if self.reason else ''}"
+        return f"{offered}, {self.gain:+.1%}{changed}{f'; {self.reason}' if self.reason else ''}"
 
 
 def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
@@ -76,39 +76,40 @@ def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
 def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
     """Each (words, problem with one limit relaxed, or why it is not offered)."""
     constraint, cluster = problem.constraint, problem.cluster
-    found: list[tuple[str, Problem | str]] = []
+    relaxed: list[tuple[str, Problem | str]] = []
     if not math.isinf(constraint.latency_s):
         later = constraint.latency_s * (1 + STEP)
-        found.append((f"{STEP:.0%} more latency ({format_seconds(later)})", replace(
+        relaxed.append((f"{STEP:.0%} more latency ({format_seconds(later)})", replace(
             problem, constraint=constraint.with_latency(limit_s=later))))
     if cluster.device.kind == "cpu":
-        found.append(("one more device", "not offered: the workers share this machine's cores, one "
-                                         "more would have to take its cores from the others"))
+        relaxed.append(("one more device", (
+            "not offered: the workers share this machine's cores, one more would have to take its "
+            "cores from the others")))
     elif cluster.num_nodes == 1:
-        found.append((f"one more GPU ({cluster.num_devices + 1})", replace(
+        relaxed.append((f"one more GPU ({cluster.num_devices + 1})", replace(
             problem, cluster=cluster.with_nodes(devices_per_node=cluster.devices_per_node + 1))))
     else:
         more = cluster.with_nodes(num_nodes=cluster.num_nodes + 1)
-        found.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
+        relaxed.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
     size = round(cluster.device.memory_bytes * (1 + STEP))
-    found.append((f"{STEP:.0%} more memory ({format_bytes(size)} a device)", replace(
+    relaxed.append((f"{STEP:.0%} more memory ({format_bytes(size)} a device)", replace(
         problem, cluster=cluster.with_nodes(device=replace(cluster.device, memory_bytes=size)))))
-    return found
+    return relaxed
 
 
 def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Offer:
     try:
-        found = find(changed).estimate
+        estimate = find(changed).estimate
     except InfeasibleError as cause:
         either = "no schedule then either: " if base is None else ""
         return Offer(what=what, reason=f"{either}{cause}")
     except InputError as cause:  # what the job fixes does not go with the changed cluster
         return Offer(what=what, reason="; ".join(mistake.allowed for mistake in cause.mistakes))
-    qps = found.figures.throughput_qps
+    qps = estimate.figures.throughput_qps
     if base is None:
         return Offer(what=what, throughput_qps=qps)
     gain = qps / base.figures.throughput_qps - 1
-    return Offer(what=what, throughput_qps=qps, gain=gain, changes=changes(base.estimate, found),
+    return Offer(what=what, throughput_qps=qps, gain=gain, changes=changes(base.estimate, estimate),
                  reason=_why_nothing(gain, changed, base))
 
 

@@ -16,7 +16,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
-from xscheduler.alternatives import Best, best_in, explain, rows_beside
+from xscheduler.alternatives import BestPoint, best_in, explain, rows_beside
 from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
 
@@ -96,12 +96,12 @@ class Scheduler:
                  if one.outcome.best is not None), default=0.0))
         return results
 
-    def _unbounded(self, bound_s: float, results: dict[str, Searched]) -> Best | None:
+    def _unbounded(self, bound_s: float, results: dict[str, Searched]) -> BestPoint | None:
         """The best without a latency bound, of any policy."""
         if math.isinf(bound_s):
             self._free.update(results)
         effort = replace(self._effort, gap=FREE_GAP)
-        seen: list[Best] = []
+        seen: list[BestPoint] = []
         for space in self.spaces:
             if space.name not in self._free:
                 floor = max((one.candidate.objective for one in seen), default=0.0)
@@ -123,7 +123,7 @@ def _policies_of(problem: Problem) -> tuple[str, ...]:
     return (fixed.policy,)
 
 
-def _status(results: Mapping[str, Searched], upper: float, best: Best) -> Status:
+def _status(results: Mapping[str, Searched], upper: float, best: BestPoint) -> Status:
     if any(one.outcome.status is Status.LIMIT for one in results.values()):
         return Status.LIMIT
     is_closed = upper <= best.candidate.objective * (1 + 1e-9)

@@ -214,15 +214,15 @@ def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> flo
         return math.inf
     if spread == 0:
         place = min(math.ceil(confidence * (count + 1)), count) - 1
-        found = float(np.sort(logarithms)[place])
+        limit = float(np.sort(logarithms)[place])
     else:
-        def excess(limit: float) -> float:
-            return float(special.ndtr((limit - logarithms) / spread).mean()) - confidence
+        def excess(tried: float) -> float:
+            return float(special.ndtr((tried - logarithms) / spread).mean()) - confidence
 
         reach = 9 * spread
-        found = float(optimize.brentq(excess, finite.min() - reach, finite.max() + reach))
+        limit = float(optimize.brentq(excess, finite.min() - reach, finite.max() + reach))
     if confidence > count / (count + 1) and count > 1:
         # more than so many replicates can tell: a normal of their mean and deviation goes on
         total = math.hypot(float(logarithms.std(ddof=1)), spread)
-        found = max(found, float(logarithms.mean() + special.ndtri(confidence) * total))
-    return found
+        limit = max(limit, float(logarithms.mean() + special.ndtri(confidence) * total))
+    return limit

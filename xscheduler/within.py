@@ -65,12 +65,12 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
         if target_s is None:
             break
         try:
-            found = find(target_s)
+            schedule = find(target_s)
         except InfeasibleError as refusal:
             tried.refused(target_s, refusal)
             continue
-        own = found if find is search else doubts.with_own_lengths(found)
-        tried.add(target_s, found.estimate.figures.latency_s, own, doubts.margin(own.estimate))
+        own = schedule if find is search else doubts.with_own_lengths(schedule)
+        tried.add(target_s, schedule.estimate.figures.latency_s, own, doubts.margin(own.estimate))
     return tried.result()
 
 
@@ -119,14 +119,14 @@ class _Tried:
                 f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a "
                 f"margin: {self._refusal}") from self._refusal
         if self._safe:
-            found, own = max(self._safe, key=lambda pair: pair[0].estimate.figures.throughput_qps)
+            schedule, own = max(self._safe, key=lambda pair: pair[0].figures.throughput_qps)
         else:
-            found, own = min(self._unsafe,
-                             key=lambda pair: pair[0].estimate.figures.latency_s * pair[1].factor)
+            schedule, own = min(self._unsafe,
+                                key=lambda pair: pair[0].figures.latency_s * pair[1].factor)
             own = replace(own, sentence=f"NOT kept with that confidence: {own.sentence}")
-        queries, bound_qps = found.estimate.figures.throughput_qps, self._free.proof.bound_qps
+        queries, bound_qps = schedule.estimate.figures.throughput_qps, self._free.proof.bound_qps
         return PlannedWithin(
-            schedule=found.changed(
+            schedule=schedule.changed(
                 limit_s=self._bound_s, bound_qps=bound_qps, gap=bound_qps / queries - 1,
                 unbounded_qps=self._free.proof.unbounded_qps),
             margin=own, cost=1 - queries / self._free.estimate.figures.throughput_qps,

@@ -73,7 +73,7 @@ def sorted_timeline(work: Sequence[StageWork], blocks: IntArray,
         if part.start == part.stop:
             continue
         most = int(blocks[part][0])
-        rounds = _Rounds(work, blocks[part], widths, part)
+        rounds = _PhaseRounds(work, blocks[part], widths, part)
         period[part], encoded[part], finish[:most, part] = rounds.steady(watched_phases)
         finish[most:, part] = finish[most - 1, part]
     return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
@@ -86,7 +86,7 @@ def least_timeline(work: Sequence[StageWork], blocks: IntArray,
     nothing were under way on the stages before it (what is only makes it later)."""
     assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
     configs, most = len(blocks), int(blocks[0])
-    rounds = _Rounds(work, blocks, widths, slice(0, configs))
+    rounds = _PhaseRounds(work, blocks, widths, slice(0, configs))
     period = rounds.steady(1)[0]
     encoded, finish = rounds.from_rest()
     finish[most:] = finish[most - 1]
@@ -172,7 +172,7 @@ class _State:
         np.add(head, step.through, out=free)
 
 
-class _Rounds:
+class _PhaseRounds:
     """One phase's rounds, configurations in falling order of their blocks: those still decoding in
     a block are then the first ones."""
 

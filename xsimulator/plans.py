@@ -28,7 +28,7 @@ REFERENCE_DECODE_QUERIES = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class StagePlan:
     """The stages of one pool, and how long its steps take."""
 
     stages: tuple[StageAssignment, ...]
@@ -47,15 +47,15 @@ class Plan:
 
 
 class PlanSource(Protocol):
-    """Closed forms ask it where layers lie: `Plans` balances them, others may hold them fixed."""
+    """Closed forms ask it where layers lie: `StagePlans` balances them, others may hold them."""
 
     problem: Problem
     layers: LayerTimes
 
-    def both(self, tp_degree: int, tp_gpus: int) -> Plan:
+    def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
         """The one pool that does both phases."""
 
-    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
         """The pool on these ranks that works one phase, or both."""
 
 
@@ -67,7 +67,7 @@ class _DegreeCost(NamedTuple):
     head_s: float
 
 
-class Plans:
+class StagePlans:
     """The plans of one problem; keeps each."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
@@ -76,10 +76,10 @@ class Plans:
         fewer = 0 if problem.model.is_encoder_decoder else 1
         # every query takes at least one iteration here: a split needs some decoding to go by
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
-        self._known: dict[object, Plan] = {}
+        self._known: dict[object, StagePlan] = {}
         self._cost = cache(self._find_cost)
 
-    def both(self, tp_degree: int, tp_gpus: int) -> Plan:
+    def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
         """One pool over all devices that does both phases, the first `tp_gpus` in groups of
         `tp_degree`. Raises InputError for a plan the model or cluster refuses."""
         key = (tp_degree, tp_gpus)
@@ -92,7 +92,7 @@ class Plans:
             self._known[key] = self.pool(ranks, "both")
         return self._known[key]
 
-    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
         """A pool of stages on these ranks that works one phase, or both."""
         key = (tuple(ranks), role, first_index)
         if key not in self._known:
@@ -101,15 +101,15 @@ class Plans:
                 replace(stage, index=stage.index + first_index) for stage in split), role)
         return self._known[key]
 
-    def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> Plan:
+    def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The pool of these stages."""
         problem, model = self.problem, self.problem.model
         weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
             weights[-1] -= (model.head_params / stages[-1].tp_degree
                             * WEIGHT_BYTES[problem.weight_dtype])
-        return Plan(stages=stages, weight_bytes=weights,
-                    times=StageTimes(self.layers, problem.cluster, stages))
+        return StagePlan(stages=stages, weight_bytes=weights,
+                         times=StageTimes(self.layers, problem.cluster, stages))
 
     def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
         of_degree = {degree: self._cost(degree, role) for degree in {len(r) for r in ranks}}

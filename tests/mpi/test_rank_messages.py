@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="ranks need the extra `run`")
 from job_folder import SUPPORT  # noqa: E402
 
 from xgpt.launch.local import find_mpiexec  # noqa: E402
-from xprofiler.measure.network import Places  # noqa: E402
+from xprofiler.measure.network import RankNodes  # noqa: E402
 
 SCRIPT = SUPPORT / "ranks_script.py"
 
@@ -40,6 +40,6 @@ def test_every_rank_holds_the_same_sum_and_the_first_one_every_part() -> None:
 def test_groups_lie_within_a_node_or_evenly_over_several(
         node_of: tuple[int, ...], size: int, near: list[tuple[int, ...]],
         far: list[tuple[int, ...]]) -> None:
-    where = Places(node_of=node_of)
+    where = RankNodes(node_of=node_of)
     assert where.near_groups(size) == near
     assert where.far_groups(size) == far

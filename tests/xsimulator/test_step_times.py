@@ -10,7 +10,7 @@ import pytest
 from problems import problem_of, roofline_of
 
 from xsimulator.layer_times import LayerTimes
-from xsimulator.plans import Plans
+from xsimulator.plans import StagePlans
 from xsimulator.replay.step_clock import StepClock, StepSizes
 from xsimulator.stage_times import StageTimes
 
@@ -23,7 +23,7 @@ ONE = StepSizes(spans=[], tokens=0, encoded=0, decoded=0, context=0.0, longest=0
 def plan(request):
     model, cluster, degree, gpus = request.param
     problem = problem_of(model, cluster, "S")
-    return Plans(problem, roofline_of(problem)).both(degree, gpus)
+    return StagePlans(problem, roofline_of(problem)).both(degree, gpus)
 
 
 def by_stage(plan, of_kind):
@@ -63,7 +63,7 @@ def test_the_least_table_is_never_above_the_other(plan):
 
 def test_a_pools_layers_are_the_problems():
     problem = problem_of()
-    plans = Plans(problem, roofline_of(problem))
+    plans = StagePlans(problem, roofline_of(problem))
     plan = plans.both(1, 0)
     again = StageTimes(LayerTimes.of(problem, roofline_of(problem)), problem.cluster, plan.stages)
     assert plan.times.layers is plans.layers

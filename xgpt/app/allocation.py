@@ -14,7 +14,7 @@ from xrunner.engines.engine import mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class NodeLayout:
     """How many nodes, and how many ranks on each: one a GPU, unless the job says otherwise."""
 
     nodes: int
@@ -22,7 +22,7 @@ class Layout:
     gpus_per_node: str | None  # as sbatch takes it
 
 
-def layout_of(job: Job) -> Layout:
+def layout_of(job: Job) -> NodeLayout:
     """The nodes and ranks of the job, from its section `slurm` and from its cluster where that is
     not `local`: what the nodes have is not known elsewhere. Raises InputError."""
     assert job.slurm is not None, "only a job for Slurm has a layout"
@@ -40,10 +40,10 @@ def layout_of(job: Job) -> Layout:
             f"{nodes * each} ({each} on each of slurm.nodes = {nodes}), or left out")))
     if mistakes:
         raise InputError(mistakes)
-    return Layout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node)
+    return NodeLayout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node)
 
 
-def _of_cluster(job: Job, spec: SlurmSpec) -> Layout:
+def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
     cluster = resolve_cluster(job)
     nodes, each = cluster.num_nodes, cluster.devices_per_node
     name = f"what the job takes of cluster {cluster.name}"
@@ -59,7 +59,7 @@ def _of_cluster(job: Job, spec: SlurmSpec) -> Layout:
         raise InputError(mistakes)
     # a site's own way of asking for GPUs
     is_asked = any(option.startswith(("--gres", "--gpus", "-G")) for option in spec.extra)
-    return Layout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node or (
+    return NodeLayout(nodes=nodes, ranks_each=each, gpus_per_node=spec.gpus_per_node or (
         str(each) if is_gpu and not is_asked else None))
 
 
@@ -71,16 +71,16 @@ def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
         raise wrong(job.source, "slurm.nodes", layout.nodes,
                     f"at most {allocation.nodes}, the nodes of Slurm's job {allocation.job_id}")
     ranks = layout.nodes * layout.ranks_each
-    found = local.detect(ranks, layout.nodes).device
+    device = local.detect(ranks, layout.nodes).device
     wanted = None if job.cluster == LOCAL_CLUSTER else resolve_cluster(job).device
-    if found.kind == "cpu" and (wanted is not None and wanted.kind == "gpu"):
+    if device.kind == "cpu" and (wanted is not None and wanted.kind == "gpu"):
         raise wrong(job.source, "cluster", str(job.cluster),
                     f"its GPUs ({wanted.name}): the nodes of Slurm's job {allocation.job_id} show "
                     "none (another slurm.partition?)")
-    if wanted is not None and wanted.name != found.name:
-        tell.say(f"note: {job.cluster} has {wanted.name}, and these nodes {found.name}: the job is "
-                 "planned for what is here")
-    elif found.kind == "cpu" and layout.gpus_per_node is not None:
+    if wanted is not None and wanted.name != device.name:
+        tell.say(f"note: {job.cluster} has {wanted.name}, and these nodes {device.name}: the job "
+                 "is planned for what is here")
+    elif device.kind == "cpu" and layout.gpus_per_node is not None:
         tell.say("note: these nodes show no GPUs, though the job asks for some: the ranks run on "
                  "their cores")
     names = node_names(allocation)[:layout.nodes]

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.app.allocation import Layout, layout_of
+from xgpt.app.allocation import NodeLayout, layout_of
 from xgpt.app.checks import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.opened import open_job
 from xgpt.app.plan import Plan, executable, plan_job
@@ -142,7 +142,7 @@ def how_to_follow(records: Sequence[SlurmRecord], drafted: Draft) -> str:
     return "\n".join(lines)
 
 
-def _common_layout(jobs: Sequence[Job]) -> Layout:
+def _common_layout(jobs: Sequence[Job]) -> NodeLayout:
     """Of all jobs: tasks of an array are alike. Raises InputError."""
     layouts = [layout_of(job) for job in jobs]
     mistakes = [

@@ -41,7 +41,7 @@ _LEAST_QUERIES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedProfile:
     """What a profile must be of, and cover."""
 
     metadata: ProfileMetadata
@@ -53,7 +53,8 @@ class Wanted:
     launcher: Launcher  # of the ranks that measure
 
 
-def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None) -> Wanted:
+def wanted_profile(job: Job, problem: Problem,
+                   degrees: Sequence[int] | None = None) -> WantedProfile:
     """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
     also more than there are devices (a shard needs but one); None: what the job can use."""
     cluster, fixed = problem.cluster, problem.fixed.tp_degree
@@ -68,13 +69,13 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
-    return Wanted(metadata=profile_metadata(job, problem), model=problem.model,
-                  needs=_needs(problem), degrees=possible, refused=refused,
-                  links=(cluster.intra_link.name, cluster.inter_link.name),
-                  launcher=launcher_of(job, problem))
+    return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
+                         needs=_needs(problem), degrees=possible, refused=refused,
+                         links=(cluster.intra_link.name, cluster.inter_link.name),
+                         launcher=launcher_of(job, problem))
 
 
-def local_profile(wanted: Wanted, tell: Teller, *, budget_s: float | None = None,
+def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
                   again: bool = False) -> Profile:
     """The cached profile; measured, or gone on with, where points are missing, or where `budget_s`
     leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
@@ -101,7 +102,7 @@ def local_profile(wanted: Wanted, tell: Teller, *, budget_s: float | None = None
     return profile
 
 
-def _sufficient(path: Path, wanted: Wanted, budget_s: float | None,
+def _sufficient(path: Path, wanted: WantedProfile, budget_s: float | None,
                 tell: Teller) -> Profile | None:
     """The cached profile, if nothing is to be added to it."""
     profile = _cached(path, tell)
@@ -180,7 +181,7 @@ def _needs(problem: Problem) -> Needs:
                  tokens=max(usual.tokens, inputs)).within(problem.model)
 
 
-def _measure(wanted: Wanted, target: Path, budget_s: float, tell: Teller, *,
+def _measure(wanted: WantedProfile, target: Path, budget_s: float, tell: Teller, *,
              is_new: bool) -> None:
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:

@@ -17,7 +17,7 @@ from xprofiler.derived import Derived
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
-from xscheduler.layouts import Comparison, LaidOut
+from xscheduler.layouts import LaidOut, LayoutComparison
 from xscheduler.planner import Horizon, Planner, PlanOptions
 
 
@@ -79,8 +79,8 @@ class JobPlanner:
                       if plan is None or job is plan.opened)
         return self._jobs[layout], self._planners[layout]
 
-    def _compared(self, tried: Mapping[Layout, LaidOut]) -> Comparison:
-        return Comparison(tuple(tried.values()), is_steady=self._options.horizon == "steady")
+    def _compared(self, tried: Mapping[Layout, LaidOut]) -> LayoutComparison:
+        return LayoutComparison(tuple(tried.values()), is_steady=self._options.horizon == "steady")
 
     def _planner(self, layout: Layout, timing: TimingSource) -> Planner:
         return planner_of(self._jobs[layout], timing, self._options)

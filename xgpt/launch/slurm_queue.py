@@ -104,12 +104,12 @@ def _from_memory(job_id: str, where: Sequence[str]) -> SlurmJob | None:
     if done is None or done.returncode != 0:
         return None
     keys = ("JobState", "Reason", "RunTime", "TimeLimit", "StartTime", "NodeList", "ExitCode")
-    found = {key: _value(match[1]) for key in keys if (
+    fields = {key: _value(match[1]) for key in keys if (
         match := re.search(rf"(?:^|\s){key}=(\S*)", done.stdout)) is not None}
     return SlurmJob(
-        state=found.get("JobState") or "", reason=found.get("Reason"),
-        elapsed=found.get("RunTime"), limit=found.get("TimeLimit"), start=found.get("StartTime"),
-        nodes=found.get("NodeList"), exit_code=found.get("ExitCode"))
+        state=fields.get("JobState") or "", reason=fields.get("Reason"),
+        elapsed=fields.get("RunTime"), limit=fields.get("TimeLimit"), start=fields.get("StartTime"),
+        nodes=fields.get("NodeList"), exit_code=fields.get("ExitCode"))
 
 
 def _value(text: str) -> str | None:

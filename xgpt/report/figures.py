@@ -9,7 +9,7 @@ import numpy as np
 
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.report.output import Output, QueryFigures, StepRecord, number
+from xgpt.report.output import LoggedStep, Output, QueryFigures, number
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
@@ -139,7 +139,7 @@ def check_bound(output: Output) -> BoundCheck:
     return check(output.queries, bound_s, quantile, kept)
 
 
-def middle_window(steps: Sequence[StepRecord], wanted_s: float | None,
+def middle_window(steps: Sequence[LoggedStep], wanted_s: float | None,
                   most_steps: int = 1500) -> tuple[float, float] | None:
     """(start, end) around the middle of the run: `wanted_s` long, or shorter, so that no more
     than `most_steps` steps are in it. None where there are no steps."""
@@ -155,7 +155,7 @@ def middle_window(steps: Sequence[StepRecord], wanted_s: float | None,
     return start_s, start_s + length_s
 
 
-def busy_shares(steps: Sequence[StepRecord], start_s: float, end_s: float) -> dict[int, float]:
+def busy_shares(steps: Sequence[LoggedStep], start_s: float, end_s: float) -> dict[int, float]:
     """Share of the window in which each stage worked (a stage works one step at a time)."""
     busy: dict[int, float] = dict.fromkeys(sorted({s.stage for s in steps}), 0.0)
     for step in steps:

@@ -79,7 +79,7 @@ def draw_lanes(lanes: Sequence[Lane], start_s: float, end_s: float, *, origin_s:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Boxes:
+class _DrawnSteps:
     """Boxes of a lane as drawn: horizontal extents, in the picture's units, and kinds."""
 
     left: FloatArray
@@ -101,7 +101,7 @@ def _rows(lanes: Sequence[Lane], pool_gap: float) -> tuple[list[float], float]:
     return tops, pitch
 
 
-def _shown(lane: Lane, time: TimeAxis) -> _Boxes:
+def _shown(lane: Lane, time: TimeAxis) -> _DrawnSteps:
     """The lane's boxes in the window; thin ones together, so that the share at work still shows."""
     left, right = time.x(lane.start_s), time.x(lane.end_s)
     kinds = np.array([KINDS.index(kind) for kind in lane.kinds], dtype=np.int64)
@@ -110,9 +110,9 @@ def _shown(lane: Lane, time: TimeAxis) -> _Boxes:
     wide = np.flatnonzero(inside & ~thin)
     groups = None if lane.groups is None else [lane.groups[i] for i in wide.tolist()]
     merged = _merged(left[inside & thin], right[inside & thin], kinds[inside & thin])
-    return _Boxes(left=np.concatenate([left[wide], merged[0]]),
-                  right=np.concatenate([right[wide], merged[1]]),
-                  kinds=np.concatenate([kinds[wide], merged[2]]), groups=groups, share=share)
+    return _DrawnSteps(left=np.concatenate([left[wide], merged[0]]),
+                       right=np.concatenate([right[wide], merged[1]]),
+                       kinds=np.concatenate([kinds[wide], merged[2]]), groups=groups, share=share)
 
 
 def _merged(left: FloatArray, right: FloatArray, kinds: IntArray,
@@ -127,7 +127,7 @@ def _merged(left: FloatArray, right: FloatArray, kinds: IntArray,
     return (ends - widths)[where], ends[where], np.nonzero(where)[1].astype(np.int64)
 
 
-def _lane(lane: Lane, boxes: _Boxes, time: TimeAxis, height: float) -> Iterator[str]:
+def _lane(lane: Lane, boxes: _DrawnSteps, time: TimeAxis, height: float) -> Iterator[str]:
     font = min(FONT, height + 1)
     middle = height / 2 + 0.35 * font
     is_short = len(lane.label) <= _LONGEST_LABEL
@@ -146,7 +146,7 @@ def _lane(lane: Lane, boxes: _Boxes, time: TimeAxis, height: float) -> Iterator[
     yield text_at(time.right + 8, middle, f"{100 * boxes.share:.0f} %", "start", "ink", font)
 
 
-def _edges(boxes: _Boxes) -> list[float]:
+def _edges(boxes: _DrawnSteps) -> list[float]:
     """Right edges, of all boxes of a kind or of none: an odd line would look like waiting."""
     widths = boxes.right - boxes.left
     apart = np.zeros(len(widths), dtype=bool)
@@ -157,13 +157,13 @@ def _edges(boxes: _Boxes) -> list[float]:
     return edges
 
 
-def _rectangles(boxes: _Boxes, chosen: NDArray[np.bool_], top: float, height: float) -> str:
+def _rectangles(boxes: _DrawnSteps, chosen: NDArray[np.bool_], top: float, height: float) -> str:
     h, y = number(height), number(top)
     return "".join(f"M{number(a)} {y}h{(w := number(b - a))}v{h}h-{w}z" for a, b in
                    zip(boxes.left[chosen].tolist(), boxes.right[chosen].tolist(), strict=True))
 
 
-def _ids(boxes: _Boxes, height: float) -> list[str]:
+def _ids(boxes: _DrawnSteps, height: float) -> list[str]:
     """Micro-batches of the boxes that are wide enough, as one text."""
     font = min(11.0, height - 1.0)
     if boxes.groups is None or font < 8.5:

@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class LoggedStep:
     """One micro-batch on one stage, from `start_s` to `end_s`. `pool`: by its name."""
 
     stage: int
@@ -72,7 +72,7 @@ class Output:
     queries: tuple[QueryFigures, ...] = ()
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
-    steps: tuple[StepRecord, ...] = ()
+    steps: tuple[LoggedStep, ...] = ()
     expected_timeline: str | None = None  # an inline SVG
     remarks: tuple[str, ...] = ()
 
@@ -247,12 +247,12 @@ def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
         tpot_s=known.get("tpot_s"))
 
 
-def _read_steps(path: Path, remarks: list[str]) -> Iterator[StepRecord]:
+def _read_steps(path: Path, remarks: list[str]) -> Iterator[LoggedStep]:
     for row in _read_lines(path, remarks, is_optional=True):
         stage, start_s, end_s = (number(row, key) for key in ("stage", "start_s", "end_s"))
         if stage is None or start_s is None or end_s is None or not end_s >= start_s:
             continue
-        yield StepRecord(stage=int(stage), kind=str(row.get("kind")),
+        yield LoggedStep(stage=int(stage), kind=str(row.get("kind")),
                          queries=int(number(row, "queries") or 0),
                          tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s,
                          pool=text_at(row, "pool") or text_at(row, "role") or ALONE)

@@ -12,7 +12,7 @@ import numpy as np
 from xgpt.core.lengths import Lengths
 from xgpt.core.units import format_seconds
 from xgpt.report.lanes import KINDS, Lane, draw_lanes, stage_label
-from xgpt.report.output import ALONE, QueryFigures, StepRecord
+from xgpt.report.output import ALONE, LoggedStep, QueryFigures
 from xgpt.report.svg import BAD, DECODE, ENCODE, INK, MUTED, SURFACE, drawing, to_inline_svg
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def output_lengths(queries: Sequence[QueryFigures], expected: Lengths | None) ->
                              f"{lengths.mean():.0f}, longest {lengths.max()}")
 
 
-def timeline(steps: Sequence[StepRecord], start_s: float, end_s: float,
+def timeline(steps: Sequence[LoggedStep], start_s: float, end_s: float,
              origin_s: float) -> str | None:
     """What each stage did between `start_s` and `end_s`; gaps are waiting."""
     shown = [s for s in sorted(steps, key=lambda s: s.start_s)

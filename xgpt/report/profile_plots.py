@@ -19,7 +19,7 @@ from xgpt.report import profile_table, words
 from xgpt.report.canvas import COLOURS
 from xgpt.report.page import templates
 from xgpt.report.plots import can_plot
-from xgpt.report.profile_table import Point, points_of, profile_facts, shown_keys, shown_lines
+from xgpt.report.profile_table import RatedPoint, points_of, profile_facts, shown_keys, shown_lines
 from xgpt.report.svg import BAD, DECODE, ENCODE, GOOD, INK, MUTED, SURFACE, drawing, to_inline_svg
 from xprofiler.profile import STEP_OVERHEAD, Profile, TableKey
 from xprofiler.profile_file import AXES
@@ -40,7 +40,7 @@ class _Series(NamedTuple):
     """One line of a panel. `size`: of its markers, so that lines on top of each other both show."""
 
     label: str
-    points: list[Point]
+    points: list[RatedPoint]
     color: str
     marker: str
     alpha: float = 1.0
@@ -167,7 +167,7 @@ def _rates(axes: Axes, panel: _Panel) -> None:
     axes.set_ylabel("bytes over time, GB/s")
 
 
-def _from_zero(axes: Axes, panel: _Panel, value: Callable[[Point], float],
+def _from_zero(axes: Axes, panel: _Panel, value: Callable[[RatedPoint], float],
                least_top: float = 0.0) -> None:
     """The panel's lines, within limits with room for a marker at either end."""
     for series in panel.series:
@@ -176,7 +176,7 @@ def _from_zero(axes: Axes, panel: _Panel, value: Callable[[Point], float],
     axes.set_ylim(-0.03 * top, 1.1 * top)
 
 
-def _line(axes: Axes, series: _Series, value: Callable[[Point], float]) -> None:
+def _line(axes: Axes, series: _Series, value: Callable[[RatedPoint], float]) -> None:
     """Points joined by a line; noisy ones are open."""
     values = [(p.sample.x, value(p)) for p in series.points]
     common: dict[str, Any] = {"color": series.color, "alpha": series.alpha, "linewidth": 1.6,

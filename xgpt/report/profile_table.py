@@ -19,7 +19,7 @@ _NOISY = "*"
 _T = TypeVar("_T")
 
 
-class Point(NamedTuple):
+class RatedPoint(NamedTuple):
     """A measured point and, where model and peaks are known, the least time it can take."""
 
     sample: Sample
@@ -102,22 +102,22 @@ def shown_keys(profile: Profile) -> list[TableKey]:
                   key=lambda key: (order.get(key.name, len(order)), key.tp_degree, key.link))
 
 
-def points_of(profile: Profile, key: TableKey) -> list[Point]:
+def points_of(profile: Profile, key: TableKey) -> list[RatedPoint]:
     """The points of a table by y, then x, each with its floor."""
     samples = sorted(profile.tables[key], key=lambda s: (s.y, s.x))
     model, peaks = profile.model, profile.peaks
     if key.name not in _OPERATORS or model is None or peaks is None or no_floor_reason(profile):
-        return [Point(sample, None, "") for sample in samples]
+        return [RatedPoint(sample, None, "") for sample in samples]
     needed = work(model, Operator(key.name), [s.x for s in samples], [s.y for s in samples],
                   tp_degree=key.tp_degree, item_bytes=DTYPE_BYTES[profile.metadata.dtype])
-    return [Point(sample, float(floor), str(bound)) for sample, floor, bound in zip(
+    return [RatedPoint(sample, float(floor), str(bound)) for sample, floor, bound in zip(
         samples, floor_s(needed, peaks), bound_by(needed, peaks), strict=True)]
 
 
-def shown_lines(points: Iterable[Point], most: int) -> dict[float, list[Point]]:
+def shown_lines(points: Iterable[RatedPoint], most: int) -> dict[float, list[RatedPoint]]:
     """The points by y, of `most` values of y at most: of those that more than one x was measured
     at, where there are any. Those of a table without y are one line."""
-    lines: dict[float, list[Point]] = {}
+    lines: dict[float, list[RatedPoint]] = {}
     for point in points:
         lines.setdefault(point.sample.y, []).append(point)
     full = [y for y, line in lines.items() if len(line) > 1] or list(lines)
@@ -156,7 +156,7 @@ def _table_of(profile: Profile, key: TableKey) -> str:
     return f"{paragraph(title, WIDTH)}\n{rows}"
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _thinned(points: Sequence[RatedPoint]) -> list[RatedPoint]:
     """MAX_ROWS points at most; of many y the first, the middle and the last."""
     if len(points) <= MAX_ROWS:
         return list(points)
@@ -165,7 +165,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return [point for line in lines.values() for point in _spread_out(line, each)]
 
 
-def _operator_rows(points: Sequence[Point], is_2d: bool) -> str:
+def _operator_rows(points: Sequence[RatedPoint], is_2d: bool) -> str:
     """Columns y, x, time, spread and, where there is a floor: floor, share, what bounds."""
     has_floor = any(p.floor_s is not None for p in points)
     header = ["y", "x", "time", "spread ", *(["floor", "share", "bound by"] if has_floor else [])]
@@ -182,13 +182,13 @@ def _operator_rows(points: Sequence[Point], is_2d: bool) -> str:
     return table(header[first:], [row[first:] for row in rows], right=range(6 - first))
 
 
-def _message_rows(points: Sequence[Point]) -> str:
+def _message_rows(points: Sequence[RatedPoint]) -> str:
     rows = [(format_bytes(p.sample.x), *_timed(p), f"{p.gigabytes_per_s:.3g}"
              if p.sample.median_s else "-") for p in points]
     return table(("bytes", "time", "spread ", "GB/s"), rows, right=range(4))
 
 
-def _timed(point: Point) -> tuple[str, str]:
+def _timed(point: RatedPoint) -> tuple[str, str]:
     mark = _NOISY if point.is_noisy else " "
     return format_seconds(point.sample.median_s), f"{point.sample.spread:.1%}{mark}"
 

@@ -68,7 +68,7 @@ class MessageTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionTable:
+class AttentionMedians:
     """Medians of attention in one layer [rows]. Prefill: one query of `new_tokens` with
     `cached_tokens` before them; decode: `queries` of one token at `cached_tokens` each."""
 
@@ -98,7 +98,7 @@ def read_mlp(path: Path) -> MlpTable:
         seconds={op: table[_median(op)] for op in operators if _median(op) in table})
 
 
-def read_attention(path: Path) -> AttentionTable:
+def read_attention(path: Path) -> AttentionMedians:
     """Raises InputError for a file that is no such table."""
     counts = ("n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "batch_size")
     table = read_table(path, [
@@ -115,7 +115,7 @@ def read_attention(path: Path) -> AttentionTable:
                 for line, prefill, s in zip(table.lines, is_prefill, kernel, strict=True)
                 if np.isnan(s)])
     around = [table[_median(op)] for op in _AROUND_ATTENTION if _median(op) in table]
-    return AttentionTable(
+    return AttentionMedians(
         n_embd=one_value(table, "n_embd"), n_head=one_value(table, "n_q_head"),
         n_kv_head=one_value(table, "n_kv_head"), is_prefill=is_prefill,
         tp_degree=table["num_tensor_parallel_workers"], queries=table["batch_size"],
@@ -170,7 +170,7 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: VidurFil
     return draft.profile(SOURCE, f"{files.mlp.parent.name}'s layer")
 
 
-class _Place(NamedTuple):
+class _Tables(NamedTuple):
     """Where in the data folder a device's tables are, and xgpt's names for its links."""
 
     gpu: str
@@ -182,10 +182,10 @@ class _Place(NamedTuple):
 # Messages between nodes have no name by default: those machines' network is not a catalog link's.
 # The A40 table shows no NVLink between any two cards (64 MiB between two take 17 ms).
 PLACES = {
-    "A100-80": _Place("a100", "network/a100_dgx/all_reduce.csv", "network/a100_dgx/send_recv.csv",
-                      {"intra": "nvlink3"}),
-    "A40": _Place("a40", "history/a40_all_reduce.csv",
-                  "network/a40_pairwise_nvlink/send_recv.csv", {"intra": "pcie4-x16"}),
+    "A100-80": _Tables("a100", "network/a100_dgx/all_reduce.csv", "network/a100_dgx/send_recv.csv",
+                       {"intra": "nvlink3"}),
+    "A40": _Tables("a40", "history/a40_all_reduce.csv",
+                   "network/a40_pairwise_nvlink/send_recv.csv", {"intra": "pcie4-x16"}),
 }
 
 
@@ -246,7 +246,7 @@ def _check_shape(table: MlpTable, model: ModelSpec) -> None:
                                            _shape_of(model), strict=True) if theirs != ours])
 
 
-def _add_attention(draft: ProfileDraft, table: AttentionTable, model: ModelSpec) -> None:
+def _add_attention(draft: ProfileDraft, table: AttentionMedians, model: ModelSpec) -> None:
     """Tables for those degrees at which a rank has the heads that were measured."""
     head_dim = table.n_embd // table.n_head
     for theirs in np.unique(table.tp_degree):

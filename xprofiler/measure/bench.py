@@ -169,7 +169,7 @@ def ordinary_inputs(tokens: int, longest: int | None = None) -> list[int]:
     rng = np.random.default_rng(tokens)
     shares = rng.uniform(0.5, 1.5, size=max(round(tokens / mean), 1))
     lengths = np.maximum(np.floor(shares / shares.sum() * tokens).astype(int), 1)
-    found = [int(n) for n in (lengths if longest is None else np.minimum(lengths, longest))]
-    while (left := tokens - sum(found)) > 0:
-        found.append(left if longest is None else min(left, longest))
-    return found
+    inputs = [int(n) for n in (lengths if longest is None else np.minimum(lengths, longest))]
+    while (left := tokens - sum(inputs)) > 0:
+        inputs.append(left if longest is None else min(left, longest))
+    return inputs

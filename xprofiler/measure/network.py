@@ -34,7 +34,7 @@ _ROUNDS, _WARM_UP, _REDUCES = 21, 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class RankNodes:
     """Which ranks share a node. `node_of` [ranks]."""
 
     node_of: tuple[int, ...]
@@ -63,7 +63,7 @@ class Places:
                 for node in dict.fromkeys(self.node_of)}
 
 
-def places(world: Any) -> Places:
+def places(world: Any) -> RankNodes:
     """Ranks share a node where MPI sees that they could share memory."""
     from mpi4py import MPI
 
@@ -72,7 +72,7 @@ def places(world: Any) -> Places:
     shared.Free()
     leaders = world.allgather(leader)
     order = sorted(set(leaders))
-    return Places(node_of=tuple(order.index(name) for name in leaders))
+    return RankNodes(node_of=tuple(order.index(name) for name in leaders))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], n
     return tables
 
 
-def _scopes(where: Places, size: int, near: str, far: str
+def _scopes(where: RankNodes, size: int, near: str, far: str
             ) -> list[tuple[str, list[tuple[int, ...]]]]:
     scopes = [(near, where.near_groups(size))]
     if where.is_split and far != near:

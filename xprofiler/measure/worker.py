@@ -45,7 +45,7 @@ Bench = LayerBench | EncoderDecoderBench  # one shard: a stage's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class MeasureRequest:
     """What the launcher asks for; its fields are those of REQUEST.json."""
 
     metadata: dict[str, Any]
@@ -62,7 +62,7 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    request = Request(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
+    request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     with torch.inference_mode():
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
 class _Session:
     """The ranks' common course through the points."""
 
-    def __init__(self, request: Request, ranks: Ranks) -> None:
+    def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
         self._request, self._ranks = request, ranks
         metadata, spec = ProfileMetadata(**request.metadata), model_from_json(request.model)
         target = Path(request.target)
@@ -200,7 +200,7 @@ class _Session:
         return self._ranks.agree(Path(self._request.stop).exists())
 
 
-def messages_between(request: Request, ranks: int, nodes: int) -> list[TableKey]:
+def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[TableKey]:
     """Tables of messages without which the profile is not whole."""
     is_near = ranks > nodes  # some node has two ranks
     transfers = [request.near] * is_near + [request.far] * (nodes > 1)

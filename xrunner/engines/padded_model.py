@@ -25,7 +25,7 @@ LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last on
 
 
 @dataclass(slots=True)
-class _Rows:
+class _PaddedRows:
     """One group's part of a batch; W: tokens of its longest input, and of its outputs so far."""
 
     phase: int
@@ -43,7 +43,7 @@ class PaddedModel:
         """`gives_answers`: whether this rank draws the tokens (the group's first does)."""
         self._model, self._max_positions = model, max_positions
         self._gives_answers, self._clock = gives_answers, clock
-        self._groups: dict[int, _Rows] = {}
+        self._groups: dict[int, _PaddedRows] = {}
         self.log: deque[StepRecord] = deque(maxlen=LOG_LIMIT)
         self.busy_s = 0.0
 
@@ -81,7 +81,7 @@ class PaddedModel:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         out = self._model(input_ids=ids, attention_mask=mask, position_ids=positions,
                           use_cache=True, logits_to_keep=1)
-        rows = _Rows(message.phase, out.past_key_values, mask, lengths, choices)
+        rows = _PaddedRows(message.phase, out.past_key_values, mask, lengths, choices)
         before = self._groups.get(message.group)
         if before is not None and before.phase == message.phase:
             rows = _together(before, rows)
@@ -123,15 +123,15 @@ def padded_left(inputs: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]
     return ids, mask
 
 
-def _together(first: _Rows, second: _Rows) -> _Rows:
+def _together(first: _PaddedRows, second: _PaddedRows) -> _PaddedRows:
     """Parts of a group that were encoded one after the other, as one; the narrower is padded."""
     width = max(first.mask.shape[1], second.mask.shape[1])
     for mine, other in zip(first.cache.layers, second.cache.layers, strict=True):
         mine.keys = torch.cat([_wider(mine.keys, width), _wider(other.keys, width)])
         mine.values = torch.cat([_wider(mine.values, width), _wider(other.values, width)])
     masks = [pad(rows.mask, (width - rows.mask.shape[1], 0)) for rows in (first, second)]
-    return _Rows(first.phase, first.cache, torch.cat(masks), first.positions + second.positions,
-                 first.choices + second.choices)
+    return _PaddedRows(first.phase, first.cache, torch.cat(masks),
+                       first.positions + second.positions, first.choices + second.choices)
 
 
 def _wider(entries: Tensor, width: int) -> Tensor:

@@ -43,7 +43,7 @@ class Tokeniser(Protocol):
 
 def take_in(path: Path, tokeniser: Tokeniser, spool: SpoolWriter | None = None) -> Requests:
     """Reads the requests of a file. `spool`: where they go, for a run."""
-    rows, digest = _Rows(spool), hashlib.sha256()
+    rows, digest = _RequestColumns(spool), hashlib.sha256()
     bad_lines, are_tokenised = list[RequestError](), True
     source = read_requests(path, digest.update)
     while lines := list(islice(source, _LINES_AT_A_TIME)):
@@ -105,7 +105,7 @@ class ModelTokeniser:
         return result
 
 
-class _Rows:
+class _RequestColumns:
     """The numbers of the requests so far, a column each."""
 
     def __init__(self, spool: SpoolWriter | None) -> None:

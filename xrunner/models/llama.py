@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
-from xrunner.ops.head import Head, HeadScores
+from xrunner.ops.head import HeadScores, OutputHead
 from xrunner.ops.linear import Product
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import Rotation, rms_norm, silu_mul
@@ -73,7 +73,7 @@ class LlamaEnds:
         self.norm = self.head = None
         if last:
             self.norm = weights.get("model.norm.weight", (spec.hidden_size,))
-            self.head = Head(head_weight(spec, weights, (name, self.embedding), shard))
+            self.head = OutputHead(head_weight(spec, weights, (name, self.embedding), shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T] -> hidden [T, H]."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
-from xrunner.ops.head import Head, HeadScores
+from xrunner.ops.head import HeadScores, OutputHead
 from xrunner.ops.linear import Product
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import layer_norm
@@ -79,7 +79,8 @@ class PreNormEnds:
             self.positions = weights.get(names.positions, (rows, hidden))
         if last:
             self.norm = read_norm(weights, names.norm, hidden)
-            self.head = Head(head_weight(spec, weights, (names.tokens, self.embedding), shard))
+            own = (names.tokens, self.embedding)
+            self.head = OutputHead(head_weight(spec, weights, own, shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""

@@ -16,7 +16,7 @@ from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import Distances
-from xrunner.ops.head import Head, HeadScores
+from xrunner.ops.head import HeadScores, OutputHead
 from xrunner.ops.linear import Product
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import rms_norm
@@ -185,7 +185,7 @@ class T5DecoderEnds:
         self.norm = self.head = None
         if last:
             self.norm = weights.get("decoder.final_layer_norm.weight", (spec.hidden_size,))
-            self.head = Head(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
+            self.head = OutputHead(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
 
     def embed(self, tokens: Tensor, _positions: Tensor) -> Tensor:
         """tokens [n] -> hidden [n, H]."""

@@ -66,9 +66,9 @@ def gpu_of(device: torch.device) -> Gpu:
     where `XGPT_NATIVE` requires them and they cannot be had."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    found = _gpus.get(device)
-    if found is not None:
-        return found
+    gpu = _gpus.get(device)
+    if gpu is not None:
+        return gpu
     if device.type != "cuda":
         return Gpu(None, None, reason="not a GPU")
     with _lock:

@@ -77,12 +77,12 @@ def record_of(case: Case, clock: Clock) -> dict[str, Any]:
 
 def card_of(device: torch.device, launch: CupyLauncher) -> dict[str, Any]:
     """What the results are of: the card, the software, the sources, the card's copy rate."""
-    found = torch.cuda.get_device_properties(device)
+    card = torch.cuda.get_device_properties(device)
     source = torch.empty(_COPIED_BYTES // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rate = _COPIED_BYTES / gpu_clock(lambda: target.copy_(source))
-    return {"card": found.name, "capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
+    return {"card": card.name, "capability": f"{card.major}.{card.minor}",
+            "multiprocessors": card.multi_processor_count, "memory_bytes": card.total_memory,
             "torch": torch.__version__, "cupy": launch.cupy_version,
             "driver": launch.driver_version, "sources": source_digest(),
             "copy_bytes_per_s": rate}

@@ -20,7 +20,7 @@ from xrunner.ops.native import check, dtype_code, library, serves, threads
 PIECE_TOKENS = 8192
 
 
-class Best(NamedTuple):
+class BestTokens(NamedTuple):
     """The largest logit of each row so far [n] float32, and its token [n] int64: the lowest of
     those that are equally likely."""
 
@@ -31,14 +31,14 @@ class Best(NamedTuple):
 class Scores(Protocol):
     """The logits of a step's rows over this rank's share of the vocabulary; `rows` are rising."""
 
-    def best(self, rows: Sequence[int]) -> Best:
+    def best(self, rows: Sequence[int]) -> BestTokens:
         """Of these rows; -inf and token 0 of a share without a token."""
 
     def of(self, rows: Sequence[int]) -> Tensor:
         """[rows, V_local]"""
 
 
-class Head:
+class OutputHead:
     """The product with the vocabulary's weight [V_local, H]."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -59,22 +59,22 @@ class Head:
         parts = [piece(x) for piece in self._pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def best(self, x: Tensor) -> Best:
+    def best(self, x: Tensor) -> BestTokens:
         """x [n, H]: the largest of each row."""
-        found, first = no_tokens(len(x), x.device), 0
+        best, first = no_tokens(len(x), x.device), 0
         for piece in self._pieces:
-            found = keep_best(found, piece(x), first)
+            best = keep_best(best, piece(x), first)
             first += piece.shape[0]
-        return found
+        return best
 
 
 class HeadScores:
     """Scores of what goes into a head: x [n, H]."""
 
-    def __init__(self, head: Head, x: Tensor) -> None:
+    def __init__(self, head: OutputHead, x: Tensor) -> None:
         self._head, self._x = head, x
 
-    def best(self, rows: Sequence[int]) -> Best:
+    def best(self, rows: Sequence[int]) -> BestTokens:
         return self._head.best(self._taken(rows))
 
     def of(self, rows: Sequence[int]) -> Tensor:
@@ -90,7 +90,7 @@ class WholeScores:
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
 
-    def best(self, rows: Sequence[int]) -> Best:
+    def best(self, rows: Sequence[int]) -> BestTokens:
         logits = self.of(rows)
         return keep_best(no_tokens(len(logits), logits.device), logits, 0)
 
@@ -98,13 +98,13 @@ class WholeScores:
         return self._logits if len(rows) == len(self._logits) else self._logits[list(rows)]
 
 
-def no_tokens(rows: int, device: torch.device) -> Best:
+def no_tokens(rows: int, device: torch.device) -> BestTokens:
     """What to begin with."""
-    return Best(torch.full((rows,), float("-inf"), device=device),
-                torch.zeros(rows, dtype=torch.long, device=device))
+    return BestTokens(torch.full((rows,), float("-inf"), device=device),
+                      torch.zeros(rows, dtype=torch.long, device=device))
 
 
-def keep_best(best: Best, logits: Tensor, first_token: int) -> Best:
+def keep_best(best: BestTokens, logits: Tensor, first_token: int) -> BestTokens:
     """`best` after the logits [n, v] of the v tokens from `first_token` on, which are higher than
     those before. `best` is given up. No number, of a model that overflowed, is never the best."""
     if serves(logits) and logits.is_contiguous():
@@ -119,5 +119,5 @@ def keep_best(best: Best, logits: Tensor, first_token: int) -> Best:
     numbers = logits.float().masked_fill(logits.isnan(), float("-inf"))
     largest, tokens = numbers.max(dim=-1)
     is_more = largest > best.logits
-    return Best(torch.where(is_more, largest, best.logits),
-                torch.where(is_more, tokens + first_token, best.tokens))
+    return BestTokens(torch.where(is_more, largest, best.logits),
+                      torch.where(is_more, tokens + first_token, best.tokens))

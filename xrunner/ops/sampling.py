@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xrunner.models.shard import Shard
-from xrunner.ops.head import Best, Scores
+from xrunner.ops.head import BestTokens, Scores
 from xrunner.query import Sampling
 
 _MASK64 = (1 << 64) - 1
@@ -69,7 +69,7 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
     return tokens
 
 
-def _best(best: Best, first_token: int) -> Tensor:
+def _best(best: BestTokens, first_token: int) -> Tensor:
     """[2, n, 1]: the largest of each row and its token."""
     return torch.stack([best.logits, (best.tokens + first_token).float()])[:, :, None]
 

@@ -51,17 +51,17 @@ class Loading:
 
 def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
     """What every rank holds. A rank that serves two pools (none does today) holds both."""
-    found: dict[int, dict[Piece, int]] = {}
+    held: dict[int, dict[Piece, int]] = {}
     for stage, pieces in _stage_pieces(pools, model):
         degree = stage.tp_degree
         for shard, rank in enumerate(stage.ranks):
-            own = found.setdefault(rank, {})
+            own = held.setdefault(rank, {})
             for part, index, params in pieces:
                 # the embedding lies whole on every rank of a first stage (xsimulator.memory)
                 piece = (Piece(part, index, 0, 1) if part == "embedding"
                          else Piece(part, index, shard, degree))
                 own[piece] = round(params / piece.degree * DTYPE_BYTES[dtype])
-    return found
+    return held
 
 
 def redeployment(old: Sequence[Pool], new: Sequence[Pool], model: ModelSpec, dtype: str,

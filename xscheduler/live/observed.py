@@ -120,8 +120,8 @@ def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths
 def _at_least(values: IntArray, top: int) -> IntArray:
     """[top] how many of `values` are k or more, k = 1..top."""
     counts = np.bincount(values, minlength=top + 1)[:top + 1]
-    found: IntArray = counts[::-1].cumsum()[::-1][1:]
-    return found
+    at_least: IntArray = counts[::-1].cumsum()[::-1][1:]
+    return at_least
 
 
 def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
@@ -132,8 +132,8 @@ def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
     tail[:top] = 0.0
     if tail.sum() <= 0:
         tail[max(longest, top + 1) - 1] = 1.0
-    found: FloatArray = np.trim_zeros(tail / tail.sum(), "b")
-    return found
+    trimmed: FloatArray = np.trim_zeros(tail / tail.sum(), "b")
+    return trimmed
 
 
 def _greenwood(hazard: FloatArray, at_risk: IntArray, survival: FloatArray) -> float:
@@ -165,5 +165,5 @@ def _weighted_pairs(seen: Observation, observed: ObservedLengths) -> IntArray:
         weights = np.concatenate([weights, np.full(len(longest), observed.unknown / len(longest))])
     edges = np.cumsum(weights) / weights.sum()
     rows = np.searchsorted(edges, (np.arange(PAIRS) + 0.5) / PAIRS)
-    found: IntArray = pairs[np.minimum(rows, len(pairs) - 1)]
-    return found
+    drawn: IntArray = pairs[np.minimum(rows, len(pairs) - 1)]
+    return drawn

@@ -21,7 +21,7 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
 from xsimulator.allocation import pool_layers
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import ClosedForm, geometric, group_counts, make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.waa.closed_form import Waa
@@ -54,17 +54,17 @@ class PinnedPlans:
     """Plans of a problem whose layers lie as a schedule has them (a PlanSource)."""
 
     def __init__(self, problem: Problem, timing: TimingSource, pools: Sequence[Pool]) -> None:
-        plans = Plans(problem, timing)
+        plans = StagePlans(problem, timing)
         self.problem, self.layers = problem, plans.layers
         self._pools = {tuple(stage.ranks for stage in pool.stages):
                        plans.of_stages(pool.stages, pool.role) for pool in pools}
 
-    def both(self, tp_degree: int, tp_gpus: int) -> Plan:
+    def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
         """RRA's one pool."""
         (plan,) = self._pools.values()
         return plan
 
-    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> Plan:
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
         """The pool on these ranks."""
         return self._pools[tuple(ranks)]
 
@@ -106,7 +106,7 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
         raise InputError(mistakes)
 
 
-class _Seen(NamedTuple):
+class _ConfigFigures(NamedTuple):
     """What was found out about a configuration."""
 
     limit: Limit
@@ -130,7 +130,7 @@ class PinnedSearch:
         self._has_iterations = "decode_iterations" in policy(deployed.policy).variable_names
         self._deployed_config, missing = make_config(deployed.policy, deployed)
         assert not missing, f"{missing = }"
-        self._known: dict[tuple[Line, int], _Seen] = {}
+        self._known: dict[tuple[Line, int], _ConfigFigures] = {}
 
     def current(self) -> Way:
         """The control variables as they are."""
@@ -154,9 +154,9 @@ class PinnedSearch:
             self._look_at(new)
             nearest = self._best_known() or self._tightest(seen)
             lines = [] if nearest is None else self._around(nearest[0])
-        if (found := self._best_known()) is None:
+        if (known := self._best_known()) is None:
             return self._out_of_reach(seen)
-        return Way(estimate=self._estimate(*found), reason=None)
+        return Way(estimate=self._estimate(*known), reason=None)
 
     def _excluded(self) -> str | None:
         """Why the job does not allow the policy and plan that are deployed."""
@@ -239,9 +239,9 @@ class PinnedSearch:
         columns = (arrays.throughput_qps, arrays.latency_s, arrays.memory_bytes, arrays.present)
         for point, limit, *row in zip(new, limits.tolist(), *(c.tolist() for c in columns),
                                       strict=True):
-            self._known[point] = _Seen(Limit(limit), *row)
+            self._known[point] = _ConfigFigures(Limit(limit), *row)
 
-    def _reason(self, seen: _Seen) -> str | None:
+    def _reason(self, seen: _ConfigFigures) -> str | None:
         """What forbids a configuration, in words, or None."""
         why = {
             Limit.MEMORY: f"{format_bytes(seen.memory_bytes)} of "
@@ -270,14 +270,14 @@ class PinnedSearch:
         if point is None:
             why = self._reason(self._known[min(seen), self._batches[0]])
             return Way(estimate=None, reason=f"even the smallest batch is too large ({why})")
-        found = self._estimate(*point)
-        return Way(estimate=found, reason=(
-            f"the tightest latency on these stages is {found.figures.latency_s:.4g} s, with "
-            f"{variables_words(found)}; the limit is {self._limit_s:.4g} s"))
+        tightest = self._estimate(*point)
+        return Way(estimate=tightest, reason=(
+            f"the tightest latency on these stages is {tightest.figures.latency_s:.4g} s, with "
+            f"{variables_words(tightest)}; the limit is {self._limit_s:.4g} s"))
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
-        found: Estimate = self._policy.estimate(self._config(line, batch))
-        return found.changed(policy=self._deployed.policy)
+        estimate: Estimate = self._policy.estimate(self._config(line, batch))
+        return estimate.changed(policy=self._deployed.policy)
 
     def _config(self, line: Line, batch: int) -> Any:
         iterations = {"decode_iterations": line[0]} if self._has_iterations else {}

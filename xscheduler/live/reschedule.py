@@ -113,44 +113,44 @@ def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
     return cost_s * old_qps * new_qps / (new_qps - old_qps)
 
 
-def _recommend(found: Reschedule) -> Reschedule:
+def _recommend(ways: Reschedule) -> Reschedule:
     """The same with its choice and sentence: of equals, the one that changes less."""
-    keep, adjust, left = found.keep.qps, found.adjust.qps, found.queries_left
+    keep, adjust, left = ways.keep.qps, ways.adjust.qps, ways.queries_left
     best = max(keep, adjust)
-    is_better = found.redeploy.qps > best * (1 + WORTH)
-    if is_better and left > found.break_even_queries:
-        return replace(found, choice="redeploy", sentence=_redeploy_words(found))
+    is_better = ways.redeploy.qps > best * (1 + WORTH)
+    if is_better and left > ways.break_even_queries:
+        return replace(ways, choice="redeploy", sentence=_redeploy_words(ways))
     if best == 0:
-        return replace(found, choice=None, sentence=(
-            f"No schedule meets the bound. Without moving layers: {found.adjust.reason}. "
-            f"With redeployment: {found.redeploy.reason}"))
+        return replace(ways, choice=None, sentence=(
+            f"No schedule meets the bound. Without moving layers: {ways.adjust.reason}. "
+            f"With redeployment: {ways.redeploy.reason}"))
     unless = ""
     if is_better:
-        unless = (f"; a redeployment would bring {found.redeploy.qps / best - 1:.1%} more but pays "
-                  f"after {math.ceil(found.break_even_queries)} queries, and {left:.0f} are left")
+        unless = (f"; a redeployment would bring {ways.redeploy.qps / best - 1:.1%} more but pays "
+                  f"after {math.ceil(ways.break_even_queries)} queries, and {left:.0f} are left")
     if adjust <= keep * (1 + WORTH):
-        return replace(found, choice="keep", sentence=(
+        return replace(ways, choice="keep", sentence=(
             f"Keep the schedule: under these lengths it answers {keep:.4g} queries/s within the "
             f"bound, and no other batch sizes bring more than {WORTH:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
-            else f"while the current one no longer serves ({found.keep.reason})")
-    assert found.adjust.estimate is not None
-    return replace(found, choice="adjust", sentence=(
-        f"Change the batch sizes to {variables(found.adjust.estimate)}: {adjust:.4g} queries/s, "
+            else f"while the current one no longer serves ({ways.keep.reason})")
+    assert ways.adjust.estimate is not None
+    return replace(ways, choice="adjust", sentence=(
+        f"Change the batch sizes to {variables(ways.adjust.estimate)}: {adjust:.4g} queries/s, "
         f"{gain}, and no layer moves{unless}."))
 
 
-def _redeploy_words(found: Reschedule) -> str:
-    assert found.redeploy.estimate is not None and found.loading is not None
-    best = max(found.keep.qps, found.adjust.qps)
-    loaded = (f"{format_bytes(found.loading.total_bytes)} are loaded in "
-              f"{format_seconds(found.cost_s)}")
-    start = f"Redeploy as {variables(found.redeploy.estimate)}: {found.redeploy.qps:.4g} queries/s"
+def _redeploy_words(ways: Reschedule) -> str:
+    assert ways.redeploy.estimate is not None and ways.loading is not None
+    best = max(ways.keep.qps, ways.adjust.qps)
+    loaded = (f"{format_bytes(ways.loading.total_bytes)} are loaded in "
+              f"{format_seconds(ways.cost_s)}")
+    start = f"Redeploy as {variables(ways.redeploy.estimate)}: {ways.redeploy.qps:.4g} queries/s"
     if not best:
         return (f"{start}; {loaded}. Without moving layers no schedule is admissible "
-                f"({found.adjust.reason}).")
-    return (f"{start}, {found.redeploy.qps / best - 1:.1%} more than without moving layers; "
-            f"{loaded}, which is made up for after {math.ceil(found.break_even_queries)} queries.")
+                f"({ways.adjust.reason}).")
+    return (f"{start}, {ways.redeploy.qps / best - 1:.1%} more than without moving layers; "
+            f"{loaded}, which is made up for after {math.ceil(ways.break_even_queries)} queries.")
 
 
 def variables(estimate: Estimate) -> str:
@@ -203,15 +203,15 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
                               search_problem=find)
     except InfeasibleError as cause:
         return stays(f"no other batch sizes do: {cause}")
-    found = planned.schedule.estimate
-    if keep.qps and found.figures.throughput_qps <= keep.qps * (1 + WORTH_CHANGING):
+    estimate = planned.schedule.estimate
+    if keep.qps and estimate.figures.throughput_qps <= keep.qps * (1 + WORTH_CHANGING):
         return stays(f"other batch sizes bring no more than {WORTH_CHANGING:.0%}")
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
-    if not keep.qps and not planned.is_safe and found.figures.latency_s >= kept_s:
+    if not keep.qps and not planned.is_safe and estimate.figures.latency_s >= kept_s:
         return stays(f"no other batch sizes do: {planned.margin.sentence}")
-    gain = (f"{found.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
+    gain = (f"{estimate.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
-    return Revised(keep=keep, estimate=found, reason=gain, is_kept=planned.is_safe)
+    return Revised(keep=keep, estimate=estimate, reason=gain, is_kept=planned.is_safe)
 
 
 def _keep(now: Estimate, evaluator: Evaluator) -> Way:

@@ -52,12 +52,12 @@ class BaselineSearch:
     def find(self, bound_s: float) -> Schedule:
         """The best within the bound. Raises InfeasibleError."""
         problem = self._problem
-        found = best(self._policy, bound_s, plans=self._plans)
-        if found is None:
+        estimate = best(self._policy, bound_s, plans=self._plans)
+        if estimate is None:
             raise InfeasibleError(self._refusal(bound_s))
         constraint = problem.constraint
         return schedule_from_flat(
-            estimate=found, latency_bound_s=bound_s, constraint_kind=constraint.kind,
+            estimate=estimate, latency_bound_s=bound_s, constraint_kind=constraint.kind,
             quantile=constraint.quantile, status=Status.GRID, bound_qps=math.inf, gap=math.inf,
             nodes=self._policy.num_evaluated, seconds=0.0, fingerprint=problem.fingerprint)
 
@@ -101,14 +101,14 @@ class _Pinned:
         grid = self.grid(most, plans)
         if not grid:
             return None
-        found = self.evaluate(grid)
-        roomy = admissible(found, Limits(queries=most, latency_s=sys.float_info.max))
-        return float(found.latency_s[roomy].min()) if roomy.any() else None
+        figures = self.evaluate(grid)
+        roomy = admissible(figures, Limits(queries=most, latency_s=sys.float_info.max))
+        return float(figures.latency_s[roomy].min()) if roomy.any() else None
 
     def evaluate(self, configs: Sequence[Any]) -> EstimateArrays:
         self.num_evaluated += len(configs)
-        found: EstimateArrays = self._inner.evaluate(configs)
-        return replace(found, fits=found.fits & self._is_own(configs))
+        figures: EstimateArrays = self._inner.evaluate(configs)
+        return replace(figures, fits=figures.fits & self._is_own(configs))
 
     def limits(self, configs: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
         """What configurations cannot reach; nothing where the job excludes them."""
@@ -119,8 +119,8 @@ class _Pinned:
         return np.where(own, qps, 0.0), np.where(own, latency_s, np.inf)
 
     def estimate(self, config: Any) -> Estimate:
-        found: Estimate = self._inner.estimate(config)
-        return found
+        estimate: Estimate = self._inner.estimate(config)
+        return estimate
 
     def _is_own(self, configs: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         return np.array([all(_value(config, name) == value for name, value in self._given.items())

@@ -71,8 +71,8 @@ def best(policy: GridPolicy, latency_bound_s: float, *,
     climb = _Climb(policy, latency_bound_s, most)
     climb.survey(grid)
     tops = climb.tops([grid[row] for row in _starts(grid, climb.scores(grid))])
-    found = max(tops, key=climb.score, default=None)
-    return None if found is None else policy.estimate(found)
+    config = max(tops, key=climb.score, default=None)
+    return None if config is None else policy.estimate(config)
 
 
 class _Climb:
@@ -119,11 +119,11 @@ class _Climb:
             self._look_at([(self.score(tops[row]), around[row]) for row in climbing])
             moved = []
             for row in climbing:
-                found = max(around[row], key=self.score)
-                if self.score(found) > self.score(tops[row]) and found not in tops:
+                neighbour = max(around[row], key=self.score)
+                if self.score(neighbour) > self.score(tops[row]) and neighbour not in tops:
                     moved.append(row)
-                if self.score(found) > self.score(tops[row]):
-                    tops[row] = found
+                if self.score(neighbour) > self.score(tops[row]):
+                    tops[row] = neighbour
             climbing = moved
             if not climbing:
                 break
@@ -136,8 +136,8 @@ class _Climb:
         new = [config for config in dict.fromkeys(configs) if config not in self._limit]
         if new:
             most, least_s = self._policy.limits(new)
-            found = np.where(least_s <= self._limits.latency_s, most, 0.0)
-            self._limit.update(zip(new, found.tolist(), strict=True))
+            allowed = np.where(least_s <= self._limits.latency_s, most, 0.0)
+            self._limit.update(zip(new, allowed.tolist(), strict=True))
         return np.array([self._limit[config] for config in configs])
 
     def _look_at(self, groups: Sequence[tuple[float, Sequence[Any]]]) -> None:
@@ -159,8 +159,8 @@ class _Climb:
         if not new:
             return
         figures = self._policy.evaluate(new)
-        found = np.where(admissible(figures, self._limits), figures.throughput_qps, 0.0)
-        self._known.update(zip(new, found.tolist(), strict=True))
+        scores = np.where(admissible(figures, self._limits), figures.throughput_qps, 0.0)
+        self._known.update(zip(new, scores.tolist(), strict=True))
 
 
 def _starts(grid: Sequence[Any], scores: FloatArray) -> list[int]:

@@ -43,8 +43,8 @@ class RraSpace:
         return self.points.rra.estimate(self.points.config(plan, point))
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
-        found = self.points.evaluate(*(np.array([value]) for value in (plan, *point)))
-        return float(found.throughput_qps[0]), float(found.latency_s[0])
+        figures = self.points.evaluate(*(np.array([value]) for value in (plan, *point)))
+        return float(figures.throughput_qps[0]), float(figures.latency_s[0])
 
     def beyond(self, tight: Tight) -> str:
         config = self.points.config(tight.plan, tight.point)
@@ -63,11 +63,11 @@ class RraSpace:
         batches = sorted({min(max(size, least), most) for size in SMALL_BATCHES})
         keys = np.array([(plan, batch, round(n)) for plan in range(len(self.plans))
                          for batch in batches for n in samples], np.int64)
-        found = self.points.evaluate(keys[:, 0], keys[:, 1], keys[:, 2])
+        figures = self.points.evaluate(keys[:, 0], keys[:, 1], keys[:, 2])
         return [Tight(latency, Limit(code), qps, plan, (batch, n))
                 for latency, code, qps, (plan, batch, n) in zip(
-                    found.latency_s.tolist(), found.crowding.tolist(),
-                    found.throughput_qps.tolist(), keys.tolist(), strict=True)]
+                    figures.latency_s.tolist(), figures.crowding.tolist(),
+                    figures.throughput_qps.tolist(), keys.tolist(), strict=True)]
 
     def selection(self, num_queries: int) -> Selection:
         """Batches and numbers of iterations a quarter apart, and the batches that divide the job

@@ -115,7 +115,7 @@ class RraExaminer:
             results.append(self._result(cut, float(limit[row]), seen[row]))
         return results
 
-    def _result(self, cut: Box, limit: float, seen: _Seen) -> NodeResult:
+    def _result(self, cut: Box, limit: float, seen: _Look) -> NodeResult:
         best = None
         if seen.throughput_qps > 0:
             best = Candidate(objective=seen.throughput_qps, root=cut.root, point=seen.point)
@@ -172,9 +172,9 @@ class RraExaminer:
         count = tried.shape[1]
         corners = self._points.configs(np.repeat(left.plan, count), tried.ravel(),
                                        np.repeat(left.last, count))
-        found = self._points.bounds.latency_s(corners, np.repeat(top, count),
-                                              None if is_line else np.repeat(left.first, count))
-        return np.asarray(found.reshape(tried.shape))
+        latency_s = self._points.bounds.latency_s(corners, np.repeat(top, count),
+                                                  None if is_line else np.repeat(left.first, count))
+        return np.asarray(latency_s.reshape(tried.shape))
 
     def _limit_qps(self, left: _Boxes, top: IntArray, is_line: bool) -> FloatArray:
         """[boxes] throughput that no point of it exceeds; infinite where nothing can be said."""
@@ -190,10 +190,10 @@ class RraExaminer:
                     points.configs(part.plan, top[rows], part.first), part.least))
         return np.asarray(limit)
 
-    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray, is_line: bool) -> list[_Seen]:
+    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray, is_line: bool) -> list[_Look]:
         """[boxes] the best admissible point looked at in each: all of a short line, else some near
         the largest batch; most promising boxes first, none where there is nothing to gain."""
-        found = [_NOTHING] * len(top)
+        bests = [_NOTHING] * len(top)
         order = np.argsort(-limit, kind="stable")
         for begin in range(0, len(order), AT_ONCE):
             rows = order[begin:begin + AT_ONCE]
@@ -211,11 +211,11 @@ class RraExaminer:
                 seen = [max(pair, key=lambda one: one.throughput_qps)
                         for pair in zip(seen, again, strict=True)]
             for row, one, is_all in zip(rows, seen, is_few, strict=True):
-                found[row] = one._replace(is_all=bool(is_all))
+                bests[row] = one._replace(is_all=bool(is_all))
                 self._best_qps = max(self._best_qps, one.throughput_qps)
-        return found
+        return bests
 
-    def _at(self, left: _Boxes, tried: IntArray) -> list[_Seen]:
+    def _at(self, left: _Boxes, tried: IntArray) -> list[_Look]:
         """[boxes] the best of [boxes, points] batches at each box's last N_D."""
         count = tried.shape[1]
         figures = self._points.evaluate(np.repeat(left.plan, count), tried.ravel(),
@@ -225,12 +225,12 @@ class RraExaminer:
         is_bounded = (figures.crowding == 0) & math.isfinite(self._bound_s)
         latency = np.where(is_bounded, figures.latency_s, np.inf).reshape(tried.shape)
         at = np.argmax(score, axis=1)
-        return [_Seen(float(score[row, place]), (int(tried[row, place]), int(left.last[row])),
-                      tuple((latency[row] / min(self._bound_s, 1e300)).tolist()))
+        return [_Look(float(score[row, place]), (int(tried[row, place]), int(left.last[row])),
+                        tuple((latency[row] / min(self._bound_s, 1e300)).tolist()))
                 for row, place in enumerate(at)]
 
     def _cut_to_frontier(self, given: _Boxes, top: IntArray, limit: FloatArray,
-                         seen: Sequence[_Seen]) -> None:
+                         seen: Sequence[_Look]) -> None:
         """Ends a line at the best point seen where that is below its top, and the next batch is
         shown to be too slow with all larger ones."""
         rows = np.array([row for row, one in enumerate(seen) if one.throughput_qps > 0
@@ -254,7 +254,7 @@ class RraExaminer:
             self._frontier[int(plan), int(first), int(least), int(most)] = int(end)
 
 
-class _Seen(NamedTuple):
+class _Look(NamedTuple):
     """The best admissible point that was looked at in a box (0: none), the latencies seen in
     relation to the bound, and whether these were all points."""
 
@@ -264,7 +264,7 @@ class _Seen(NamedTuple):
     is_all: bool = False
 
 
-_NOTHING = _Seen(0.0, (0, 0))
+_NOTHING = _Look(0.0, (0, 0))
 
 
 def _root_corners(problem: Problem, batches: tuple[int, int],
@@ -280,21 +280,21 @@ def _root_corners(problem: Problem, batches: tuple[int, int],
 def _spread(least: IntArray, most: IntArray, count: int) -> IntArray:
     """[boxes, count] from `least` to `most`, both included, in even ratios."""
     ratio = (most / least)[:, None] ** (np.arange(count) / (count - 1))
-    found = np.rint(least[:, None] * ratio).astype(np.int64)
-    return np.asarray(np.clip(found, least[:, None], most[:, None]))
+    points = np.rint(least[:, None] * ratio).astype(np.int64)
+    return np.asarray(np.clip(points, least[:, None], most[:, None]))
 
 
 def _near(least: IntArray, most: IntArray) -> IntArray:
     """[boxes, FEW_POINTS] the largest batch, and some below it, in falling order."""
     shares = np.array([1.0, 0.97, 0.93, 0.87, 0.78, 0.65])
     assert len(shares) == FEW_POINTS
-    found = np.floor(most[:, None] * shares).astype(np.int64)
-    return np.asarray(np.maximum(found, least[:, None]))
+    points = np.floor(most[:, None] * shares).astype(np.int64)
+    return np.asarray(np.maximum(points, least[:, None]))
 
 
-def _between(tried: IntArray, seen: Sequence[_Seen], least: IntArray) -> IntArray:
+def _between(tried: IntArray, seen: Sequence[_Look], least: IntArray) -> IntArray:
     """[boxes, 3] around where latency, linear between the batches tried, meets the bound."""
-    found = []
+    guesses = []
     for batches, one, low in zip(tried, seen, least, strict=True):
         order = np.argsort(batches, kind="stable")
         latency = np.array(one.latency)[order]
@@ -305,5 +305,5 @@ def _between(tried: IntArray, seen: Sequence[_Seen], least: IntArray) -> IntArra
             share = (1.0 - latency[at - 1]) / max(latency[at] - latency[at - 1], 1e-300)
             guess = math.floor(left + share * (right - left))
         top = int(batches.max())
-        found.append([min(max(guess + step, int(low)), top) for step in (-1, 0, 1)])
-    return np.array(found, np.int64)
+        guesses.append([min(max(guess + step, int(low)), top) for step in (-1, 0, 1)])
+    return np.array(guesses, np.int64)

@@ -61,10 +61,11 @@ class RraPoints:
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
             rows = np.array(new, np.int64)
-            found = self.rra.evaluate(self.configs(rows[:, 0], rows[:, 1], rows[:, 2]))
-            crowding = self._crowding(found.memory_bytes, found.present, found.stretch)
-            self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
-                                            crowding.tolist(), strict=True), strict=True))
+            figures = self.rra.evaluate(self.configs(rows[:, 0], rows[:, 1], rows[:, 2]))
+            crowding = self._crowding(figures.memory_bytes, figures.present, figures.stretch)
+            self._known.update(zip(new, zip(
+                figures.throughput_qps.tolist(), figures.latency_s.tolist(),
+                crowding.tolist(), strict=True), strict=True))
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return Points(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64))
 
@@ -79,8 +80,8 @@ class RraPoints:
         new = [key for key in dict.fromkeys(keys) if key not in self._room]
         if new:
             rows = np.array(new, np.int64)
-            found = self._find_room(rows[:, 0], rows[:, 1], largest)
-            self._room.update(zip(new, found.tolist(), strict=True))
+            room = self._find_room(rows[:, 0], rows[:, 1], largest)
+            self._room.update(zip(new, room.tolist(), strict=True))
         return np.array([self._room[key] for key in keys], np.int64)
 
     def _find_room(self, plan: IntArray, iterations: IntArray, largest: int) -> IntArray:

@@ -75,11 +75,12 @@ class WaaSpace:
         batch, groups)."""
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
-            found = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
-            limits = crowding(found.fits, found.present, found.stretch,
+            figures = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
+            limits = crowding(figures.fits, figures.present, figures.stretch,
                               self.problem.num_queries or math.inf)
-            self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
-                                            map(Limit, limits.tolist()), strict=True), strict=True))
+            self._known.update(zip(new, zip(
+                figures.throughput_qps.tolist(), figures.latency_s.tolist(),
+                map(Limit, limits.tolist()), strict=True), strict=True))
         return [self._known[key] for key in keys]
 
     def beyond(self, tight: Tight) -> str:
@@ -203,7 +204,7 @@ class WaaExaminer:
     def _look(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
         """[boxes] (best admissible point looked at, whether these were all): of boxes that may
         still have a better one."""
-        found: list[tuple[Candidate | None, bool]] = [(None, False)] * len(boxes)
+        seen: list[tuple[Candidate | None, bool]] = [(None, False)] * len(boxes)
         rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
                 if limit[row] > self._best_qps * (1 + self._gap)
                 and (place < LOOKED_AT or boxes[row].num_points <= FEW_POINTS)]
@@ -217,10 +218,10 @@ class WaaExaminer:
                           for qps, latency_s, forbidding in [known[plan, point[0], point[1]]]
                           if not forbidding and qps > 0 and latency_s <= self._bound_s]
             best = min(admissible, key=lambda one: one.rank, default=None)
-            found[row] = best, len(own) == box.num_points
+            seen[row] = best, len(own) == box.num_points
             if best is not None:
                 self._best_qps = max(self._best_qps, best.objective)
-        return found
+        return seen
 
 
 def _corners(boxes: Sequence[Box], rows: IntArray) -> WaaBoxes:

@@ -16,7 +16,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.pool import Pool, PoolPlan
+from xsimulator.replay.pool import PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, ReplayResult
 
@@ -24,7 +24,7 @@ from xsimulator.replay.records import HandoverRecords, ReplayResult
 class Arrivals:
     """Queries come at their own seconds, and are dealt in turn to the pools that encode."""
 
-    def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[Pool]) -> None:
+    def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess]) -> None:
         self._kernel, self._queries, self._pools = kernel, queries, pools
         # who comes first is last in the list
         self._coming: list[int] = np.argsort(queries.arrival_s, kind="stable")[::-1].tolist()
@@ -65,7 +65,7 @@ class Handover:
     """The link that takes KV entries from an encode pool to a decode pool, a batch at a time."""
 
     def __init__(self, plan: HandoverPlan, kernel: Kernel, queries: Queries,
-                 pools: dict[str, Pool]) -> None:
+                 pools: dict[str, PoolProcess]) -> None:
         self.plan, self._kernel, self._queries = plan, kernel, queries
         self._source, self._target = pools[plan.source], pools[plan.target]
         self._source.outlet = self.send
@@ -125,7 +125,7 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
     """Replays until every query is done. Queries come to all pools but those that only decode.
     Raises XgptError for a query that can never fit."""
     kernel = Kernel()
-    by_name = {plan.name: Pool(plan, kernel, queries) for plan in pools}
+    by_name = {plan.name: PoolProcess(plan, kernel, queries) for plan in pools}
     assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
     links = [Handover(plan, kernel, queries, by_name) for plan in handovers]
     Arrivals(kernel, queries, [p for p in by_name.values() if p.plan.role != "decode"]).start()

@@ -24,7 +24,7 @@ from xsimulator.replay.flow import HandoverPlan, run
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.step_clock import Clock, StepClock, StepSizes
+from xsimulator.replay.step_clock import PoolClock, StepClock, StepSizes
 from xsimulator.stage_times import HandoverCost, StageTimes
 
 ROUNDS = 4  # of replaying, where cores are shared; a further one moves the makespan by under 1 %
@@ -50,7 +50,7 @@ class Replayer:
 
     def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
             rules: Sequence[BatchingRule] | None = None,
-            clocks: Sequence[Clock] | None = None) -> ReplayResult:
+            clocks: Sequence[PoolClock] | None = None) -> ReplayResult:
         """Run queries whose outputs are known, taken up in this order where they come at one time.
 
         arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
@@ -73,7 +73,7 @@ class Replayer:
         return result
 
     def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
-              clocks: Sequence[Clock]) -> ReplayResult:
+              clocks: Sequence[PoolClock]) -> ReplayResult:
         plans = {pool.name: PoolPlan(
             name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
             stages=tuple(stage.index for stage in pool.stages))
@@ -121,7 +121,7 @@ def planned_outputs(problem: Problem) -> int:
 class SharedClock:
     """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
 
-    def __init__(self, clock: Clock, factors: Sequence[float]) -> None:
+    def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
         self._clock, self._factors = clock, tuple(factors)
 
     def seconds(self, sizes: StepSizes) -> list[float]:

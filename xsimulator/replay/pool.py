@@ -17,7 +17,7 @@ from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.step_clock import Clock, StepSizes
+from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,13 @@ class PoolPlan:
 
     name: str
     rule: BatchingRule
-    clock: Clock
+    clock: PoolClock
     stages: tuple[int, ...]
     kv_tokens: int
     role: Role = "both"
 
 
-class Pool:
+class PoolProcess:
     """A pool at work. Its head takes its turns in the order its rule says, each only once the
     tokens it waits for are there; a query's last token counts when the head takes it up, as a run
     measures it."""

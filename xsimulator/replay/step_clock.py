@@ -36,7 +36,7 @@ class StepSizes(NamedTuple):
     handed: int  # encoder output tokens whose keys and values are projected on arrival
 
 
-class Clock(Protocol):
+class PoolClock(Protocol):
     """Says how long a pool's steps take."""
 
     def seconds(self, sizes: StepSizes) -> list[float]:
@@ -52,12 +52,13 @@ class StepClock:
         # whether each decoded row is charged the longest context of its group, not its own
         self._is_padded = times.layers.timing.facts.is_padded
         is_encoder_decoder = times.is_encoder_decoder
-        self._decode_rows = _Rows(times.decode_rows_s)
-        self._encode_rows = _Rows(times.encode_rows_s) if is_encoder_decoder else self._decode_rows
-        self._cross = _Rows(times.cross_kv_s) if is_encoder_decoder else None
-        self._first_tokens = _Rows(lambda n: times.first_tokens_s(n)[..., None])
+        self._decode_rows = _RowTimes(times.decode_rows_s)
+        self._encode_rows = _RowTimes(
+            times.encode_rows_s) if is_encoder_decoder else self._decode_rows
+        self._cross = _RowTimes(times.cross_kv_s) if is_encoder_decoder else None
+        self._first_tokens = _RowTimes(lambda n: times.first_tokens_s(n)[..., None])
         self._attention, self._compaction = (
-            [_Grid(partial(seconds, degree=degree), max_context) for degree in times.degrees]
+            [_GridTimes(partial(seconds, degree=degree), max_context) for degree in times.degrees]
             for seconds in (times.layers.decode_attention_s, times.layers.compaction_s))
         self._inputs = _Inputs(times, max_context)
         self._is_apart = is_encoder_decoder  # encoder and decoder layers share no pass
@@ -102,7 +103,7 @@ class StepClock:
         return total
 
 
-class _Rows:
+class _RowTimes:
     """A function of a whole number of rows, per stage."""
 
     def __init__(self, seconds: Callable[[FloatArray], FloatArray]) -> None:
@@ -131,7 +132,7 @@ class _Rows:
             self._sparse[index], self._sparse[index + 1], strict=True)]
 
 
-class _Grid:
+class _GridTimes:
     """A function of a whole number of queries and a context between whole numbers."""
 
     def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray],

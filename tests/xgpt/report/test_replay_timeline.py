@@ -12,7 +12,7 @@ import pytest
 from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.report import plots
-from xgpt.report.output import StepRecord
+from xgpt.report.output import LoggedStep
 from xgpt.report.timeline import draw, stage_names, steady_window
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
@@ -213,7 +213,7 @@ def test_stage_names_say_devices_and_role():
 
 
 def test_a_measured_run_is_drawn_the_same_way():
-    steps = [StepRecord(stage=stage, kind=kind, queries=2, tokens=2, start_s=at + stage,
+    steps = [LoggedStep(stage=stage, kind=kind, queries=2, tokens=2, start_s=at + stage,
                         end_s=at + stage + 1)
              for stage in (0, 1) for at, kind in ((10.0, "encode"), (12.0, "decode"), (13.0, "?"))]
     inline = plots.timeline(steps, 10.0, 14.0, origin_s=10.0)

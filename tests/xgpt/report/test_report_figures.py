@@ -18,7 +18,7 @@ from xgpt.report.figures import (
     middle_window,
     plain,
 )
-from xgpt.report.output import Output, QueryFigures, StepRecord
+from xgpt.report.output import LoggedStep, Output, QueryFigures
 
 
 def query(latency_s: float, output_tokens: int = 10, start_s: float = 0.0) -> QueryFigures:
@@ -103,8 +103,8 @@ def test_metrics_so_far_count_from_the_first_encoding_to_the_last_token() -> Non
     assert metrics_so_far([], 0) == {"queries": 0, "errors": 0}
 
 
-def step(stage: int, start_s: float, end_s: float) -> StepRecord:
-    return StepRecord(stage=stage, kind="decode", queries=1, tokens=1, start_s=start_s, end_s=end_s)
+def step(stage: int, start_s: float, end_s: float) -> LoggedStep:
+    return LoggedStep(stage=stage, kind="decode", queries=1, tokens=1, start_s=start_s, end_s=end_s)
 
 
 def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed() -> None:

@@ -29,7 +29,7 @@ from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.attention import decode_context, encode_context, whole_inputs
-from xrunner.ops.head import Head
+from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
 from xrunner.query import Sampling
 
@@ -208,7 +208,7 @@ def _count(executor: Any) -> int:
 
 
 def _numbers(value: Any) -> int:
-    if isinstance(value, (Head, Product)):  # by its shape: a packed weight may be padded
+    if isinstance(value, (OutputHead, Product)):  # by its shape: a packed weight may be padded
         assert value.tensors
         bias = value.bias if isinstance(value, Product) else None
         return math.prod(value.shape) + (0 if bias is None else bias.numel())

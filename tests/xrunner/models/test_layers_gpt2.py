@@ -18,7 +18,7 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.head import Head
+from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
 from xrunner.ops.residual import Residual
 
@@ -83,8 +83,8 @@ def test_weights_go_to_the_device_asked_for(gpt2: tuple[Path, Any]) -> None:
     model = StageModel(spec, reader, split_stages(spec.num_layers, 1)[0], torch.float32,
                        device="meta")
     values = [*vars(model.ends).values(), *(v for layer in model.layers for v in layer.weights)]
-    parts = [v.tensors if isinstance(v, (Head, Product)) else v if isinstance(v, tuple) else (v,)
-             for v in values]
+    parts = [v.tensors if isinstance(v, (OutputHead, Product)) else
+             v if isinstance(v, tuple) else (v,) for v in values]
     held = [t for part in parts for t in part if isinstance(t, torch.Tensor)]
     assert len(held) > 5 * 8 and {t.device.type for t in held} == {"meta"}
 

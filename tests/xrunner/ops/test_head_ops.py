@@ -10,7 +10,7 @@ from implementations import IMPLEMENTATIONS, Implementation, num_threads
 from torch.nn import functional as F
 
 from xrunner.ops import head as head_module
-from xrunner.ops.head import Best, Head, HeadScores, WholeScores, keep_best, no_tokens
+from xrunner.ops.head import BestTokens, HeadScores, OutputHead, WholeScores, keep_best, no_tokens
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,7 +66,7 @@ def test_a_head_in_pieces_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, voca
     monkeypatch.setattr(head_module, "PIECE_TOKENS", 7)
     weight = torch.randn(vocabulary, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = torch.randn(9, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
-    head, rows = Head(weight), [0, 3, 8]
+    head, rows = OutputHead(weight), [0, 3, 8]
     assert head.shape == (vocabulary, 24) and len(head.tensors) == max(-(-vocabulary // 7), 1)
     head.pack(held)
     scores = HeadScores(head, x)
@@ -80,5 +80,5 @@ def test_a_head_in_pieces_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, voca
     assert some.tokens.tolist() == best.tokens[rows].tolist()
 
 
-def same(one: Best, other: Best) -> bool:
+def same(one: BestTokens, other: BestTokens) -> bool:
     return torch.equal(one.logits, other.logits) and torch.equal(one.tokens, other.tokens)

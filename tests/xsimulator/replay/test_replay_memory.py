@@ -13,7 +13,7 @@ from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator import memory
-from xsimulator.plans import Plans
+from xsimulator.plans import StagePlans
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
@@ -57,7 +57,7 @@ def bytes_held(problem, found, result):
     """[stages] most bytes on each rank of a stage at any time: weights, KV entries held, and the
     largest step's activations."""
     model, held = problem.model, []
-    plans = Plans(problem, roofline_of(problem))
+    plans = StagePlans(problem, roofline_of(problem))
     for pool in result.pools:
         stages = tuple(found.deployment.stages[index] for index in pool.stages)
         weights = plans.pool([stage.ranks for stage in stages], pool.role,

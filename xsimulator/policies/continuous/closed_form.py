@@ -20,7 +20,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import geometric
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
@@ -58,7 +58,7 @@ class Continuous:
                  timing: TimingSource) -> None:
         """`filling` makes of the queries that there are the way in which steps are filled."""
         self.problem, self.timing = problem, timing
-        self.plans = Plans(problem, timing)
+        self.plans = StagePlans(problem, timing)
         self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
                               reserved_output_tokens=problem.default_max_tokens)
         longest = self.flow.max_reserve_tokens
@@ -125,7 +125,7 @@ class Continuous:
             figures | {"decode_iterations": 1}, notes=extrapolation(figures["stretch"]),
             held_bytes=self._memory.by_stage(plan, groups, np.array([kv_tokens]))[0])
 
-    def _groups(self, plan: Plan, configs: Sequence[ContinuousConfig]) -> Groups:
+    def _groups(self, plan: StagePlan, configs: Sequence[ContinuousConfig]) -> Groups:
         active = np.array([c.max_active for c in configs], float)
         count = np.minimum(len(plan.stages), active).astype(np.int64)
         slots = active / count

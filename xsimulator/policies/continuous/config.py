@@ -9,7 +9,7 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
-from xsimulator.plans import Plan
+from xsimulator.plans import StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class ContinuousMemory:
         self._problem, self._longest = problem, longest_query_tokens
         self._capacity_bytes = memory.capacity_bytes(problem.cluster.device)
 
-    def kv_tokens(self, plan: Plan, groups: Groups) -> tuple[FloatArray, BoolArray]:
+    def kv_tokens(self, plan: StagePlan, groups: Groups) -> tuple[FloatArray, BoolArray]:
         """The KV budget [configs] is that of all groups together; the flag says whether it holds
         the longest query in each."""
         one = memory.kv_bytes(self._problem, plan.stages, 1.0)
@@ -50,12 +50,12 @@ class ContinuousMemory:
         group_blocks = np.clip(np.ceil(most), blocks, np.maximum(room, blocks))
         return group_blocks * BLOCK_TOKENS * groups.number, room >= blocks
 
-    def by_stage(self, plan: Plan, groups: Groups, kv_tokens: FloatArray) -> FloatArray:
+    def by_stage(self, plan: StagePlan, groups: Groups, kv_tokens: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages]."""
         return (plan.weight_bytes + self._activation_bytes(plan, groups)
                 + memory.kv_bytes(self._problem, plan.stages, kv_tokens))
 
-    def _activation_bytes(self, plan: Plan, groups: Groups) -> FloatArray:
+    def _activation_bytes(self, plan: StagePlan, groups: Groups) -> FloatArray:
         """The largest step has its tokens in a layer, and its logits [configs, stages]."""
         return memory.step_bytes(self._problem, plan.stages, rows=groups.step_tokens,
                                  heads=np.ceil(groups.slots) + 1)

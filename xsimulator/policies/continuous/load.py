@@ -17,7 +17,7 @@ from scipy import special
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
 from xrunner.rules.paged import BLOCK_TOKENS
-from xsimulator.plans import Plan
+from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous.paged_walk import Walk
 from xsimulator.policies.continuous.query_sizes import SIZES, normal_scores
 from xsimulator.policies.measured_range import MeasuredRange, Presented
@@ -145,8 +145,8 @@ class Steps:
 class LoadTimes:
     """It says how long the steps of loads take on one plan."""
 
-    def __init__(self, plan: Plan, inputs: Lengths, context: Callable[[FloatArray], FloatArray],
-                 measured: MeasuredRange) -> None:
+    def __init__(self, plan: StagePlan, inputs: Lengths,
+                 context: Callable[[FloatArray], FloatArray], measured: MeasuredRange) -> None:
         """`context` gives the tokens that each of so many decoding queries is charged."""
         self._times, self._tables, self._inputs = plan.times, plan.steps, inputs
         self._context, self._measured = context, measured

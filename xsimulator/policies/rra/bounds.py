@@ -35,7 +35,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.pipeline import StageWork, least_timeline, sorted_timeline
-from xsimulator.plans import Plan
+from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.rra.least_steps import LeastSteps, StageSteps
@@ -49,7 +49,7 @@ SPARSE_TOLERANCE = 0.5  # of more groups than stages, and than queries in a batc
 # Batches on either side are worked out in other blocks: a box lies on one side (phase_blocks).
 SIDES = SMALL_BATCH
 # (plan, corners of it in falling order of their blocks, which corners these are)
-_OfPlan = Callable[[Plan, PhaseBatches, IntArray], FloatArray]
+_OfPlan = Callable[[StagePlan, PhaseBatches, IntArray], FloatArray]
 
 
 class RraBounds:
@@ -64,7 +64,7 @@ class RraBounds:
         corner's, and the corner's N_D (a line) or any up to `last`. The bound is infinite where the
         corner's own sizes are refused: that says nothing of the others."""
 
-        def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
+        def bound(plan: StagePlan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             if last is None:
                 kinds = self._from_smallest(plan, batches, corners, smallest, rows)
             else:
@@ -78,7 +78,7 @@ class RraBounds:
     def line_throughput_qps(self, corners: RraConfigs, smallest: IntArray) -> FloatArray:
         """On lines this is tighter than throughput_qps, and slower to find: by the timeline."""
 
-        def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
+        def bound(plan: StagePlan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             kinds = self._from_smallest(plan, batches, corners, smallest, rows)
             timeline = sorted_timeline(_work(kinds, plan), batches.queries.blocks,
                                        batches.queries.widths)
@@ -92,7 +92,7 @@ class RraBounds:
         `largest`, and the corner's N_D (a line) or any down to `first`. The bound is 0 where the
         corner's own sizes are refused."""
 
-        def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
+        def bound(plan: StagePlan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             most = largest[rows] / batches.encode_groups
             if first is None:
                 kinds = self._steps.on_line(plan, batches, batches, largest=most)
@@ -109,7 +109,7 @@ class RraBounds:
     def line_latency_s(self, corners: RraConfigs, largest: IntArray) -> FloatArray:
         """On lines this is tighter than latency_s, and slower to find: by the timeline."""
 
-        def bound(plan: Plan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
+        def bound(plan: StagePlan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             kinds = self._steps.on_line(plan, batches, batches,
                                         largest=largest[rows] / batches.encode_groups)
             queries = batches.queries
@@ -128,14 +128,14 @@ class RraBounds:
                 limits[rows] = bound(plan, self._rra.batches_of(plan, corners, rows), rows)
         return limits
 
-    def _from_smallest(self, plan: Plan, batches: PhaseBatches, corners: RraConfigs,
+    def _from_smallest(self, plan: StagePlan, batches: PhaseBatches, corners: RraConfigs,
                        smallest: IntArray, rows: IntArray) -> list[StageSteps]:
         """The least steps of lines whose other end of the box is at the `smallest` batches."""
         other = self._rra.batches_of(plan, replace(corners, encode_batch=smallest), rows)
         return self._steps.on_line(plan, batches, other)
 
 
-def _tolerance(plan: Plan, batches: PhaseBatches, is_range: bool) -> FloatArray:
+def _tolerance(plan: StagePlan, batches: PhaseBatches, is_range: bool) -> FloatArray:
     """The closed form may be off a bound by this share [configs]."""
     is_crowded = batches.groups > len(plan.stages)
     return np.select([is_crowded & (batches.encode_batch < batches.groups), is_crowded],
@@ -154,7 +154,7 @@ def _known(seconds: FloatArray) -> FloatArray:
     return np.where(np.isfinite(seconds), seconds, 0.0)
 
 
-def _work(kinds: Sequence[StageSteps], plan: Plan) -> list[StageWork]:
+def _work(kinds: Sequence[StageSteps], plan: StagePlan) -> list[StageWork]:
     """The steps are given by stage, as xsimulator.pipeline takes them."""
     work = [StageWork(encode_s=k.encode_one, encode_rest_s=k.encode_all - k.encode_one,
                       decode_s=k.decode_one, decode_rest_s=k.decode_all - k.decode_one)

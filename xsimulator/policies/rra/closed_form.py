@@ -27,7 +27,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plan, Plans, PlanSource
+from xsimulator.plans import PlanSource, StagePlan, StagePlans
 from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
@@ -70,7 +70,7 @@ class Rra:
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
-        self.plans: PlanSource = plans or Plans(problem, timing)
+        self.plans: PlanSource = plans or StagePlans(problem, timing)
 
     def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
@@ -122,7 +122,7 @@ class Rra:
             batches, batches.decode_loads()), times)
 
     def by_plan(self, configs: RraConfigs,
-                like: IntArray | None = None) -> list[tuple[Plan, IntArray]]:
+                like: IntArray | None = None) -> list[tuple[StagePlan, IntArray]]:
         """Each part has rows of one plan, in falling order of their blocks, few enough for a cache.
         The blocks of the batches `like` are taken in place of their own."""
         like = configs.encode_batch if like is None else like
@@ -143,7 +143,7 @@ class Rra:
                 begin += at_once
         return parts
 
-    def batches_of(self, plan: Plan, configs: RraConfigs, rows: IntArray,
+    def batches_of(self, plan: StagePlan, configs: RraConfigs, rows: IntArray,
                    like: IntArray | None = None) -> PhaseBatches:
         """The batches of some `rows` of `configs`; `like` is that of by_plan."""
         like = configs.encode_batch if like is None else like
@@ -154,11 +154,11 @@ class Rra:
         return PhaseBatches(encode_batch=encode_batch, groups=groups,
                             queries=self.blocks.stacked.take(columns, encode_batch / groups))
 
-    def _single(self, config: RraConfig) -> tuple[Plan, PhaseBatches]:
+    def _single(self, config: RraConfig) -> tuple[StagePlan, PhaseBatches]:
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         return plan, self.batches_of(plan, RraConfigs.of([config]), np.array([0]))
 
-    def _figures(self, plan: Plan, batches: PhaseBatches) -> dict[str, FloatArray]:
+    def _figures(self, plan: StagePlan, batches: PhaseBatches) -> dict[str, FloatArray]:
         loads = batches.decode_loads()
         times = phase_times(plan, batches, loads, self.encode_tokens)
         is_timed, period_s = times.is_timed, times.timeline.period_s
@@ -177,7 +177,7 @@ class Rra:
             "present": batches.encode_batch * batches.queries.mean_present, "kv_tokens": kv_tokens,
             "memory_bytes": self._held(plan, batches, kv_tokens).max(axis=1)}
 
-    def _stretch(self, plan: Plan, batches: PhaseBatches,
+    def _stretch(self, plan: StagePlan, batches: PhaseBatches,
                  loads: DecodeLoads | None = None) -> FloatArray:
         degrees = plan.times.degrees
         if self._range.is_endless(degrees):
@@ -208,7 +208,7 @@ class Rra:
             most = np.minimum(most, np.ceil(num_queries / np.minimum(groups, num_queries)))
         return np.ceil(np.clip(wanted, longest, np.maximum(most, 1) * longest)) * groups
 
-    def _held(self, plan: Plan, batches: PhaseBatches, kv_tokens: FloatArray) -> FloatArray:
+    def _held(self, plan: StagePlan, batches: PhaseBatches, kv_tokens: FloatArray) -> FloatArray:
         """[configs, stages] bytes on each rank of a stage."""
         return (plan.weight_bytes + memory.kv_bytes(self.problem, plan.stages, kv_tokens)
                 + memory.activation_bytes(

@@ -10,7 +10,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import PairEnvelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.occupancy import expected_maximum_z
-from xsimulator.plans import Plan
+from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.rra.phases import PhaseBatches
@@ -49,7 +49,7 @@ class LeastSteps:
             for seconds in (layers.decode_attention_s, layers.compaction_s))
         self._least: dict[tuple[int, int, int], FloatArray] = {}  # variances, see range_of
 
-    def on_line(self, plan: Plan, batches: PhaseBatches, small: PhaseBatches, *,
+    def on_line(self, plan: StagePlan, batches: PhaseBatches, small: PhaseBatches, *,
                 largest: FloatArray | None = None) -> list[StageSteps]:
         """The steps are given by kind of stage, at one N_D; `small` are the smallest batches of
         the boxes, whose contexts count. All else is as in the closed form."""
@@ -69,7 +69,7 @@ class LeastSteps:
                     rows, context[1], of_more=is_least_latency)
         return self._with_encoding(plan, batches, largest, _one_and_all(seconds, loads.steps))
 
-    def over_range(self, plan: Plan, batches: PhaseBatches, over: RangeOf, *,
+    def over_range(self, plan: StagePlan, batches: PhaseBatches, over: RangeOf, *,
                    largest: FloatArray | None = None) -> list[StageSteps]:
         """The steps are given by kind of stage, for any N_D of a range. Attention is spread evenly
         over the tokens of a phase (throughput) or over a query's iterations (latency: `largest`
@@ -108,7 +108,7 @@ class LeastSteps:
         return RangeOf(variance, np.array([until[low - 1:up].min() for low, up in zip(
             others[rows], own, strict=True)]))
 
-    def _with_encoding(self, plan: Plan, batches: PhaseBatches, largest: FloatArray | None,
+    def _with_encoding(self, plan: StagePlan, batches: PhaseBatches, largest: FloatArray | None,
                        decode: list[tuple[FloatArray, FloatArray]]) -> list[StageSteps]:
         """What an uneven split of an encode batch costs is left out: that falls and rises again."""
         inputs, groups = self._rra.encode_tokens, batches.encode_groups
@@ -124,7 +124,7 @@ class LeastSteps:
         return [StageSteps(slowest, np.maximum(groups * usual, slowest), *steps)
                 for (slowest, usual), steps in zip(seconds, decode, strict=True)]
 
-    def _encode_attention(self, plan: Plan, queries: FloatArray,
+    def _encode_attention(self, plan: StagePlan, queries: FloatArray,
                           is_least_latency: bool) -> dict[int, FloatArray]:
         """A query's ENCODE_ATTENTION is the least of any smaller batch's, or of any larger
         one's."""

@@ -88,7 +88,7 @@ class BlockTable:
         self._flow, self._padded, self._exact_iterations = flow, padded, exact_iterations
         self._seen = max(seen_iterations - 1, 0)
         self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
-        self._stack = _Stack()
+        self._stack = _StackedRows()
         self.ends: list[IntArray] = []  # [blocks] by column: each ends before such an iteration
         self.stacked: PhaseBlocks  # all blocks that are known, by column
 
@@ -174,7 +174,7 @@ def _log(values: FloatArray) -> FloatArray:
         return np.asarray(np.log(values))
 
 
-class _Stack:
+class _StackedRows:
     """Rows of arrays are stacked, one array a field with the rows along its second axis (its only
     one for single values), zero where a phase has fewer blocks; grows in leaps."""
 

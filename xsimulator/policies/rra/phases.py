@@ -14,7 +14,7 @@ from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.longest_context import expected_maximum
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
-from xsimulator.plans import Plan
+from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
 NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing
@@ -134,7 +134,7 @@ class PhaseTimes(NamedTuple):
         return np.asarray(queries.phases_before * (self.timeline.period_s + before[-1]) + finish)
 
 
-def phase_times(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
+def phase_times(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
                 tokens: EncodeTokens) -> PhaseTimes:
     encode, encode_timed = _encode_s(plan, batches, tokens)
     decode, alone_s, decode_timed = _decode_s(plan, batches, loads)
@@ -148,7 +148,7 @@ def phase_times(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
                       encode_timed & decode_timed)
 
 
-def _encode_s(plan: Plan, batches: PhaseBatches,
+def _encode_s(plan: StagePlan, batches: PhaseBatches,
               tokens: EncodeTokens) -> tuple[list[_Pair], BoolArray]:
     """The slowest group's encode step and all others' are given by kind of stage."""
     queries, usual, most = tokens.largest(batches)
@@ -160,7 +160,7 @@ def _encode_s(plan: Plan, batches: PhaseBatches,
     return _slowest_and_rest(seconds, batches.encode_groups)
 
 
-def _decode_s(plan: Plan, batches: PhaseBatches,
+def _decode_s(plan: StagePlan, batches: PhaseBatches,
               loads: DecodeLoads) -> tuple[list[_Pair], FloatArray, BoolArray]:
     """The decode steps [blocks, configs] are given by kind of stage, with what _own_steps_s
     says."""
@@ -174,7 +174,7 @@ def _decode_s(plan: Plan, batches: PhaseBatches,
     return pairs, alone_s, np.asarray(is_timed.all(axis=0))
 
 
-def _own_steps_s(plan: Plan, batches: PhaseBatches, loads: DecodeLoads,
+def _own_steps_s(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
                  usual: Sequence[FloatArray]) -> FloatArray:
     """An iteration takes so many seconds [phases before the last, the last; blocks, configs] longer
     in the eyes of the latency bound's query, which is there for certain, than in the mean.

@@ -31,7 +31,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import geometric, group_counts
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
@@ -49,7 +49,7 @@ class Static:
         """`grid_parts` are the encode_parts of the grid."""
         self.name, self.problem, self.timing = name, problem, timing
         self._grid_parts = grid_parts
-        self._plans = Plans(problem, timing)
+        self._plans = StagePlans(problem, timing)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
@@ -111,7 +111,7 @@ class Static:
             held_bytes=self._held(plan, steps)[0],
             notes=["sizes beyond what was measured"] if figures["stretch"] > 1 else [])
 
-    def _figures(self, plan: Plan, steps: StaticSteps) -> dict[str, FloatArray]:
+    def _figures(self, plan: StagePlan, steps: StaticSteps) -> dict[str, FloatArray]:
         with np.errstate(invalid="ignore"):  # refused sizes take infinite time, see below
             timeline = self._timeline(plan, steps)
             period = self._rounds.expected_s(timeline, self._rounds.not_done(steps.batch))
@@ -142,7 +142,7 @@ class Static:
         tokens: FloatArray = np.maximum(np.ceil(most), inputs.max) + rows * output
         return tokens * steps.groups
 
-    def _held(self, plan: Plan, steps: StaticSteps) -> FloatArray:
+    def _held(self, plan: StagePlan, steps: StaticSteps) -> FloatArray:
         """[configs, stages] bytes on each rank of a stage."""
         return (plan.weight_bytes
                 + memory.kv_bytes(self.problem, plan.stages, self._kv_tokens(steps))
@@ -157,7 +157,7 @@ class Static:
         scatter = batch.encode_s * inputs.std / (inputs.mean * np.sqrt(batch.queries))
         return self._rounds.quantile_s(batch, self.problem.constraint.quantile, scatter)
 
-    def _timeline(self, plan: Plan, steps: StaticSteps) -> BatchTimeline:
+    def _timeline(self, plan: StagePlan, steps: StaticSteps) -> BatchTimeline:
         one = plan.times.mean_attention_s(steps.encode_queries)
 
         def encode_s(tokens: FloatArray) -> FloatArray:
@@ -189,7 +189,7 @@ class Static:
             queries=steps.batch, groups=steps.groups, encodes=steps.encodes, encode_s=encoded,
             begin_s=begin_s, spread_s=end_s - begin_s, later_s=later, place_s=usual[:, 0])
 
-    def _decode_s(self, plan: Plan, steps: StaticSteps) -> tuple[FloatArray, FloatArray]:
+    def _decode_s(self, plan: StagePlan, steps: StaticSteps) -> tuple[FloatArray, FloatArray]:
         """The slowest group's step, and all others', take so many seconds [configs, NODES, stages]
         at the nodes."""
         inputs = self.problem.lengths.inputs

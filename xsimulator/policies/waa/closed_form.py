@@ -31,7 +31,7 @@ from xgpt.core.schedule import Deployment, Estimate, Pool
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plans, PlanSource
+from xsimulator.plans import PlanSource, StagePlans
 from xsimulator.policies import geometric, group_counts
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, extrapolation, gathered
 from xsimulator.policies.measured_range import MeasuredRange, Presented
@@ -54,7 +54,7 @@ class Waa:
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
         self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
                               reserved_output_tokens=problem.default_max_tokens)
-        self.plans: PlanSource = plans or Plans(problem, timing)
+        self.plans: PlanSource = plans or StagePlans(problem, timing)
         self.times = PoolTimes(problem, timing, self.plans, self.flow, self.adjustment)
         self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
         self.division = division(self.times, self.memory)

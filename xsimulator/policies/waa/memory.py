@@ -10,7 +10,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plan, PlanSource
+from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
 
@@ -95,7 +95,7 @@ class WaaMemory:
         return np.asarray(np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most)))
 
     def _largest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray,
-                 ) -> list[tuple[Plan, FloatArray, FloatArray, FloatArray]]:
+                 ) -> list[tuple[StagePlan, FloatArray, FloatArray, FloatArray]]:
         """Each pool comes with KV tokens, and rows and queries of its largest step."""
         batch = configs.batch
         encoded = np.ceil(batch * (1 + self._adjustment))
@@ -106,11 +106,11 @@ class WaaMemory:
                 (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch), decoded,
                  decoded)]
 
-    def _find_per_unit(self, pool: Plan, is_encode: bool) -> _PerUnit:
+    def _find_per_unit(self, pool: StagePlan, is_encode: bool) -> _PerUnit:
         kinds = np.unique(np.stack(self._linear(pool, is_encode), axis=1), axis=0)
         return _PerUnit(*kinds.T)
 
-    def _linear(self, pool: Plan, is_encode: bool) -> tuple[FloatArray, ...]:
+    def _linear(self, pool: StagePlan, is_encode: bool) -> tuple[FloatArray, ...]:
         """The figures of _PerUnit are given by stage."""
         problem, stages = self._problem, pool.stages
 

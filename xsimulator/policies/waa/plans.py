@@ -14,15 +14,15 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xsimulator.allocation import pool_layers
-from xsimulator.plans import Plan, PlanSource
+from xsimulator.plans import PlanSource, StagePlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WaaPlan:
     """A plan has both pools; the decode pool's stages are numbered after the encode pool's."""
 
-    encode: Plan
-    decode: Plan
+    encode: StagePlan
+    decode: StagePlan
 
 
 class WaaPlans:

@@ -20,7 +20,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator import memory
-from xsimulator.plans import Plan, Plans
+from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import geometric
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
 
@@ -35,7 +35,7 @@ class Waves:
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
-        self._plans = Plans(problem, timing)
+        self._plans = StagePlans(problem, timing)
         self._assembler = Assembler(problem, timing)
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[WavesConfig]:
@@ -62,7 +62,7 @@ class Waves:
             one_pool(config, plan.stages, 1, figures["kv_tokens"]), figures,
             held_bytes=self._held_bytes(plan, size)[0])
 
-    def _figures(self, plan: Plan, size: FloatArray) -> dict[str, FloatArray]:
+    def _figures(self, plan: StagePlan, size: FloatArray) -> dict[str, FloatArray]:
         lengths, times = self.problem.lengths, plan.times
         below = np.cumsum(lengths.outputs.pmf)[:-1]
         longest = (1 - np.minimum(below, 1.0) ** size[:, None]).sum(axis=1) + 1
@@ -82,7 +82,7 @@ class Waves:
         most = max(lengths.outputs.max, self.problem.default_max_tokens)
         return size * (lengths.inputs.max + most)
 
-    def _held_bytes(self, plan: Plan, size: FloatArray) -> FloatArray:
+    def _held_bytes(self, plan: StagePlan, size: FloatArray) -> FloatArray:
         """[configs, stages] on each rank of a stage."""
         problem, stages = self.problem, plan.stages
         return (plan.weight_bytes + memory.kv_bytes(problem, stages, self._kv_tokens(size))

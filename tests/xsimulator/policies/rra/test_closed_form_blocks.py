@@ -17,7 +17,7 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import Plans
+from xsimulator.plans import StagePlans
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.phase_blocks import BlockTable, block_ends
@@ -151,7 +151,7 @@ def test_tables_refuse_exactly_what_their_function_refuses():
 def test_stages_of_a_kind_cost_what_each_costs():
     problem = problem_of("gpt3-39b", "a40-16", catalog.task("S"))
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    times = Plans(problem, roofline).both(2, 6).times
+    times = StagePlans(problem, roofline).both(2, 6).times
     tables = StepTable(times)
     queries, context = np.array([[1.0, 7.3, 240.0]]), np.array([[90.0, 300.0, 310.0]])
     found = np.stack([tables.decode_s(queries, context)[kind] for kind in tables.kind_of], axis=-1)

@@ -10,7 +10,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, empirical
 from xrunner.rules.batch_sizer import ADJUSTMENT
-from xsimulator.plans import Plans
+from xsimulator.plans import StagePlans
 from xsimulator.policies.waa.closed_form import Waa, waa_c, waa_m
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.divisions import FixedDivision
@@ -103,13 +103,13 @@ def test_a_full_encode_pool_queues_before_its_slowest_stage(devices, is_first_sl
     stage is not the slowest, those that are wait there."""
     waa, batch = waa_of(problem_of("gpt3-39b"), divided(devices)), 60
     found = waa.estimate(WaaConfig(encode_batch=batch, decode_micro_batches=6))
-    times = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices).encode.times
+    times = WaaPlans(StagePlans(waa.problem, waa.timing), 1, 0).plan(devices).encode.times
     inputs = waa.problem.lengths.inputs
     steps = times.encode_s(batch * inputs.mean, batch, {
         degree: batch * one for degree, one in times.mean_attention_s(batch).items()})
     assert (steps[0] == steps.max()) == is_first_slowest
     assert found.figures.decode_batch < 0.99 * batch * waa.flow.mean_iterations, "it is not full"
-    plan = WaaPlans(Plans(waa.problem, waa.timing), 1, 0).plan(devices)
+    plan = WaaPlans(StagePlans(waa.problem, waa.timing), 1, 0).plan(devices)
     cost = HandoverCost(waa.problem, waa.timing, plan.encode.stages, plan.decode.stages)
     handover = cost.seconds(batch * inputs.mean * (1 - waa.problem.lengths.outputs.pmf[0]))
     assert found.figures.encode_s == pytest.approx(
@@ -218,7 +218,7 @@ def test_a_decoder_only_model_is_stored_twice_an_encoder_decoder_model_once():
     for model, copies in (("opt-13b", 2), ("t5-11b", 1)):
         problem = problem_of(model)
         timing, spec = roofline_of(problem), problem.model
-        plan = WaaPlans(Plans(problem, timing), 1, 0).plan(2)
+        plan = WaaPlans(StagePlans(problem, timing), 1, 0).plan(2)
         layers = 2.0 * (spec.num_layers * spec.decoder_layer_params
                         + spec.num_encoder_layers * spec.encoder_layer_params)
         ends = 2.0 * (2 * spec.embedding_params + spec.head_params)
