@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xprofiler.measure.probe import StepParts  # noqa: E402
 from xprofiler.measure.recorder import MAX_SAMPLES, Recorder  # noqa: E402
-from xprofiler.measure.worker import Request, messages_between  # noqa: E402
+from xprofiler.measure.worker import MeasureRequest, messages_between  # noqa: E402
 from xprofiler.points import Kind, Point  # noqa: E402
 from xprofiler.profile import (  # noqa: E402
     STEP_OVERHEAD,
@@ -174,7 +174,7 @@ def test_more_samples_of_a_point_join_the_earlier_ones() -> None:
 
 def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     def wanted(ranks: int, nodes: int) -> list[str]:
-        request = Request(metadata={}, model={}, refused={}, degrees=[1, 2], needs={},
+        request = MeasureRequest(metadata={}, model={}, refused={}, degrees=[1, 2], needs={},
                           budget_s=None, near="near", far="far", target="", progress="", stop="")
         return [f"{k.name} {k.tp_degree} {k.link}"
                 for k in messages_between(request, ranks, nodes)]
