@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--policy", choices=policy_names())
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    lines = ["| policy | model, cluster, task | source | configurations | cold /s | warm /s |",
+    date = time.strftime("%Y-%m-%d")
+    lines = [f"# Speed of the closed forms ({date})", "",
+             "| policy | model, cluster, task | source | configurations | cold /s | warm /s |",
              "|---|---|---|---|---|---|"]
     for case in CASES:
         if arguments.policy not in (None, case.policy):
@@ -102,7 +104,7 @@ def main() -> None:
     text = "\n".join([*lines, "", f"Quickest of {arguments.runs} runs each, one core of {cpu()}."])
     print(text)
     if arguments.out is not None:
-        path = arguments.out / f"closed-form-speed-{time.strftime('%Y-%m-%d')}.md"
+        path = arguments.out / f"closed-form-speed-{date}.md"
         path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,64 @@
+"""The pictures of the documents show what the simulator says today, and say it in words."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def _script() -> Any:
+    spec = importlib.util.spec_from_file_location("draw", PICTURES / "draw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+draw = _script()
+
+
+def text_of(name: str) -> str:
+    return (PICTURES / f"{name}.svg").read_text(encoding="utf-8")
+
+
+def made_of(name: str) -> str:
+    (found,) = re.findall(r"<!-- data (\w+); ", text_of(name))
+    return str(found)
+
+
+@pytest.mark.parametrize("policy", draw.POLICIES)
+def test_a_policy_s_picture_is_of_its_replay_today(policy: str) -> None:
+    now = draw.digest(draw.replay_data(draw.replay(policy)))
+    assert made_of(policy) == now, f"draw it anew: {draw.MAKE}"
+    if policy == "rra":
+        assert made_of("latency") == now
+
+
+def test_the_trade_off_is_what_is_planned_today() -> None:
+    (words,) = re.findall(r"<title>(.*)</title>", text_of("trade-off"))
+    (shown,) = re.findall(r"FT \(static batches\): .*?([\d.]+) at 11.5 s", words)
+    assert draw.trade_off("ft", (11.5,)) == [float(shown)], f"draw it anew: {draw.MAKE}"
+
+
+@pytest.mark.slow
+def test_all_of_the_trade_off_is_what_is_planned_today() -> None:
+    data = {policy: draw.trade_off(policy) for policy in draw.TRADE_OFF_POLICIES}
+    assert made_of("trade-off") == draw.digest(data), f"draw it anew: {draw.MAKE}"
+
+
+def test_each_picture_has_words_and_a_place_in_the_documents() -> None:
+    pages = "".join(page.read_text("utf-8") for page in (*ROOT.glob("docs/*.md"),
+                                                         ROOT / "README.md"))
+    pictures = sorted(path.stem for path in PICTURES.glob("*.svg"))
+    assert pictures == sorted([*draw.POLICIES, "latency", "trade-off"])
+    for name in pictures:
+        assert re.search(r"<title>\w.{40,}</title>", text_of(name))
+        (words,) = set(re.findall(rf"!\[([^\]]+)\]\((?:docs/)?pictures/{name}\.svg\)", pages))
+        assert len(words) > 30
