@@ -77,7 +77,9 @@ def toy_job(tmp_path: Path, cache: dict[str, str]) -> Path:
 
 
 def test_a_shape_alone_runs(toy_job: Path, tmp_path: Path, cache: dict[str, str]) -> None:
-    check_run(tmp_path / "out", xgpt("submit", str(toy_job), "--json", cache=cache))
+    metrics = check_run(tmp_path / "out", xgpt("submit", str(toy_job), "--json", cache=cache))
+    again = json.loads(xgpt("submit", str(toy_job), "--json", cache=cache).stdout)
+    assert again["status"] == "already done" and again["date"] == metrics["date"]
 
 
 @pytest.mark.slow

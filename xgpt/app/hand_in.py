@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from xgpt.app.allocation import NodeLayout, layout_of
 from xgpt.app.checks import check_model, make_folder, refuse_what_no_machine_runs
+from xgpt.app.finished import done_already
 from xgpt.app.opened import open_job
 from xgpt.app.plan import Plan, executable, plan_job
 from xgpt.app.slurm_record import SlurmRecord, load_record
@@ -65,10 +66,15 @@ class Draft:
 
 
 def hand_in_jobs(wanted: Sequence[tuple[Job, tuple[str, ...]]], tell: Teller, *,
-                 is_dry: bool = False) -> dict[str, Any]:
-    """Hands the jobs in, but for a dry run, and tells what there is to tell; the script and what
+                 is_dry: bool = False, is_again: bool = False) -> dict[str, Any]:
+    """Hands the jobs in, but for a dry run and those that are done already (`is_again`: these too,
+    after what they left has been moved aside), and tells what there is to tell; the script and what
     else `--json` prints. Raises XgptError."""
-    jobs = [Wanted(*each) for each in wanted]
+    jobs, done = [Wanted(*each) for each in wanted], list[dict[str, Any]]()
+    if not is_dry:
+        jobs, done = _still_to_do(jobs, tell, is_again=is_again)
+    if not jobs:
+        return {"jobs": done}
     drafted = draft(jobs, tell, fetches=not is_dry)
     for task, plan in zip(drafted.batch.tasks, drafted.plans, strict=True):
         tell.say(f"{task.job_file.name}: " + (
@@ -81,7 +87,22 @@ def hand_in_jobs(wanted: Sequence[tuple[Job, tuple[str, ...]]], tell: Teller, *,
     tell.say(how_to_follow(records, drafted))
     return {**drafted.to_dict(), "jobs": [
         {"job_id": record.job_id, "output": each.job.output, "log": record.log}
-        for each, record in zip(jobs, records, strict=True)]}
+        for each, record in zip(jobs, records, strict=True)] + done}
+
+
+def _still_to_do(wanted: Sequence[Wanted], tell: Teller, *,
+                 is_again: bool) -> tuple[list[Wanted], list[dict[str, Any]]]:
+    """(the jobs that are to be handed in, what is known of those that are done)"""
+    left, done = list[Wanted](), list[dict[str, Any]]()
+    for each in wanted:
+        if is_again:
+            _refuse_twice(each.job.output)  # what it writes must not be moved
+        found = done_already(each.job, tell, is_again=is_again)
+        if found is None:
+            left.append(each)
+        else:
+            done.append({**found, "output": each.job.output})
+    return left, done
 
 
 def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:

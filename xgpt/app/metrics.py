@@ -10,17 +10,14 @@ import numpy as np
 
 from xgpt.app.attribution import attribute
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_folder import RESULTS_FILE
-from xgpt.core.job import Job
+from xgpt.app.run_files import METRICS_FILE
 from xgpt.core.json_values import write_json
 from xgpt.core.schedule import Schedule
-from xgpt.core.spool import num_queries
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.page import write_report
 from xgpt.report.table import summary_table
 from xprofiler.timing import TimingSource
-from xrunner.io.results import answered
 
 
 def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
@@ -34,7 +31,7 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     output, tell = opened.job.output, opened.tell
-    write_json(output / "metrics.json", metrics)
+    write_json(output / METRICS_FILE, metrics)
     write_report(output)
     tell.say(summary_table(metrics))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
@@ -79,10 +76,3 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
                     "python": platform.python_version(), "numpy": np.__version__},
         "stages": measured["stages"],
     }
-
-
-def kept(job: Job) -> dict[str, Any]:
-    """What is known of a run that did not come to its end, by the keys of metrics.json."""
-    results = job.output / RESULTS_FILE
-    return {"name": job.name, "engine": job.run.engine, "queries": answered(results).total,
-            "queries_total": num_queries(job.output), "results": results}

@@ -2,10 +2,10 @@
 model's files as far as a command needs them. The file of requests is opened here alone."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
@@ -39,6 +39,8 @@ class OpenedJob:
     spool: SpoolWriter | None  # of a run whose requests are in a file: the requests themselves
     tell: Teller = field(default_factory=LogTeller, compare=False)
     standby: Standby | None = field(default=None, compare=False)  # a rank started ahead
+    # of a run: the job as it was handed in, by which it is known again (xgpt.app.finished)
+    asked: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
     def is_local(self) -> bool:

@@ -6,8 +6,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.metrics import kept, write_metrics
+from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob
+from xgpt.app.run_files import kept
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule

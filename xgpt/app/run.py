@@ -9,11 +9,13 @@ from typing import Any
 from xgpt.app.agreement import agreement_of
 from xgpt.app.allocation import in_allocation
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
+from xgpt.app.finished import asked_of
 from xgpt.app.laid_out import on_ranks
-from xgpt.app.metrics import kept, write_metrics
+from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
+from xgpt.app.run_files import kept
 from xgpt.app.run_folder import make_room, plan_for_ranks, requests_of, write_job
 from xgpt.app.simulate import replay_steady, steady_timeline
 from xgpt.app.telling import Teller, tell_run
@@ -48,6 +50,7 @@ from xsimulator.replay.predict import JobPrediction
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
     """The job with its model's files and an output folder. `standby`: may serve as its only rank.
     Raises InputError for one that cannot be run."""
+    asked = asked_of(job)  # before an allocation says where it runs, or the requests are read
     if job.slurm is not None and (allocation := allocation_here()) is not None:
         job = in_allocation(job, allocation, tell)
     refuse_what_cannot_run(job, tell)  # before a model is fetched for it
@@ -56,7 +59,7 @@ def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> Opene
     tell.say(f"model: {job.model}, served by {opened.files.served_by}")
     check_model(opened)
     make_folder(job)
-    return executable(replace(opened, standby=standby))
+    return executable(replace(opened, standby=standby, asked=asked))
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.app.opened import OpenedJob
+from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
 from xgpt.core.json_values import write_json
 from xgpt.core.queries import Requests
@@ -20,8 +21,6 @@ from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
 from xrunner.plan import RunPlan, saved_fingerprint
 from xrunner.rules.order import window_of
-
-RESULTS_FILE = "results.jsonl"
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPlan:
@@ -78,7 +77,7 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
 
 def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name."""
-    for name in ("measured.json", "metrics.json", "steps.jsonl", "progress.json", ADJUST_FILE,
+    for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
     results = output / RESULTS_FILE
@@ -115,4 +114,4 @@ def write_job(opened: OpenedJob) -> None:
         "constraint": {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile,
                        **constraint},
         "schedule": {**fixed, **dict(job.schedule.others)}, "adjustment": job.adjustment,
-        "run": job.run, "output": job.output, "source": job.source})
+        "run": job.run, "output": job.output, "source": job.source, "asked": opened.asked})

@@ -16,7 +16,7 @@ from xgpt.launch.slurm import allocation_here
 from xgpt.launch.standby import standby_for
 
 # Imported when a rank has been started: the two import side by side.
-_USE_CASES, _SLURM = "xgpt.app.submit", "xgpt.app.hand_in"
+_USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.finished"
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
 
@@ -27,19 +27,24 @@ _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has non
 @click.option("--slurm", "through_slurm", is_flag=True,
               help="Hand the job in to Slurm though its file has no section `slurm`, or from "
               "within an allocation.")
+@click.option("--again", "is_again", is_flag=True,
+              help="Run a job that is done, or half done, from its beginning; what it left is kept "
+              "in a folder earlier-DATE of its output.")
 @click.option("--dry-run", is_flag=True,
               help="Print the schedule and, for Slurm, the batch script; start nothing.")
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
-           through_slurm: bool, dry_run: bool) -> None:
+           through_slurm: bool, is_again: bool, dry_run: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for.
 
+    A job that is done says so, and runs nothing (`--again` runs it anew).
     With a section `slurm` the job is handed in to Slurm, in whose allocation the rest happens;
     several such job files become one array.
     """
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):
-        shown = import_module(_SLURM).hand_in_jobs(wanted, Terminal(), is_dry=dry_run)
+        shown = import_module(_SLURM).hand_in_jobs(wanted, Terminal(), is_dry=dry_run,
+                                                    is_again=is_again)
         if as_json:
             print_json(shown)
         elif dry_run:
@@ -51,7 +56,11 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
             allowed="one job file at a time, but through Slurm: there several are an array")
             for job, _ in wanted[1:]])
     if not dry_run:
-        _do("submit", wanted[0][0], as_json)
+        found = import_module(_FINISHED).done_already(wanted[0][0], Terminal(), is_again=is_again)
+        if found is None:
+            _do("submit", wanted[0][0], as_json)
+        elif as_json:
+            print_json(found)
         return
     plan = import_module(_USE_CASES).planned(wanted[0][0], Terminal())
     if as_json:

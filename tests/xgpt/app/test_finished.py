@@ -1,0 +1,159 @@
+"""A job that is done says so and runs nothing; begun again, it keeps what it left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_run
+import fake_slurm
+import pytest
+from in_process import xgpt
+
+from xgpt.app.finished import DONE, asked_of, set_aside
+from xgpt.cli import run as command
+from xgpt.core.errors import XgptError
+from xgpt.core.job_file import load_job
+from xgpt.core.json_values import write_json
+from xgpt.core.spool import Record
+from xrunner.io.lock import output_lock
+
+COUNT = 5
+JOB = """
+model: opt-125m
+cluster: local
+workload: {requests: requests.jsonl, output_tokens: {mean: 9, std: 3, max: 16}}
+constraint: {latency_s: 60}
+output: out
+"""
+
+
+class Ran(Exception):
+    """The job was not taken for done."""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job whose run is done; another one would raise."""
+    lines = [json.dumps({"id": str(i), "tokens": [3, 4]}) for i in range(COUNT)]
+    (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
+    path, out = tmp_path / "job.yaml", tmp_path / "out"
+    path.write_text(JOB)
+    out.mkdir()
+    fake_run.write_spool(out, [Record(id=str(i), line=i + 1) for i in range(COUNT)])
+    (out / "results.jsonl").write_text("".join(f'{{"index": {i}}}\n' for i in range(COUNT)))
+    write_json(out / "metrics.json", {"status": "done", "queries": COUNT, "errors": 0, "wall_s": 3})
+    write_json(out / "job.json", {"asked": asked_of(load_job(path))})
+    (out / "report.html").write_text("page")
+
+    def ran(*_: object) -> None:
+        raise Ran
+
+    monkeypatch.setattr(command, "standby_for", ran)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_it_is_told_in_a_line_and_in_an_object(job: Path) -> None:
+    done = xgpt("submit", job)
+    assert done.returncode == 0 and done.stdout == ""
+    assert done.stderr.splitlines()[0] == f"already done: {COUNT} of {COUNT} (out/results.jsonl)"
+    assert "--again" in done.stderr and max(map(len, done.stderr.splitlines())) <= 80
+    found = json.loads(xgpt("submit", job, "--json").stdout)
+    assert (found["status"], found["queries"], found["queries_total"]) == (DONE, COUNT, COUNT)
+    assert found["wall_s"] == 3 and found["results"] == str(job.parent / "out" / "results.jsonl")
+
+
+def test_a_page_that_a_killed_launcher_did_not_write_is_named(job: Path) -> None:
+    (job.parent / "out" / "report.html").unlink()
+    done = xgpt("submit", job)
+    assert done.returncode == 0 and "`xgpt report out` does" in done.stderr
+
+
+def test_nothing_heavy_is_loaded_for_it(job: Path) -> None:
+    heavy = ["torch", "mpi4py", "scipy", "tokenizers", "xscheduler.planner", "xgpt.app.run"]
+    script = ("import sys\nfrom xgpt.cli.main import main\ntry:\n    main()\nfinally:\n"
+              f"    sys.exit([name for name in {heavy} if name in sys.modules] or 0)")
+    done = subprocess.run([sys.executable, "-c", script, "submit", str(job)], timeout=60,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "already done" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ("run.seed=3", "run.seed"), ("constraint.latency_s=9", "constraint.bounds"),
+    ("cluster=a40-4", "cluster"), ("workload.max_tokens=7", "workload.max_tokens")])
+def test_another_job_is_run_and_the_change_is_named(
+        job: Path, capsys: pytest.CaptureFixture[str], change: str, said: str) -> None:
+    run = xgpt("submit", job, "--set", change)
+    assert run.returncode == 1 and "Ran" in run.stderr
+    told = " ".join(run.stderr.split())
+    assert f"finished results of another job (changed since: {said})" in told
+
+
+def test_other_requests_are_another_job(job: Path) -> None:
+    (job.parent / "requests.jsonl").write_text('{"id": "0", "tokens": [5]}\n')
+    assert "changed since: the requests)" in xgpt("submit", job).stderr
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda out: (out / "metrics.json").unlink(),
+    lambda out: (out / "metrics.json").write_text("{"),
+    lambda out: (out / "metrics.json").write_text('{"status": "stopped", "queries": 5}'),
+    lambda out: (out / "results.jsonl").write_text('{"index": 0}\n{"ind'),
+    lambda out: (out / "job.json").write_text("{}"),
+    lambda out: (out / "spool" / "spool.json").unlink()])
+def test_what_is_not_whole_is_run(job: Path, spoil: Callable[[Path], object]) -> None:
+    spoil(job.parent / "out")
+    assert "Ran" in xgpt("submit", job).stderr
+
+
+def test_begun_again_it_keeps_all_that_the_earlier_run_left(job: Path) -> None:
+    out = job.parent / "out"
+    (out / "own.txt").write_text("the user's")
+    before = (out / "results.jsonl").read_text()
+    run = xgpt("submit", job, "--again")
+    assert "Ran" in run.stderr
+    (aside,) = out.glob("earlier-*")
+    assert f"what the earlier run left is kept in out/{aside.name}" in run.stderr
+    assert sorted(path.name for path in out.iterdir()) == [".lock", aside.name, "own.txt"]
+    assert (aside / "results.jsonl").read_text() == before and (aside / "spool").is_dir()
+    assert json.loads((aside / "metrics.json").read_text())["queries"] == COUNT
+    assert set_aside(out) is None, "nothing was left to move"
+
+
+def test_no_folder_is_written_over(job: Path) -> None:
+    out, seen = job.parent / "out", set[Path]()
+    for text in ("first\n", "second\n", "third\n"):
+        (out / "results.jsonl").write_text(text)
+        (aside := set_aside(out))
+        assert aside is not None and aside not in seen
+        seen.add(aside)
+    assert sorted((path / "results.jsonl").read_text() for path in seen) == [
+        "first\n", "second\n", "third\n"]
+
+
+def test_what_a_run_is_writing_stays_where_it_is(job: Path) -> None:
+    out = job.parent / "out"
+    with output_lock(out), pytest.raises(XgptError, match="another run is writing there"):
+        set_aside(out)
+    assert (out / "results.jsonl").is_file() and not list(out.glob("earlier-*"))
+
+
+def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(
+        job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = fake_slurm.install(tmp_path / "bin", monkeypatch)
+    keys = ("--slurm", "--set", "slurm.time=60", "--set", "run.weights=random", "--set",
+            "run.ranks=2")
+    asked = load_job(job, ("run.weights=random", "run.ranks=2"))
+    write_json(tmp_path / "out" / "job.json", {"asked": asked_of(asked)})
+    done = xgpt("submit", job, *keys, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["jobs"][0]["status"] == DONE
+    assert not [call for call in slurm.calls if call[0] == "sbatch"]
+    again = xgpt("submit", job, *keys, "--again", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["jobs"][0]["job_id"] == "123"
+    assert "--again" not in slurm.script, "requeued, it goes on"
+    assert len(list((tmp_path / "out").glob("earlier-*"))) == 1

@@ -1,0 +1,144 @@
+"""A job that is done: told from the files its run left, without planning it anew. What is asked of
+a job decides, not how it came about: the machine, the hosts, or Slurm."""
+
+import hashlib
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from xgpt.app.run_files import METRICS_FILE, OF_A_RUN, RESULTS_FILE, kept
+from xgpt.app.telling import Teller
+from xgpt.core.job import Job
+from xgpt.core.json_values import plain
+from xgpt.core.spool import num_queries
+from xrunner.io.lock import output_lock
+from xrunner.io.results import answered
+
+DONE = "already done"  # the status that `--json` prints
+_WIDTH = 80
+_LABELS = ("name", "source", "output", "slurm")  # keys of a job that decide nothing of its results
+
+
+def asked_of(job: Job) -> dict[str, Any]:
+    """All that the job file asks for, and what its requests are: equal for two jobs that are one.
+    Requests that can be read but once have no digest, and are never the same."""
+    job_keys = {key: value for key, value in plain(job).items() if key not in _LABELS}
+    digests = {str(path): _digest(path) for path in _request_files(job)}
+    return {"job": job_keys, "requests": digests}
+
+
+def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str, Any] | None:
+    """What `--json` prints of a job that is done; None where it is to be run. `is_again`: what an
+    earlier run left is moved aside first. Tells what was found. Raises XgptError where a run is at
+    work in the folder."""
+    if is_again:
+        if (aside := set_aside(job.output)) is not None:
+            tell.say(f"what the earlier run left is kept in {_shown(aside)}")
+        return None
+    metrics = _whole_metrics(job.output)
+    asked = None if metrics is None else _asked_then(job.output)
+    if metrics is None or asked is None:
+        return None
+    if changed := sorted(_differences(asked, asked_of(job))):
+        tell.say(textwrap.fill(
+            f"note: {_shown(job.output)} has the finished results of another job (changed since: "
+            f"{', '.join(changed)}): this one is run, and they are kept", _WIDTH,
+            break_on_hyphens=False, break_long_words=False))
+        return None
+    results = job.output / RESULTS_FILE
+    total, errors = metrics["queries"], metrics.get("errors")
+    tell.say(f"already done: {total} of {total} ({_shown(results)})"
+             + (f"; {errors} could not run (errors.jsonl)" if errors else ""))
+    tell.say("`--again` runs it anew and keeps these results")
+    if not (job.output / "report.html").is_file():
+        tell.say(f"its page was not written: `xgpt report {_shown(job.output)}` does")
+    return {**metrics, **kept(job), "status": DONE}
+
+
+def set_aside(output: Path) -> Path | None:
+    """Moves what a run left into a folder of its own inside `output`, named by the time at which it
+    ended; the folder, or None where nothing was there. Raises XgptError where a run is at work."""
+    if not any((output / name).exists() for name in OF_A_RUN):
+        return None
+    with output_lock(output):
+        left = [output / name for name in OF_A_RUN if (output / name).exists()]
+        latest = max(path.stat().st_mtime for path in left)
+        target = _free_folder(output, datetime.fromtimestamp(latest))
+        for path in left:
+            path.rename(target / path.name)
+    return target
+
+
+def _free_folder(output: Path, moment: datetime) -> Path:
+    name, count = f"earlier-{moment:%Y%m%d-%H%M%S}", 1
+    target = output / name
+    while True:
+        try:
+            target.mkdir()
+        except FileExistsError:
+            count += 1
+            target = output / f"{name}-{count}"
+        else:
+            return target
+
+
+def _whole_metrics(output: Path) -> dict[str, Any] | None:
+    """metrics.json of a run that is done and whose results are all there; else None."""
+    metrics = _read(output / METRICS_FILE)
+    if metrics is None or metrics.get("status") != "done":
+        return None
+    total = num_queries(output)
+    is_whole = metrics.get("queries") == total == answered(output / RESULTS_FILE).written
+    return metrics if is_whole else None
+
+
+def _asked_then(output: Path) -> dict[str, Any] | None:
+    """What was asked of the run; None where an earlier version of xgpt did not write it down."""
+    asked = (_read(output / "job.json") or {}).get("asked")
+    return asked if isinstance(asked, dict) else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Keys whose values differ. One that is on one side alone is of another version of xgpt."""
+    if then.get("requests") != now["requests"] or None in now["requests"].values():
+        yield "the requests"
+    yield from _of_keys(then.get("job", {}), now["job"], "")
+
+
+def _of_keys(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key in then.keys() & now.keys():
+        before, after = then[key], now[key]
+        if isinstance(before, dict) and isinstance(after, dict) and key != "cluster":
+            yield from _of_keys(before, after, f"{prefix}{key}.")
+        elif before != after:
+            yield f"{prefix}{key}"
+
+
+def _request_files(job: Job) -> tuple[Path, ...]:
+    requests = job.workload.requests
+    return () if requests is None else (requests,)
+
+
+def _digest(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _shown(path: Path) -> str:
+    """The path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

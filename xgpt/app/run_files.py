@@ -1,0 +1,24 @@
+"""The files of a run in its output folder, by name, and how far they say that it came."""
+
+from typing import Any
+
+from xgpt.core.job import Job
+from xgpt.core.spool import num_queries
+from xgpt.report.output import EXPECTED_TIMELINE
+from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.io.results import HELD_FILE, answered
+from xrunner.plan import AGREEMENT_FILE
+
+RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
+# All that one run leaves. Results that were kept of others have names of their own, and what Slurm
+# wrote bears its job's number.
+OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
+            "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
+            AGREEMENT_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_TIMELINE, "report.html")
+
+
+def kept(job: Job) -> dict[str, Any]:
+    """What is known of a run that did not come to its end, by the keys of metrics.json."""
+    results = job.output / RESULTS_FILE
+    return {"name": job.name, "engine": job.run.engine, "queries": answered(results).total,
+            "queries_total": num_queries(job.output), "results": results}
