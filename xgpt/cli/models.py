@@ -1,9 +1,10 @@
-"""`xgpt models`: what the catalog knows."""
+"""`xgpt models`: what the catalog knows; with `--check`, what xgpt can do with a model."""
 
 import textwrap
 
 import click
 
+from xgpt.app.model_check import UnsupportedModel, check_model_named
 from xgpt.cli.options import json_option, print_json
 from xgpt.core import catalog
 from xgpt.core.units import format_bytes
@@ -11,9 +12,14 @@ from xgpt.report.table import WIDTH, table
 
 
 @click.command()
+@click.option("--check", "checked", metavar="DIR|ID",
+              help="What xgpt can do with one model: a folder, a catalog name or a hub id.")
 @json_option
-def models(as_json: bool) -> None:
+def models(checked: str | None, as_json: bool) -> None:
     """List the catalog: models, devices, clusters and tasks."""
+    if checked is not None:
+        _check(checked, as_json)
+        return
     if as_json:
         print_json({
             "models": {n: catalog.model(n) for n in catalog.names("model")},
@@ -22,6 +28,16 @@ def models(as_json: bool) -> None:
             "tasks": {n: catalog.task_row(n) for n in catalog.names("task")}})
         return
     click.echo(_tables())
+
+
+def _check(name: str, as_json: bool) -> None:
+    check = check_model_named(name)
+    if not as_json:
+        click.echo(str(check))
+    if not check.is_planned:
+        raise UnsupportedModel(check)
+    if as_json:
+        print_json(check.to_dict())
 
 
 def _tables() -> str:

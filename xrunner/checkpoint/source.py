@@ -83,6 +83,30 @@ def model_at_hand(name: str) -> ModelFiles | None:
     return _described(converted, name, f"xgpt's cache{made_from}")
 
 
+def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
+    """(folder that holds the config.json of a hub model, and nothing else for certain; None where
+    it is not to be had, why). Weights are not fetched."""
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError:
+        raise MissingExtraError("huggingface_hub", "run", "asking the hub for a model") from None
+    why = ""
+    for is_local in (True, False):
+        try:
+            path = hf_hub_download(hub_id, "config.json", local_files_only=is_local)
+            return Path(path).parent, ""
+        except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as cause:
+            why = f"{type(cause).__name__}: {str(cause).splitlines()[0]}"
+    return None, why
+
+
 def _row(name: str) -> tuple[ModelSpec | None, str | None]:
     """The catalog's row of the model, if there is one, and its hub id."""
     row = catalog.model(name) if name in catalog.names("model") else None

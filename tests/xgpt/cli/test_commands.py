@@ -161,6 +161,6 @@ def test_the_options_are_frozen() -> None:
         "simulate": shared | {"--schedule", "--timeline", "--baselines"},
         "sweep": shared | {"--bounds"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "stop": shared,
-        "models": {"--json"},
+        "models": {"--check", "--json"},
         "doctor": {"--gpu", "--json"},
     }

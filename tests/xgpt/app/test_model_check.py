@@ -1,0 +1,87 @@
+"""`xgpt models --check`: planned or not, executed by which engine, memory, keys not supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from xgpt.app import model_check
+from xgpt.app.model_check import UnsupportedModel, check_model_named
+from xgpt.cli.main import cli
+from xgpt.core.errors import EXIT_BAD_INPUT, XgptError
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "max_position_embeddings": 256, "tie_word_embeddings": True, "hidden_act": "silu"}
+
+
+def folder_of(path: Path, **changes: object) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return path
+
+
+def shown(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["models", "--check", *map(str, arguments)])
+
+
+def test_a_catalog_row_without_weights_is_planned_and_not_executed() -> None:
+    check = check_model_named("gpt3-175b")
+    assert check.is_planned and not check.is_executed and "weights: random" in check.weights
+    rows = {row.dtype: row for row in check.memory}
+    assert rows["float32"].weight_bytes == 2 * rows["bfloat16"].weight_bytes
+    assert rows["int8"].weight_bytes < rows["bfloat16"].weight_bytes
+    assert 2 * 175e9 < rows["bfloat16"].weight_bytes < 2.1 * 175e9
+    result = shown("gpt3-175b")
+    assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_an_encoder_decoder_model_is_not_executed_by_deepspeed() -> None:
+    check = check_model_named("t5-small")
+    engines = dict(check.engines)
+    assert engines["xgpt"] == "" and "decoder-only" in engines["deepspeed"]
+    assert "int8" not in {row.dtype for row in check.memory}
+
+
+def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    result = shown(folder_of(tmp_path / "toy"))
+    assert result.exit_code == 0 and "no: " in result.stdout and "model.safetensors" in (
+        " ".join(result.stdout.split()))
+    told = json.loads(shown(tmp_path / "toy", "--json").stdout)
+    assert told["is_planned"] is True and told["is_executed"] is False
+
+
+def test_keys_that_are_not_supported_are_named_and_end_with_exit_code_2(tmp_path: Path) -> None:
+    toy = folder_of(tmp_path / "toy", mlp_bias=True, hidden_act="gelu",
+                    quantization_config={"quant_method": "awq"})
+    result = shown(toy)
+    assert isinstance(result.exception, UnsupportedModel)
+    assert result.exception.exit_code == EXIT_BAD_INPUT
+    words = " ".join(result.stdout.split())
+    assert "planned no" in words
+    named = str(result.exception)
+    assert all(key in named for key in ("mlp_bias", "hidden_act", "quantization_config", "awq"))
+    assert set(result.exception.details["not_supported"]) >= {"mlp_bias", "hidden_act"}
+
+
+def test_a_name_that_is_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(XgptError, match="did you mean 'opt-13b'"):
+        check_model_named("opt-13c")
+    with pytest.raises(XgptError, match="no config.json"):
+        check_model_named(str(tmp_path))
+
+
+def test_of_a_hub_model_the_config_alone_is_fetched(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = folder_of(tmp_path / "toy")
+    monkeypatch.setattr(model_check, "config_from_hub", lambda hub_id: (toy, ""))
+    check = check_model_named("someone/toy")
+    assert check.is_fetched and check.is_executed and "submit` fetches" in " ".join(
+        str(check).split())
+    monkeypatch.setattr(model_check, "config_from_hub", lambda hub_id: (None, "no way to it"))
+    with pytest.raises(XgptError, match="no way to it"):
+        check_model_named("someone/toy")
