@@ -47,12 +47,13 @@ class FinishedQuery:
 
     query: PreparedQuery
     output_ids: tuple[int, ...]
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length" | "error"
     text: str
     encode_start_s: float  # seconds since the run's start, as the following
     first_token_s: float
     last_token_s: float
     arrival_s: float = 0.0
+    error: str | None = None  # why it has no answer, or no more of one
 
     @property
     def latency_s(self) -> float:

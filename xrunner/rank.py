@@ -139,7 +139,7 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
     figures = {
         "version": 1, "state": outcome.state, "queries": len(tally),
         "queries_before": outcome.queries_before, "queries_held": outcome.num_held,
-        "errors": outcome.num_errors, "wall_s": wall_s,
+        "errors": outcome.num_errors, "failed": tally.num_failed, "wall_s": wall_s,
         "throughput_qps": len(tally) / wall_s if wall_s > 0 else None,
         "output_tokens": tokens, "output_tokens_per_s": tokens / wall_s if wall_s > 0 else None,
         **tally.percentiles(),

@@ -59,6 +59,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
         "version": 1, "name": job.name, "status": measured["state"], "engine": job.run.engine,
         "queries": measured["queries_before"] + measured["queries"],
         "queries_held": measured["queries_held"], "errors": measured["errors"],
+        "failed": measured.get("failed", 0),
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
         "steady_state_qps": schedule.estimate.figures.throughput_qps,
         "load_bytes_per_s": None if measured["load_s"] is None else (

@@ -116,6 +116,11 @@ def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         rescheduling=[] if rescheduler is None else decisions_with_phases(
             rescheduler.decisions, measured["changes"]))
     result = {**metrics, **kept(opened.job)}
+    if metrics["failed"] and metrics["failed"] == measured["queries"]:
+        nothing = XgptError(f"none of the {metrics['failed']} queries has an answer: the model's "
+                            "logits are not finite (the `error` of each in its result)")
+        nothing.details = result
+        raise nothing
     if measured["state"] == "stopped":
         held = measured["queries_held"]
         waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""

@@ -51,6 +51,8 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     first = f"{words.counted(queries, 'query')} done"
     if num_errors:
         first += f", {words.counted(num_errors, 'error')} (errors.jsonl)"
+    if failed := number(metrics, "failed"):
+        first += f", {words.counted(failed, 'query')} without an answer (`error` in its result)"
     if text_at(metrics, "status") == "stopped":
         first += ", stopped early: the same command goes on"
     rows = comparisons(metrics)

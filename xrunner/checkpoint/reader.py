@@ -40,7 +40,12 @@ class CheckpointReader:
             raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
         tensor = self._map(*place, shape, part)
         self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        taken = tensor.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        # one pass over what was just written: cheaper than the copy
+        if taken.numel() and not all(bound.isfinite() for bound in torch.aminmax(taken)):
+            raise XgptError(f"{self.directory}: {name!r} holds values that are not finite as "
+                            f"{str(self.dtype).removeprefix('torch.')}: answers would be wrong")
+        return taken
 
     def close(self) -> None:
         self._open.clear()

@@ -11,11 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.slots import Departures, GroupSlots, SlotUse, Span
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
+_NO_NUMBERS = ("logits not finite: the model gives no number here, or one beyond what its type "
+               "holds")
 _RECENT_TOKENS = 32  # a power of two: a stop string is looked for in so many at least
 # What decoding from the middle of a text may change: a space at the cut, part of a character there;
 # and at the end a character whose last bytes are still to come.
@@ -168,8 +171,9 @@ class Vocabulary:
 class Ending(NamedTuple):
     """How a query ended. `text` None: its text is that of all its tokens."""
 
-    reason: str  # "stop" | "length"
+    reason: str  # "stop" | "length" | "error"
     text: str | None
+    error: str | None = None  # why there is no more of it
 
 
 class ActiveQuery:
@@ -202,6 +206,11 @@ class ActiveQuery:
         """Takes up one sampled token; whether it was the last."""
         if self.first_token_s is None:
             self.first_token_s = now
+        if token == NOT_FINITE:
+            # its row may be decoded on until the head hears of it, and needs a token for that
+            self.output_ids.append(0)
+            self.ending = Ending("error", None, _NO_NUMBERS)
+            return True
         query, reason = self.query, None
         self.output_ids.append(token)
         if token in vocabulary.eos_ids and not query.is_forced:
@@ -219,11 +228,12 @@ class ActiveQuery:
         """Its result, given out `now`."""
         assert self.ending is not None, f"{self.query.index = } is not done"
         assert self.first_token_s is not None, "who has ended has a token"
-        reason, text = self.ending
-        return FinishedQuery(query=self.query, output_ids=tuple(self.output_ids),
+        reason, text, error = self.ending
+        ids = self.output_ids if error is None else self.output_ids[:-1]
+        return FinishedQuery(query=self.query, output_ids=tuple(ids),
                              finish_reason=reason, encode_start_s=self.encode_start_s,
-                             first_token_s=self.first_token_s, last_token_s=now,
-                             text=decode_text(self.output_ids) if text is None else text)
+                             first_token_s=self.first_token_s, last_token_s=now, error=error,
+                             text=decode_text(ids) if text is None else text)
 
     def _stopped_text(self, decode_text: Callable[[Sequence[int]], str]) -> str | None:
         """The text up to the first stop string, once one has appeared. To be asked after every

@@ -12,7 +12,7 @@ from xrunner.devices import settle
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.attention import decode_context, encode_context, whole_inputs
-from xrunner.ops.sampling import sample_shards
+from xrunner.ops.sampling import sample_shards, unless_finite
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.courier import EntryReceiver, EntrySender
@@ -198,5 +198,6 @@ class StageExecutor:
     def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
         model = self.model
-        return sample_shards(model.scores(hidden), choices, positions, model.shard,
-                             model.spec.vocab_size)
+        tokens = sample_shards(model.scores(hidden), choices, positions, model.shard,
+                               model.spec.vocab_size)
+        return None if tokens is None else unless_finite(tokens, hidden)

@@ -130,7 +130,8 @@ def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
         return _openai_line(result, model, times)
     return {"id": query.id, "index": query.index, "text": result.text,
             "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
-            "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times}
+            "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times,
+            **({} if result.error is None else {"error": result.error})}
 
 
 def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
@@ -147,8 +148,12 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
             "object": "chat.completion" if query.is_chat else "text_completion",
             "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
                       "total_tokens": input_tokens + output_tokens}}
-    return {"id": f"batch_req_{query.index}", "custom_id": query.id, "error": None,
-            "response": {"status_code": 200, "request_id": f"xgpt-{query.index}", "body": body},
+    request = f"xgpt-{query.index}"
+    answer: dict[str, Any] = {
+        "error": None, "response": {"status_code": 200, "request_id": request, "body": body}}
+    if result.error is not None:
+        answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
+    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer,
             "xgpt": {"index": query.index, "output_ids": list(result.output_ids), **times}}
 
 

@@ -112,10 +112,12 @@ class Tally:
 
     def __init__(self) -> None:
         self._output_tokens = array("q")
+        self.num_failed = 0  # with an error in the place of an answer
         self._times = {name: array("d") for name in TIMES}
 
     def add(self, result: FinishedQuery) -> None:
         self._output_tokens.append(len(result.output_ids))
+        self.num_failed += result.error is not None
         for name, column in self._times.items():
             if (value := getattr(result, f"{name}_s")) is not None:
                 column.append(value)

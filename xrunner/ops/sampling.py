@@ -14,18 +14,21 @@ from xrunner.models.shard import Shard
 from xrunner.ops.head import BestTokens, Scores
 from xrunner.query import Sampling
 
+NOT_FINITE = -1  # in a token's place: its logits are no numbers, or infinite
+
 _MASK64 = (1 << 64) - 1
 
 
 def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """One Sampling and one position (tokens before this one) for each of n rows -> tokens [n]."""
+    """One Sampling and one position (tokens before this one) for each of n rows -> tokens [n], of
+    which NOT_FINITE is none."""
     greedy, drawn = _parted(choices, positions)
     if not drawn:
-        return scores.best(greedy).tokens
+        return _likeliest(*scores.best(greedy))
     logits = scores.of(drawn)
     tokens = torch.empty(len(choices), dtype=torch.long, device=logits.device)
     if greedy:
-        tokens[greedy] = scores.best(greedy).tokens
+        tokens[greedy] = _likeliest(*scores.best(greedy))
     for row, row_logits in zip(drawn, logits, strict=True):
         tokens[row] = _draw(row_logits.float(), choices[row], positions[row])
     return tokens
@@ -62,11 +65,27 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
     tokens = torch.empty(len(choices), dtype=torch.long, device=received.device)
     if best is not None:
         values, candidates = _merged(best)
-        tokens[greedy] = candidates.gather(1, values.argmax(dim=-1, keepdim=True))[:, 0]
+        largest = values.max(dim=-1, keepdim=True)
+        tokens[greedy] = _likeliest(largest.values[:, 0],
+                                    candidates.gather(1, largest.indices)[:, 0])
     if kept is not None:
         for row, row_values, row_tokens in zip(drawn, *_merged(kept), strict=True):
-            tokens[row] = row_tokens[_draw(row_values, choices[row], positions[row])]
+            place = _draw(row_values, choices[row], positions[row])
+            tokens[row] = NOT_FINITE if place == NOT_FINITE else row_tokens[place]
     return tokens
+
+
+def unless_finite(tokens: Tensor, hidden: Tensor) -> Tensor:
+    """The `tokens` [n] sampled from `hidden` [n, H], NOT_FINITE where a row of that is not: the
+    largest of its logits may look like a number all the same."""
+    if not len(hidden) or all(bound.isfinite() for bound in torch.aminmax(hidden)):
+        return tokens
+    return tokens.masked_fill(~hidden.isfinite().all(dim=1), NOT_FINITE)
+
+
+def _likeliest(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`tokens` [n] whose `logits` are the largest of their rows."""
+    return tokens.masked_fill(~logits.isfinite(), NOT_FINITE)
 
 
 def _best(best: BestTokens, first_token: int) -> Tensor:
@@ -105,6 +124,8 @@ def _draw(logits: Tensor, choice: Sampling, position: int) -> int:
     """Inverse-CDF draw over the tokens kept by top-k, then top-p, in order of probability."""
     kept = choice.top_k or logits.numel()
     values, tokens = torch.topk(logits / choice.temperature, min(kept, logits.numel()))
+    if not values[0].isfinite():  # what is no number comes first
+        return NOT_FINITE
     probabilities = torch.softmax(values, dim=-1).double().cpu().numpy()
     cumulative = np.cumsum(probabilities)
     if choice.top_p < 1:

@@ -40,6 +40,18 @@ def test_a_missing_or_misshapen_tensor_is_named(llama: tuple[Path, Any], tmp_pat
         CheckpointReader(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize(("value", "dtype"), [
+    (float("nan"), torch.float32), (float("inf"), torch.float32), (1e6, torch.float16)])
+def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype,
+                                               tmp_path: Path) -> None:
+    """1e6 is more than float16 holds."""
+    weight = torch.ones(4, 3)
+    weight[2, 1] = value
+    torch.save({"some.weight": weight}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(XgptError, match="'some.weight' holds values that are not finite as float"):
+        CheckpointReader(tmp_path, dtype).get("some.weight", (4, 3))
+
+
 def test_quantised_tensors_in_pytorchs_own_files_are_refused(tmp_path: Path) -> None:
     torch.save({"norm.weight": torch.ones(4, dtype=torch.int8)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(XgptError, match=r"norm.weight.*int8.*scales"):

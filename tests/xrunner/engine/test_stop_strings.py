@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from xrunner.engine.roster import ActiveQuery, Vocabulary
+from xrunner.engine.roster import ActiveQuery, Ending, Vocabulary
 from xrunner.query import PreparedQuery
 
 # as tokenizers have them: pieces of bytes, of which some are half a character, and silent specials
@@ -42,7 +42,7 @@ def test_it_is_found_with_the_token_that_ends_it() -> None:
         for count, token in enumerate(ids, start=1):
             is_last = active.take(token, 0.0, Vocabulary(eos_ids=frozenset(), decode_text=decode))
             expected = naive(ids[:count], stops)
-            assert active.ending == (None if expected is None else ("stop", expected)), (
+            assert active.ending == (None if expected is None else Ending("stop", expected)), (
                 f"{stops = } {count = }")
             if is_last:
                 found += count > 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from xgpt.core.workload import RequestError
@@ -31,6 +32,19 @@ def test_results_leave_in_input_order_and_each_as_soon_as_it_can(tmp_path: Path)
     assert line == {"id": "id0", "index": 0, "text": "täxt\n", "output_ids": [4, 5],
                     "input_tokens": 3, "output_tokens": 2, "finish_reason": "stop",
                     "latency_s": 1.25, "encode_start_s": 0.5, "ttft_s": 1.5, "tpot_s": 0.25}
+
+
+def test_a_query_without_an_answer_says_why_in_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    writer = ResultWriter(path, first_index=0, model="toy")
+    for index in range(2):
+        writer.write(replace(finished(index, openai=index == 1), finish_reason="error",
+                             error="logits not finite"))
+    writer.close()
+    own, openai = (json.loads(line) for line in path.read_text().splitlines())
+    assert (own["finish_reason"], own["error"]) == ("error", "logits not finite")
+    assert openai["response"] is None and openai["custom_id"] == "id1"
+    assert openai["error"] == {"code": "no_answer", "message": "logits not finite"}
 
 
 def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from lockstep import Lockstep
 
 from xrunner.models.shard import Shard
 from xrunner.ops.head import WholeScores
-from xrunner.ops.sampling import sample, sample_shards, uniform
+from xrunner.ops.sampling import NOT_FINITE, sample, sample_shards, uniform, unless_finite
 from xrunner.query import Sampling
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0])
@@ -82,3 +82,30 @@ def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree: int, vocab
         assert found[0] is not None
         assert found[0].tolist() == sample(
             WholeScores(logits), chosen, positions).tolist()
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_logits_that_are_no_numbers_give_no_token(degree: int) -> None:
+    """Every token 0, as if it were an answer, is what an argmax makes of them."""
+    choices = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.0, top_k=3)]
+    logits = torch.randn(12, 11)
+    logits[3:6], logits[6:9, 9] = float("nan"), float("inf")
+
+    def work(shard: Shard) -> torch.Tensor | None:
+        part = shard.vocabulary_part(11)
+        own = logits if part is None else logits[:, part.start:part.stop]
+        return sample_shards(WholeScores(own), choices * 4, list(range(12)), shard, 11)
+
+    tokens = Lockstep(degree).run(work)[0]
+    assert tokens is not None
+    assert tokens[3:9].tolist() == [NOT_FINITE] * 6
+    good = [0, 1, 2, 9, 10, 11]
+    assert tokens[good].tolist() == sample(WholeScores(logits[good]), choices * 2, good).tolist()
+
+
+def test_a_row_that_is_not_finite_gives_no_token_whatever_its_logits() -> None:
+    hidden, tokens = torch.ones(3, 4), torch.tensor([5, 6, 7])
+    assert unless_finite(tokens, hidden) is tokens
+    hidden[1, 2] = float("nan")
+    assert unless_finite(tokens, hidden).tolist() == [5, NOT_FINITE, 7]
+    assert unless_finite(tokens[:0], hidden[:0]).tolist() == []
