@@ -1,0 +1,86 @@
+"""The examples of the documents: job files load, planning commands run, and every command and
+option that a page names is one that there is. (docs/python.md: tests/xgpt/app/test_library.py.)"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from in_process import xgpt
+
+from xgpt.cli.main import cli
+from xgpt.core.job_file import load_job
+
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "jobs" / "README.md"])
+FILES = dict(re.findall(r"Save\s+this\s+as\s+`([\w.]+)`:\n\n```\w+\n(.*?)```", TUTORIAL, re.S))
+COMMANDS = re.findall(r"^\$ (xgpt .+)$", TUTORIAL, re.M)
+PLANNED = [command for command in COMMANDS if "elsewhere.yaml" in command]
+NAMES = {*cli.list_commands(click.Context(cli))}
+_COMMAND = re.compile(r"(?<![\w/.-])xgpt +([a-z][\w-]*)((?: +[^`\n|]+)?)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with the tutorial's files in it, and in which its commands are called."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_tutorial_has_files_and_commands() -> None:
+    assert {"prompts.jsonl", "job.yaml", "bounded.yaml", "elsewhere.yaml", "slurm.yaml"} <= {*FILES}
+    assert len(PLANNED) == 3
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".yaml")])
+def test_a_job_of_the_tutorial_loads(folder: Path, name: str) -> None:
+    assert load_job(folder / name).workload is not None
+
+
+@pytest.mark.parametrize("command", PLANNED)
+def test_a_planning_command_of_the_tutorial_runs(folder: Path, command: str) -> None:
+    done = xgpt(*shlex.split(command)[1:])
+    assert done.returncode == 0, done.stderr
+    if "sweep" in command:  # its table stands on the page
+        (table,) = re.findall(r"^    bound +policy.*?(?=\n\n)", TUTORIAL, re.M | re.S)
+        shown = [line.split() for line in table.splitlines()]
+        printed = [line.split() for line in done.stdout.splitlines() if line.strip()]
+        assert printed[-len(shown):] == shown
+
+
+def options_of(words: list[str]) -> tuple[set[str], list[str]]:
+    """(options of the command that these words call, the words after it)"""
+    command: click.Command = cli
+    while words and isinstance(command, click.Group):
+        following = command.get_command(click.Context(command), words[0])
+        if following is None:
+            break
+        command, words = following, words[1:]
+    named = {option for parameter in command.params for option in parameter.opts}
+    if isinstance(command, click.Group):  # the rest of `xgpt profile JOB.yaml` is of one of these
+        for each in command.commands.values():
+            named |= {option for parameter in each.params for option in parameter.opts}
+    return named | {"--help", "-h", "--version"}, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_option_that_a_page_names_is_there(page: Path) -> None:
+    wrong = []
+    for name, rest in _COMMAND.findall(re.sub(r"\\\n", " ", page.read_text("utf-8"))):
+        if name not in NAMES:
+            continue
+        allowed, _ = options_of([name, *rest.split()])
+        wrong += [f"xgpt {name} {option}" for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)
+                  if option not in allowed]
+    assert not wrong
+
+
+def test_a_command_that_a_page_s_console_shows_is_there() -> None:
+    shown = {re.split(r"\s+", command)[1] for command in COMMANDS}
+    assert shown and shown <= NAMES
