@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.whole_file import write_atomically
@@ -14,7 +15,11 @@ from xgpt.core.whole_file import write_atomically
 # History of the file format.
 #   1: first version
 #   2: the requests lie in the spool; `requests` tells them apart
-PLAN_VERSION = 2
+#   3: `model_files` and `requests_digest` tell models and requests apart, paths no longer do
+PLAN_VERSION = 3
+# What decides no token: names and places, how the work is shared out, and in which order.
+_NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
+                 "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window")
 AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 
 
@@ -27,7 +32,7 @@ class RunPlan:
     model_dir: Path
     model_name: str
     served_by: str
-    requests: str  # where they came from, and a digest of them
+    requests: str  # where they came from
     is_chat: bool
     max_tokens: int
     dtype: str
@@ -45,13 +50,14 @@ class RunPlan:
     shuffle_window: int = 1  # queries that are taken in random order among themselves
     most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
     engine: str = OWN_ENGINE
+    requests_digest: str = ""
+    model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
 
     @property
     def fingerprint(self) -> str:
         """Stands for all that decides the answers: a stopped run goes on only if it is the same."""
-        decisive = {k: str(v) for k, v in asdict(self).items()
-                    if k not in ("name", "output", "served_by", "threads_per_rank", "device_kind",
-                                 "is_watched", "slots", "shuffle_window")}
+        decisive = {k: v if isinstance(v, dict) else str(v) for k, v in asdict(self).items()
+                    if k not in _NOT_DECISIVE}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self) -> Path:
@@ -73,8 +79,28 @@ def load_plan(path: Path) -> RunPlan:
 
 def saved_fingerprint(output: Path) -> str | None:
     """Fingerprint of the run that last wrote into `output`; None if there was none."""
+    value = _saved(output).get("fingerprint")
+    return None if value is None else str(value)
+
+
+class SavedModel(NamedTuple):
+    """Where a run's model lay, and its files (xrunner.checkpoint.identity)."""
+
+    directory: Path
+    files: Mapping[str, str]
+
+
+def saved_model(output: Path) -> SavedModel | None:
+    """The model of that run; None where it is not known."""
+    values = _saved(output)
+    directory, files = values.get("model_dir"), values.get("model_files")
+    return (SavedModel(Path(directory), files)
+            if isinstance(directory, str) and isinstance(files, dict) else None)
+
+
+def _saved(output: Path) -> dict[str, Any]:
     try:
-        value = json.loads((output / "run.json").read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return str(value)
+        values = json.loads((output / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -15,8 +15,10 @@ from xgpt.app.telling import Teller
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.spool import num_queries
+from xrunner.checkpoint.identity import changed_files, model_files
 from xrunner.io.lock import output_lock
 from xrunner.io.results import answered
+from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
 _WIDTH = 80
@@ -43,7 +45,7 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     asked = None if metrics is None else _asked_then(job.output)
     if metrics is None or asked is None:
         return None
-    if changed := sorted(_differences(asked, asked_of(job))):
+    if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job.output)]):
         tell.say(textwrap.fill(
             f"note: {_shown(job.output)} has the finished results of another job (changed since: "
             f"{', '.join(changed)}): this one is run, and they are kept", _WIDTH,
@@ -124,6 +126,14 @@ def _of_keys(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> It
             yield from _of_keys(before, after, f"{prefix}{key}.")
         elif before != after:
             yield f"{prefix}{key}"
+
+
+def _model_changes(output: Path) -> list[str]:
+    """The files that the model of the run had, or has now, and that differ."""
+    then = saved_model(output)
+    if then is None or not then.directory.is_dir():
+        return []
+    return changed_files(then.files, model_files(then.directory))
 
 
 def _request_files(job: Job) -> tuple[Path, ...]:

@@ -10,16 +10,18 @@ import numpy as np
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
+from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
 from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank
+from xrunner.checkpoint.identity import changed_files, model_files
 from xrunner.checkpoint.source import write_random_model
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
-from xrunner.plan import RunPlan, saved_fingerprint
+from xrunner.plan import RunPlan, saved_fingerprint, saved_model
 from xrunner.rules.order import window_of
 
 
@@ -38,7 +40,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         most_input = 0 if most_input >= longest_input else most_input
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
-        served_by=files.served_by, requests=f"{job.workload.requests or 'synthetic'} {digest}",
+        served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
+        requests_digest=digest, model_files=model_files(files.directory),
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
         dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
         temperature=job.run.temperature,
@@ -76,12 +79,15 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
 
 
 def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
-    """A stopped run of the same job goes on; any other results are kept under another name."""
+    """A stopped run of the same job goes on; any other results are kept under another name.
+    Raises InputError for a run that was stopped with another model in the folder."""
+    results = output / RESULTS_FILE
+    before, total = answered(results), num_queries(output)
+    if before.total and (total is None or before.total < total):
+        _refuse_another_model(output, plan)
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
-    results = output / RESULTS_FILE
-    before, total = answered(results), num_queries(output)
     if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
         if before.total:
             tell.say(f"going on after the {before.total} queries an earlier run answered")
@@ -91,6 +97,16 @@ def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
             kept = _free_name(path)
             path.rename(kept)
             tell.say(f"results of an earlier run kept as {kept.name}")
+
+
+def _refuse_another_model(output: Path, plan: RunPlan) -> None:
+    """Answers of two models in one file would look like those of one. Raises InputError."""
+    before = saved_model(output)
+    if before and (changed := changed_files(before.files, plan.model_files)):
+        raise wrong(plan.model_dir, ", ".join(changed), None,
+                    f"the files with which the run in {output} was begun, and not finished: these "
+                    "have changed since. Put them back to go on, or begin anew with `--again`, "
+                    "which keeps what was answered")
 
 
 def _free_name(path: Path) -> Path:

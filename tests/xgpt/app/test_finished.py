@@ -19,6 +19,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import write_json
 from xgpt.core.spool import Record
+from xrunner.checkpoint.identity import model_files
 from xrunner.io.lock import output_lock
 
 COUNT = 5
@@ -157,3 +158,15 @@ def test_slurm_is_not_asked_for_what_is_done_unless_it_is_begun_again(
     assert json.loads(again.stdout)["jobs"][0]["job_id"] == "123"
     assert "--again" not in slurm.script, "requeued, it goes on"
     assert len(list((tmp_path / "out").glob("earlier-*"))) == 1
+
+
+def test_a_model_that_was_overwritten_since_is_another_job(job: Path) -> None:
+    model = job.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write_json(job.parent / "out" / "run.json", {
+        "model_dir": str(model), "model_files": model_files(model)})
+    assert xgpt("submit", job).returncode == 0
+    (model / "config.json").write_text("{ }")
+    anew = xgpt("submit", job)
+    assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from xgpt.app.plan import executable, plan_job  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.run_folder import plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
-from xgpt.core.errors import StoppedEarly  # noqa: E402
+from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402
@@ -119,6 +120,32 @@ def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run)
     assert metrics["queries_held"] == 0 and not (out / HELD_FILE).exists()
     progress = json.loads((out / "progress.json").read_text())
     assert (progress["done"], progress["done_before"]) == (COUNT, len(done))
+
+
+def test_a_stopped_run_is_not_gone_on_with_by_another_model(folder: Path, run: Run) -> None:
+    """Answers of two models in one file would look like those of one."""
+    with pytest.raises(StoppedEarly):
+        run(6)
+    out = folder / "out"
+    done, asked = (out / "results.jsonl").read_bytes(), (out / "run.json").read_bytes()
+    (out / "model" / "generation_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"generation_config.json.*begin anew with `--again`"):
+        run(ranks_work=False)
+    assert (out / "results.jsonl").read_bytes() == done and (out / HELD_FILE).exists()
+    assert (out / "run.json").read_bytes() == asked, "nothing is touched"
+    (out / "model" / "generation_config.json").unlink()
+    assert run()["queries_before"] >= 6
+
+
+def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:
+    moved = folder.with_name(f"{folder.name} moved")
+    shutil.copytree(folder, moved)
+    prints = []
+    for place in (folder, moved):
+        session = opened(place)
+        prints.append(plan_for_ranks(
+            session, plan_job(session, roofline(session)).schedule, "digest").fingerprint)
+    assert prints[0] == prints[1]
 
 
 def test_another_schedule_goes_on_with_what_is_held(folder: Path, run: Run,

@@ -238,12 +238,13 @@ def test_slots_leave_room_for_changes_within_memory_and_job(
     assert found > most_active(estimate) and held <= 10**12 - 0.99 * others
 
 
-def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[OpenedJob, Schedule]) -> None:
+def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[OpenedJob, Schedule],
+                                                     tmp_path: Path) -> None:
     """Other KV budgets change no answer, as long as all requests fit: a re-deployment needs it."""
     session, schedule = planned
     spec = session.problem.model
     session = replace(session, files=ModelFiles(
-        directory=Path("/model"), spec=spec, served_by="test"))
+        directory=tmp_path, spec=spec, served_by="test"))
     kv_tokens = schedule.estimate.deployment.kv_tokens
     prints = {plan_for_ranks(session, schedule.changed(kv_tokens=tokens), "of them").fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}

@@ -1,0 +1,41 @@
+"""What tells one model from another that lies in the same folder: a digest of each file that
+decides its answers, whatever the folder is called and whenever it was written. Free of torch.
+
+Small files are read whole. Of weights, which may be hundreds of gigabytes, the size, the beginning
+(where a safetensors file has its header) and blocks at even distances are: other weights, another
+training step or another type differ in all of them. A change of a few bytes between two blocks is
+not seen."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+# config, generation_config, tokenizer, its vocabulary and merges, the chat's template
+_OTHERS = (".json", ".txt", ".model", ".jinja")
+_BLOCKS, _BLOCK_BYTES, _BEGINNING_BYTES = 32, 2**14, 2**20
+
+
+def model_files(directory: Path) -> dict[str, str]:
+    """The files that decide a model's answers: name -> 16 hexadecimal digits. Raises OSError."""
+    return {path.name: _digest(path) for path in sorted(directory.iterdir())
+            if path.suffix in (*_WEIGHTS, *_OTHERS) and path.is_file()}
+
+
+def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The names of those that differ, or are on one side alone."""
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _digest(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if path.suffix not in _WEIGHTS or size <= _BEGINNING_BYTES + _BLOCKS * _BLOCK_BYTES:
+            digest.update(file.read())
+        else:
+            digest.update(file.read(_BEGINNING_BYTES))
+            for block in range(1, _BLOCKS + 1):
+                file.seek((size - _BLOCK_BYTES) * block // _BLOCKS)
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
