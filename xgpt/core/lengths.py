@@ -108,12 +108,6 @@ class JointLengths:
     outputs: Lengths
     pairs: IntArray | None = None  # [num_samples, 2] observed (input, output), equally weighted
 
-    @property
-    def correlation(self) -> float:
-        if self.pairs is None or self.inputs.std == 0 or self.outputs.std == 0:
-            return 0.0
-        return float(np.corrcoef(self.pairs[:, 0], self.pairs[:, 1])[0, 1])
-
     def mean_input_given_output(self) -> FloatArray:
         """E[input | output = k] for k = 1..outputs.max; the overall mean where P(k) = 0."""
         overall = np.full(self.outputs.max, self.inputs.mean)

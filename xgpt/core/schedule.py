@@ -168,26 +168,25 @@ class Estimate:
         return max(figures.decode_batch + figures.encode_batch, max_in_system(self.controls))
 
     def changed(self, **changes: Any) -> Estimate:
-        """The same with fields replaced in whichever parts have them; `kv_tokens` is the decoding
-        pool's. Raises TypeError for a name that no part has."""
+        """The same with whole parts replaced, then fields in whichever parts have them; `kv_tokens`
+        is the decoding pool's. Raises TypeError for a name that no part has."""
         if "decode_micro_batches" in changes:
             changes["num_groups"] = changes["decode_micro_batches"]
         left = dict(changes)
         left.pop("decode_micro_batches", None)
-        controls = _replaced(self.controls, changes, left)
+        own = _replaced(self, changes, left)
+        controls = _replaced(own.controls, changes, left)
         if (even := getattr(controls, "even", None)) is not None:
             controls = replace(controls, even=_replaced(even, changes, left))  # type: ignore[type-var]
-        figures = _replaced(self.figures, changes, left)
-        decoding = _replaced(self.deployment.decoding, changes, left)
-        pools = tuple(decoding if pool.name == decoding.name else pool
-                      for pool in self.deployment.pools)
-        deployment = _replaced(self.deployment, changes, left)
-        if "pools" not in changes:
-            deployment = replace(deployment, pools=pools)
-        own = _replaced(self, changes, left)
+        figures = _replaced(own.figures, changes, left)
+        deployment = _replaced(own.deployment, changes, left)
+        decoding = deployment.decoding
+        pools = tuple(_replaced(pool, changes, left) if pool is decoding else pool
+                      for pool in deployment.pools)
         if left:
             raise TypeError(f"no part of an estimate has {', '.join(sorted(left))}")
-        return replace(own, controls=controls, figures=figures, deployment=deployment)
+        return replace(own, controls=controls, figures=figures,
+                       deployment=replace(deployment, pools=pools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,15 +259,12 @@ class Schedule:
         """The same with fields of its proof, its latency bound, its estimate or its own replaced.
         Raises TypeError for a name that no part has."""
         left = dict(changes)
-        proof = _replaced(self.proof, changes, left)
-        bound = _replaced(self.bound, changes, left)
         own = _replaced(self, changes, left)
-        if "bounds" not in changes:
-            own = replace(own, bounds=tuple(bound if each is self.bound else each
-                                            for each in self.bounds))
-        if "proof" not in changes:
-            own = replace(own, proof=proof)
-        return replace(own, estimate=own.estimate.changed(**left)) if left else own
+        of_latency, proof = own.bound, _replaced(own.proof, changes, left)
+        bounds = tuple(_replaced(bound, changes, left) if bound is of_latency else bound
+                       for bound in own.bounds)
+        estimate = own.estimate.changed(**left) if left else own.estimate
+        return replace(own, bounds=bounds, proof=proof, estimate=estimate)
 
 
 def _replaced(part: _Part, changes: dict[str, Any], left: dict[str, Any]) -> _Part:

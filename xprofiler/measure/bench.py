@@ -15,7 +15,7 @@ import torch
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xprofiler.measure.clock import Clock, clock_of
-from xprofiler.measure.probe import Probe, StepParts, Whole
+from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
 from xrunner.engine.group import StageGroup
 from xrunner.engine.kv import KvCache, kv_shape
@@ -54,10 +54,7 @@ class LayerBench:
         self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
                                 stage, dtype, shard=Shard(degree=tp_degree), device=self.device,
                                 weight_dtype=weight_dtype)
-        self._probe = self._probe_of(clock_of(self.device))
-
-    def _probe_of(self, clock: Clock) -> Probe | Whole:
-        return Probe(self.model, clock)
+        self.probe = Probe(self.model, clock_of(self.device))
 
     def decode(self, contexts: list[int]) -> Measurement:
         """A decode step of one query for each of `contexts` (tokens already cached)."""
@@ -68,7 +65,7 @@ class LayerBench:
 
         def step() -> StepParts:
             group.adopt(joined)
-            return self._probe.time(lambda: executor.execute(message, tokens))
+            return self.probe.time(lambda: executor.execute(message, tokens))
 
         return step
 
@@ -84,9 +81,9 @@ class LayerBench:
         def step() -> StepParts:
             executor.groups[0].adopt(())
             if most_layers is None:
-                return self._probe.time(lambda: executor.execute(message, tokens))
+                return self.probe.time(lambda: executor.execute(message, tokens))
             whole, self.model.layers, self.model.is_last = self.model.layers, layers, False
-            parts = self._probe.time(lambda: executor.execute(message, tokens))
+            parts = self.probe.time(lambda: executor.execute(message, tokens))
             self.model.layers, self.model.is_last = whole, True
             return parts
 
@@ -121,13 +118,6 @@ class LayerBench:
             cache.share_layers(layers)
         cache.store[:1 if is_shared else None].fill_(_ENTRY)
         return cache
-
-
-class WholeBench(LayerBench):
-    """Steps timed as a whole, without marks inside."""
-
-    def _probe_of(self, clock: Clock) -> Whole:
-        return Whole(clock)
 
 
 def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable[[], float]:

@@ -30,22 +30,6 @@ class StepParts(NamedTuple):
         return max(self.whole_s - layers_s - self.embed_s - self.head_s, 0.0)
 
 
-class Whole:
-    """Times a step from outside alone, with no mark in it."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def time(self, step: Callable[[], object]) -> StepParts:
-        """Runs `step` once."""
-        start = self._clock.mark()
-        step()
-        end = self._clock.mark()
-        self._clock.settle()
-        return StepParts(whole_s=self._clock.seconds(start, end), rest_s=0.0, attention_s=0.0,
-                     embed_s=0.0, head_s=0.0)
-
-
 class Probe:
     """Puts marks around the parts of `model`'s layers and ends, in place."""
 

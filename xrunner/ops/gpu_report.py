@@ -7,7 +7,6 @@ copy rate, which the first line has.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,13 +23,6 @@ _TIMED_S = 0.02
 _COPIED_BYTES = 256 << 20
 
 Clock = Callable[[Callable[[], Any]], float]
-
-
-def host_clock(work: Callable[[], Any]) -> float:
-    """Seconds of one call, by the host's clock."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def gpu_clock(work: Callable[[], Any]) -> float:

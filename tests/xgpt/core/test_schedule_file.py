@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_foreign_keys_are_refused() -> None:
 def test_an_estimate_is_replaced_in_place() -> None:
     changed = _schedule().changed(throughput_qps=9.0)
     assert changed.estimate.figures.throughput_qps == 9.0 and changed.proof.nodes == 17
+
+
+def test_whole_parts_are_replaced_and_fields_within_them() -> None:
+    schedule = _schedule()
+    estimate = schedule.estimate
+    other = estimate.changed(encode_batch=2, latency_s=9.0, kv_tokens=70)
+    parts = {part: getattr(other, part) for part in ("controls", "deployment", "figures")}
+    assert estimate.changed(**parts) == other == schedule.changed(**parts).estimate
+    assert estimate.changed(**parts, kv_tokens=80) == other.changed(kv_tokens=80) != other
+    pools = other.deployment.pools
+    assert estimate.changed(pools=pools, num_groups=3).deployment.num_groups == 3
+    assert estimate.changed(name="b").deployment.decoding.name == "b"
+    proof = replace(schedule.proof, nodes=3)
+    assert schedule.changed(proof=proof, gap=0.5).proof == replace(proof, gap=0.5)
+    bounds = (replace(schedule.bound, limit_s=7.0),)
+    assert schedule.changed(bounds=bounds, quantile=0.5).bound == replace(bounds[0], quantile=0.5)
+    with pytest.raises(TypeError, match="color"):
+        schedule.changed(color="red")
 
 
 def test_a_stages_degree_is_its_number_of_ranks() -> None:

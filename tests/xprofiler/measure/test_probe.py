@@ -15,14 +15,13 @@ from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import StageAssignment  # noqa: E402
 from xprofiler.measure.bench import (  # noqa: E402
     LayerBench,
-    WholeBench,
     around,
     ordinary_inputs,
     ragged,
 )
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
-from xprofiler.measure.probe import Probe, StepParts, Whole  # noqa: E402
+from xprofiler.measure.probe import Probe, StepParts  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
@@ -174,15 +173,6 @@ def test_what_is_less_than_nothing_besides_the_parts_is_nothing() -> None:
     assert parts.overhead_s(1) == 0
 
 
-def test_the_whole_alone_takes_two_marks() -> None:
-    clock = FakeClock(per_mark=1)
-    model = FakeModel(clock, 3)
-    parts = Whole(clock).time(model.step)
-    assert clock.marks == 2
-    assert parts == StepParts(whole_s=sum(model.spent.values()) + 1, rest_s=0, attention_s=0,
-                          embed_s=0, head_s=0)
-
-
 def executor_of(spec: ModelSpec) -> StageExecutor:
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=spec.num_layers)
     executor = StageExecutor(StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage,
@@ -254,13 +244,6 @@ def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_who
     assert total_s(parts, 2) == pytest.approx(parts.whole_s, rel=1e-9)
     assert bench.num_layers == len(bench.model.layers) == 3 and bench.model.is_last
     all_parts_are_there(bench.encode([5, 8])(), 3)
-
-
-def test_an_unprobed_bench_takes_the_same_step_as_a_whole() -> None:
-    bench = WholeBench(SPECS["llama"], torch.float32)
-    parts = bench.decode([4, 9])()
-    assert parts.whole_s > 0
-    assert parts[1:] == (0,) * (len(parts) - 1)
 
 
 def test_an_encoder_decoders_steps_add_up_to_the_whole() -> None:
