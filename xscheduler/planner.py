@@ -41,12 +41,17 @@ class PlanOptions:
     """`gap`: share by which a schedule may be better than the one found. `max_nodes`: boxes of
     configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
-    `untimed`: why the times are not those of what will run ("" where they are)."""
+    `untimed`: why the times are not those of what will run ("" where they are). `has_margin`: the
+    bound is kept with the constraint's confidence, which a replay of every candidate is part of;
+    else as the closed form has it. `is_brief`: not explained, and not compared with what there
+    would be without a bound."""
 
     gap: float = GAP
     max_nodes: int | None = None
     horizon: Horizon = "job"
     untimed: str = ""
+    has_margin: bool = True
+    is_brief: bool = False
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -139,9 +144,17 @@ class Planner:
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
         if bound_s not in self._known:
-            self._known[bound_s] = (plan_untimed(problem, self.timing, self.options.untimed)
-                                    if self.options.untimed else self._within_margin(problem))
+            self._known[bound_s] = (
+                plan_untimed(problem, self.timing, self.options.untimed) if self.options.untimed
+                else self._within_margin(problem) if self.options.has_margin
+                else self._within_bound(problem))
         return self._known[bound_s]
+
+    def _within_bound(self, problem: Problem) -> Schedule:
+        """The best without a margin."""
+        began, own, before = time.monotonic(), self._own, self._own.nodes
+        schedule = own.find(problem.constraint.latency_s)
+        return schedule.changed(nodes=own.nodes - before, seconds=time.monotonic() - began)
 
     def _within_margin(self, problem: Problem) -> Schedule:
         began, own, before = time.monotonic(), self._own, self._own.nodes
@@ -156,7 +169,7 @@ class Planner:
         doubts = Doubts(_bounded(self._narrowed, bound_s), self._evaluator, replays=True)
         planned = plan_within(doubts, own.find, search_problem=None if is_baseline else of_problem)
         schedule, explanation = planned.schedule, tuple[str, ...]()
-        if not is_baseline:
+        if not (is_baseline or self.options.is_brief):
             schedule = _compared(planned, own.found + [one for search in longer
                                                        for one in search.found])
             # what does not keep its margin is explained by what it does use
@@ -189,14 +202,17 @@ class Planner:
         effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes)
         return _ProblemSearch(problem.lengths, BaselineSearch(problem, self.timing)
                               if problem.fixed.policy in baselines() else
-                              Scheduler(problem, self.timing, effort))
+                              Scheduler(problem, self.timing, effort),
+                              compares=not self.options.is_brief)
 
 
 class _ProblemSearch:
     """The search of one problem, and what it found."""
 
-    def __init__(self, lengths: JointLengths, search: Scheduler | BaselineSearch) -> None:
+    def __init__(self, lengths: JointLengths, search: Scheduler | BaselineSearch, *,
+                 compares: bool) -> None:
         self.lengths, self._search, self.selections = lengths, search, search.selections
+        self._compares = compares
         self.found: list[Schedule] = []
 
     @property
@@ -207,7 +223,9 @@ class _ProblemSearch:
         return self.found[-1].proof.nodes if self.found else 0
 
     def find(self, latency_bound_s: float) -> Schedule:
-        self.found.append(self._search.find(latency_bound_s))
+        search = self._search
+        self.found.append(search.find(latency_bound_s) if isinstance(search, BaselineSearch) else
+                          search.find(latency_bound_s, compares=self._compares))
         return self.found[-1]
 
 

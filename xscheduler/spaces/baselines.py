@@ -7,7 +7,7 @@ these, without the margin that other times would make meaningless (`plan_untimed
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limits, admissible
 from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
+from xscheduler.spaces.remembered import Remembered
 from xscheduler.spaces.space import Selection
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies import make_config, make_policy
@@ -79,10 +80,22 @@ class _Pinned:
         self.problem, self.timing, self.name = problem, timing, problem.fixed.policy
         self._inner: Any = make_policy(self.name, problem, timing)
         self._given = _given(problem)
-        self.num_evaluated = 0
+        self._known = Remembered(self._inner.evaluate, self._inner.limits if isinstance(
+            self._inner, QuicklyBounded) else None)
+        self._grids: dict[Hashable, list[Any]] = {}
+
+    @property
+    def num_evaluated(self) -> int:
+        return self._known.num_evaluated
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[Any]:
         """Points of the whole grid, moved to the fixed values."""
+        key = max_queries, tuple(plans)
+        if key not in self._grids:
+            self._grids[key] = self._moved(max_queries, plans)
+        return self._grids[key]
+
+    def _moved(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[Any]:
         pins = {name: value for name, value in self._given.items() if name != _PARTS}
         moved = []
         for config in self._inner.grid(max_queries, plans):
@@ -106,16 +119,13 @@ class _Pinned:
         return float(figures.latency_s[roomy].min()) if roomy.any() else None
 
     def evaluate(self, configs: Sequence[Any]) -> EstimateArrays:
-        self.num_evaluated += len(configs)
-        figures: EstimateArrays = self._inner.evaluate(configs)
+        figures = self._known.evaluate(configs)
         return replace(figures, fits=figures.fits & self._is_own(configs))
 
     def limits(self, configs: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
         """What configurations cannot reach; nothing where the job excludes them."""
         own = self._is_own(configs)
-        if not isinstance(self._inner, QuicklyBounded):
-            return np.where(own, np.inf, 0.0), np.where(own, 0.0, np.inf)
-        qps, latency_s = self._inner.limits(configs)
+        qps, latency_s = self._known.limits(configs)
         return np.where(own, qps, 0.0), np.where(own, latency_s, np.inf)
 
     def estimate(self, config: Any) -> Estimate:
