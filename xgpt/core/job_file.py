@@ -22,7 +22,7 @@ from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section
 from xgpt.core.slurm_section import read_slurm
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
-from xgpt.core.yaml_tree import apply_override, read_tree
+from xgpt.core.yaml_tree import Field, apply_override, read_tree
 
 MAX_COUNT = 10**8
 
@@ -34,6 +34,15 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """The job in `path`, with `key.path=value` overrides put in. Raises InputError that carries
     every mistake, in the order of the file's lines."""
     mistakes: list[Mistake] = []
+    job = job_of(job_tree(path, overrides, mistakes), path, mistakes)
+    if mistakes:
+        raise InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))
+    return job
+
+
+def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> Field:
+    """The tree of a file with `key.path=value` overrides put in. Raises InputError for what is no
+    mapping of keys."""
     tree = read_tree(path, mistakes)
     for text in overrides:
         tree = apply_override(tree, text, mistakes)
@@ -41,13 +50,12 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         what = "the file is empty" if tree.value is None else "not a mapping of keys to values"
         raise wrong(path, "job file", None, f"{what}; required keys: model, cluster, workload",
                     tree.line)
-    job = _read_job(Section(tree, "", mistakes), path)
-    if mistakes:
-        raise InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))
-    return job
+    return tree
 
 
-def _read_job(top: Section, path: Path) -> Job:
+def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
+    """The job of a file's tree; to be discarded where `mistakes` were added."""
+    top = Section(tree, "", mistakes)
     folder = Path(os.path.abspath(path)).parent
     schedule, adjustment = read_schedule(top)
     job = Job(

@@ -4,6 +4,7 @@ Scalars follow the YAML 1.2 core schema: `02:00:00` and `no` are text (YAML 1.1 
 and false), `1e-3` is a number. Nothing is ever constructed from a tag."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -99,15 +100,16 @@ def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
     except InputError as cause:
         mistakes.extend(replace(m, key=".".join(keys), line=None) for m in cause.mistakes)
         return tree
-    return _with_value(tree, keys, field)
+    return with_value(tree, keys, field)
 
 
-def _with_value(tree: Field, keys: list[str], new: Field) -> Field:
+def with_value(tree: Field, keys: Sequence[str], new: Field) -> Field:
+    """`tree` with the value under a path of keys replaced, or put in."""
     if not keys:
         return new
     place, children = (tree, tree.value) if isinstance(tree.value, dict) else (new, {})
     below = children.get(keys[0], Field(value={}, file=new.file, line=None))
-    return replace(place, value={**children, keys[0]: _with_value(below, keys[1:], new)})
+    return replace(place, value={**children, keys[0]: with_value(below, keys[1:], new)})
 
 
 def _without_lines(field: Field) -> Field:
