@@ -205,9 +205,10 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars of the dequantiser
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name,
+                                                  trust_remote_code=False)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,
-                                                      dtype=torch.float32)
+                                                      trust_remote_code=False, dtype=torch.float32)
     values = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "transformers_version"):
         values.pop(key, None)

@@ -131,7 +131,8 @@ def load_model(plan: RunPlan, ranks: int, barrier: Callable[[], None]) -> Any:
     if ranks > 1:
         _compile(Path(os.environ["TORCH_EXTENSIONS_DIR"]), barrier)
     dtype = getattr(torch, plan.dtype)
-    whole = AutoModelForCausalLM.from_pretrained(plan.model_dir, dtype=dtype, local_files_only=True)
+    whole = AutoModelForCausalLM.from_pretrained(
+        plan.model_dir, dtype=dtype, local_files_only=True, trust_remote_code=False)
     engine = deepspeed.init_inference(whole, tensor_parallel={"tp_size": ranks}, dtype=dtype)
     barrier()
     if os.environ["RANK"] == "0":

@@ -125,7 +125,9 @@ def _load_backend(directory: Path) -> Any:
         else:
             from transformers import AutoTokenizer
 
-            backend = AutoTokenizer.from_pretrained(directory, use_fast=True).backend_tokenizer
+            # a folder's own code is never run: left open, transformers would ask on the terminal
+            backend = AutoTokenizer.from_pretrained(
+                directory, use_fast=True, trust_remote_code=False).backend_tokenizer
     except (ValueError, OSError, ImportError, LookupError, TypeError, AttributeError) as cause:
         raise wrong_file(path if path.is_file() else directory / "tokenizer",
                          f"cannot be read: {cause}") from None

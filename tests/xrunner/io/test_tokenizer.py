@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,21 @@ def test_what_a_template_refuses_is_said(directory: Path) -> None:
     (directory / "chat_template.jinja").unlink()
     with pytest.raises(XgptError, match="has no chat template"):
         TextTokenizer(directory).render_chat([])
+
+
+def test_code_in_a_models_folder_is_never_run(tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks on the terminal whether to run it: a piped `y` did."""
+    pytest.importorskip("transformers")
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[PAD]\nword\n")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "EvilTokenizer", "auto_map": '
+        '{"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}}')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    with pytest.raises(XgptError, match="trust_remote_code"):
+        TextTokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
