@@ -22,6 +22,7 @@ from xrunner.checkpoint.source import read_spec
 from xrunner.devices import peak_memory_bytes
 from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
+from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.ops import cuda_modules, native
@@ -72,7 +73,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
     is_sampled = rank == 0 and isinstance(reader, CheckpointReader)
     disk_rate = disk_bytes_per_s(plan.model_dir) if is_sampled else None
     sender, receiver = _couriers(deployment, pool, spec, world)
-    return Loaded(StageExecutor(model, clock=clock, sender=sender, receiver=receiver),
+    beat = Beat(plan.output, rank=rank, stage=stage.index, pool=pool.name)
+    return Loaded(StageExecutor(model, clock=clock, sender=sender, receiver=receiver, beat=beat),
                   routes(deployment.pools)[rank], pool, stage, seconds, reader.bytes_read,
                   from_disk, disk_rate)
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,7 +15,9 @@ from datetime import date
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import IO
 
+from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
@@ -38,6 +41,7 @@ DEFAULT_BUDGET_S = 45.0
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9
+_LOOK_S = 0.2  # between looks whether another process has ended measuring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ class WantedProfile:
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
     launcher: Launcher  # of the ranks that measure
+    output: Path  # of the job: a run of it that is asked to stop stops measuring, too
 
 
 def wanted_profile(job: Job, problem: Problem,
@@ -72,7 +77,7 @@ def wanted_profile(job: Job, problem: Problem,
     return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
                          needs=_needs(problem), degrees=possible, refused=refused,
                          links=(cluster.intra_link.name, cluster.inter_link.name),
-                         launcher=launcher_of(job, problem))
+                         launcher=launcher_of(job, problem), output=job.output)
 
 
 def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
@@ -83,7 +88,7 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
     path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
     if not again and (profile := _sufficient(path, wanted, budget_s, tell)) is not None:
         return profile
-    with _alone(path.parent, tell):
+    with _alone(path.parent, wanted.output, tell):
         # another process may have measured it while this one waited
         if not again and (profile := _sufficient(path, wanted, budget_s, tell)) is not None:
             return profile
@@ -126,7 +131,7 @@ def _cached(path: Path, tell: Teller) -> Profile | None:
 
 
 @contextmanager
-def _alone(folder: Path, tell: Teller) -> Iterator[None]:
+def _alone(folder: Path, output: Path, tell: Teller) -> Iterator[None]:
     """One process at a time measures: two would disturb each other. Raises InputError where the
     cache cannot be written to."""
     try:
@@ -140,8 +145,20 @@ def _alone(folder: Path, tell: Teller) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             tell.say("profile: another xgpt is measuring here; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait_for(file, output)
         yield
+
+
+def _wait_for(file: IO[str], output: Path) -> None:
+    """Takes the lock as soon as it is free. Raises StoppedEarly where the job is asked to stop."""
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if is_asked_to_stop(output):
+                raise StoppedEarly("asked to stop before its profile was measured; the same "
+                                   "command goes on") from None
+            time.sleep(_LOOK_S)
 
 
 @cache
@@ -205,10 +222,15 @@ def _measure(wanted: WantedProfile, target: Path, budget_s: float, tell: Teller,
             "refused": wanted.refused, "needs": asdict(wanted.needs), "budget_s": budget_s,
             "near": near, "far": far, "target": str(target), "progress": str(progress),
             "stop": str(stop)}), encoding="utf-8")
+
+        def watch() -> None:
+            tell_share(tell, "profiling", progress)
+            if is_asked_to_stop(wanted.output):
+                stop.touch()
+
         try:
             ranks = RankProgram(module="xprofiler.measure.worker", argument=request, count=of.ranks)
-            wanted.launcher.run(ranks, watch=lambda: tell_share(tell, "profiling", progress),
-                                ask_to_stop=stop.touch)
+            wanted.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
         finally:
             tell.end_progress()
         if stop.exists():

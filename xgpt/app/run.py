@@ -1,6 +1,7 @@
 """One run of a schedule: files laid out, ranks started and watched, measured beside predicted."""
 
 import json
+import shutil
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
+from xrunner.io.beat import BEATS
 from xrunner.io.intake import hand_on
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
@@ -79,11 +81,12 @@ def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict
     StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
     # held from the first file to the last: what the ranks read must be what was written here
     with output_lock(opened.job.output) as lock:
-        return _execute(opened, timing, schedule, lock)
+        return execute_locked(opened, timing, schedule, lock)
 
 
-def _execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
-             lock: int) -> dict[str, Any]:
+def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+                   lock: int) -> dict[str, Any]:
+    """The same, of who holds the folder's lock."""
     output = opened.job.output
     requests, spool = requests_of(opened)
     plan = plan_for_ranks(opened, schedule, requests.digest)
@@ -176,3 +179,4 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
         tell.end_progress()
         for name in (OBSERVED_FILE, ADJUST_FILE):
             (output / name).unlink(missing_ok=True)
+        shutil.rmtree(output / BEATS, ignore_errors=True)  # measured.json has it all

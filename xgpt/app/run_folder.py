@@ -1,6 +1,7 @@
 """The output folder of a run before its ranks start: what they are told, and what stays of earlier
 runs."""
 
+import shutil
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.identity import changed_files, model_files
 from xrunner.checkpoint.source import write_random_model
+from xrunner.io.beat import BEATS
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
@@ -88,6 +90,7 @@ def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
+    shutil.rmtree(output / BEATS, ignore_errors=True)
     if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
         if before.total:
             tell.say(f"going on after the {before.total} queries an earlier run answered")

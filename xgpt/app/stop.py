@@ -5,9 +5,15 @@ from pathlib import Path
 from xgpt.app.joined_status import job_status
 from xgpt.core.errors import XgptError
 from xgpt.launch.slurm_queue import take_back
+from xrunner.io.lock import is_locked
 from xrunner.io.stop import StopRequest
 
 _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
+
+
+def is_asked_to_stop(output: Path) -> bool:
+    """Whether the run that works in the folder is to stop; a request of an earlier one is none."""
+    return StopRequest(output).is_made and is_locked(output) is not False
 
 
 def stop_job(output: Path) -> str:

@@ -1,27 +1,41 @@
 """A job from its file's words to its results: planned, shown, run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import open_job
+from xgpt.app.messages import KeptTeller
+from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, plan_job
-from xgpt.app.run import execute, open_to_run, to_run
+from xgpt.app.run import execute_locked, open_to_run, to_run
 from xgpt.app.telling import Teller
 from xgpt.app.warning import warned_in_good_order
 from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
 from xgpt.launch.standby import Standby
 from xgpt.report.table import schedule_table
+from xrunner.io.lock import output_lock
+
+
+@contextmanager
+def _at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
+    """The job as one that works in its output folder, what it says kept there, and the folder's
+    lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it."""
+    output = opened.job.output
+    with output_lock(output) as lock:
+        yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
 
 
 def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
     """Profiles, plans and runs the job; returns what metrics.json holds. `standby`: may serve as
     its only rank. Raises StoppedEarly where it was asked to stop."""
-    with warned_in_good_order():
-        plan = plan_job(open_to_run(job, tell, standby))
-        tell.say(f"times: {plan.timing.provenance()}")
-        tell.say(schedule_table(plan.schedule))
-        return execute(plan.opened, plan.timing, plan.schedule)
+    with warned_in_good_order(), _at_work(open_to_run(job, tell, standby)) as (opened, lock):
+        plan = plan_job(opened)
+        opened.tell.say(f"times: {plan.timing.provenance()}")
+        opened.tell.say(schedule_table(plan.schedule))
+        return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
 
 
 def planned(job: Job, tell: Teller) -> Plan:
@@ -32,8 +46,7 @@ def planned(job: Job, tell: Teller) -> Plan:
 def run(job: Job, tell: Teller, standby: Standby | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
-    with warned_in_good_order():
-        opened = open_to_run(job, tell, standby)
+    with warned_in_good_order(), _at_work(open_to_run(job, tell, standby)) as (opened, lock):
         path = schedule_file or opened.job.output / "schedule.json"
         plan = to_run(opened, load_schedule(path), path)
-        return execute(plan.opened, plan.timing, plan.schedule)
+        return execute_locked(plan.opened, plan.timing, plan.schedule, lock)

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
+    "top": ("xgpt.cli.top:top", "Watch a running job live."),
     "stop": ("xgpt.cli.stop:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}

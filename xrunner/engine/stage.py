@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xrunner.devices import settle
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
+from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.attention import decode_context, encode_context, whole_inputs
 from xrunner.ops.sampling import sample_shards, unless_finite
@@ -40,11 +41,11 @@ class StageExecutor:
 
     def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
                  check: bool = False, sender: EntrySender | None = None,
-                 receiver: EntryReceiver | None = None) -> None:
+                 receiver: EntryReceiver | None = None, beat: Beat | None = None) -> None:
         """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
-        entries that WAA's encode and decode pools hand over."""
+        entries that WAA's encode and decode pools hand over. `beat`: is told of every step."""
         self.model, self._clock, self._check = model, clock, check
-        self.sender, self.receiver = sender, receiver
+        self.sender, self.receiver, self._beat = sender, receiver, beat
         self.groups: list[StageGroup] = []
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
@@ -104,7 +105,10 @@ class StageExecutor:
         settle(self.model.device)  # else the step would end before its work does
         self.log.append(StepRecord(kind, message.group, message.phase, message.iteration, queries,
                                    tokens, start_s, self._clock()))
-        self.busy_s += self.log[-1].end_s - start_s
+        end_s = self.log[-1].end_s
+        self.busy_s += end_s - start_s
+        if self._beat is not None:
+            self._beat(end_s, self.busy_s, sum(len(own.slots.seats) for own in self.groups))
         if self._check:
             self.groups[message.group].check_integrity()
 

@@ -1,0 +1,157 @@
+"""`xgpt top`: one look at a job's files, piped and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from xgpt.app.live import Glance, glance
+from xgpt.app.messages import KeptTeller
+from xgpt.app.place import Place, place_of
+from xgpt.app.telling import LogTeller
+from xgpt.cli import live_screen
+from xgpt.cli.main import cli
+from xgpt.core.errors import MissingExtraError, XgptError
+from xrunner.io.beat import Beat
+from xrunner.io.lock import output_lock
+from xrunner.io.sink import Progress, write_progress
+
+RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
+                   latency_p50_s=1.5, latency_p99_s=2.25)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A job of two ranks that runs, as far as its files tell."""
+    write_progress(tmp_path / "progress.json", RUNNING)
+    for rank in (0, 1):
+        Beat(tmp_path, rank=rank, stage=rank, pool="all")(60.0, 45.0, 24)
+    KeptTeller(LogTeller(), tmp_path).say("times: measured\nthe schedule " + "is long " * 20)
+    return Place(name="nightly", output=tmp_path, bound_s=2.0)
+
+
+def looked(place: Place, before: Glance | None = None) -> Glance:
+    now = glance(place, before)
+    assert now is not None
+    return now
+
+
+def test_a_running_job_at_a_glance_in_80_columns(place: Place) -> None:
+    with output_lock(place.output):
+        now = looked(place)
+    text = str(now)
+    assert now.is_active and now.state == "running" and now.queries == 24
+    assert now.left_s == pytest.approx(140.0) and now.is_late
+    words = " ".join(text.split())
+    assert "120 of 400 done (30%), about 2m20s left" in words
+    assert "OVER the bound of 2.00 s" in words and "80 output tokens/s" in words
+    assert "24 queries in the system" in words and "75%" in words and "times: measured" in words
+    assert max(map(len, text.replace(str(place.output), "").splitlines())) <= 80
+
+
+def test_the_speed_is_that_since_the_last_look(place: Place) -> None:
+    with output_lock(place.output):
+        before = looked(place)
+        write_progress(place.output / "progress.json",
+                       replace(RUNNING, output_tokens=5000, elapsed_s=62.0))
+        assert looked(place, before).tokens_per_s == pytest.approx(100.0)
+
+
+def test_before_the_ranks_start_it_says_what_is_done(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with output_lock(tmp_path):
+        teller = KeptTeller(LogTeller(), tmp_path)
+        teller.progress("profiling 43%, 20.0 s left")
+        now = looked(place_of(tmp_path))
+        assert now.state == "starting" and "profiling 43%, 20.0 s left" in str(now)
+        teller.end_progress()
+        assert "profiling" not in str(looked(place_of(tmp_path)))
+
+
+def test_a_job_that_has_ended_shows_its_last_state_and_its_ranks(place: Place) -> None:
+    write_progress(place.output / "progress.json", replace(RUNNING, state="stopped"))
+    for path in (place.output / "ranks").iterdir():
+        path.unlink()
+    (place.output / "measured.json").write_text(json.dumps({"wall_s": 60.0, "ranks": [
+        {"rank": 0, "stage": 0, "pool": "all", "busy_s": 54.0}]}))
+    now = looked(place)
+    assert not now.is_active and "90%" in str(now) and "the same command goes on" in (
+        " ".join(str(now).split()))
+    assert "in the system" not in str(now)
+
+
+def test_piped_it_prints_one_state_and_ends(place: Place, tmp_path_factory: pytest.TempPathFactory,
+                                            ) -> None:
+    shown = CliRunner().invoke(cli, ["top", str(place.output)], catch_exceptions=False)
+    assert shown.exit_code == 0 and "\x1b" not in shown.stdout and "died" in shown.stdout
+    empty = CliRunner().invoke(cli, ["top", str(tmp_path_factory.mktemp("empty"))])
+    assert isinstance(empty.exception, XgptError) and "no run has started" in str(empty.exception)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_screen_fits(place: Place, width: int) -> None:
+    console = pytest.importorskip("rich.console", reason="the screen needs the extra `top`").Console
+    with output_lock(place.output):
+        now = looked(place)
+    file = StringIO()
+    console(file=file, width=width, force_terminal=False).print(
+        live_screen.screen(now, [10.0, 80.0, 40.0]))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "nightly: running" in lines[0] and "q leaves" in lines[-1]
+    assert "120 of 400" in file.getvalue()
+
+
+def test_without_rich_it_names_the_command_that_brings_it(
+        place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_screen.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"\[top\]"):
+        live_screen.follow(lambda before: glance(place, before))
+
+
+@pytest.mark.parametrize("key", ["q", "Ctrl-C"])
+def test_q_and_ctrl_c_leave_the_terminal_as_it_was(place: Place, key: str) -> None:
+    pytest.importorskip("rich", reason="the screen needs the extra `top`")
+    head, tail = pty.openpty()
+    with output_lock(place.output):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "xgpt.cli.main", "top", str(place.output)], stdin=tail,
+            stdout=tail, stderr=tail, env={**os.environ, "TERM": "xterm", "COLUMNS": "80",
+                                           "LINES": "24"}, start_new_session=True)
+        os.close(tail)
+        seen = read_until(head, b"q leaves")
+        if key == "q":
+            os.write(head, b"q")
+        else:
+            process.send_signal(signal.SIGINT)
+        seen += read_until(head, b"last messages\r\n")
+        try:
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
+            process.wait()
+    os.close(head)
+    assert b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen, "its own screen, left again"
+
+
+def read_until(descriptor: int, words: bytes) -> bytes:
+    seen, end_s = b"", time.monotonic() + 30
+    while words not in seen and time.monotonic() < end_s:
+        if select.select([descriptor], [], [], 0.2)[0]:
+            try:
+                seen += os.read(descriptor, 65536)
+            except OSError:  # the other end is closed
+                break
+    return seen

@@ -1,0 +1,161 @@
+"""A running job at a glance, from the files it writes, here or under Slurm: what `xgpt top`
+shows."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgpt.app.joined_status import JobStatus, job_status
+from xgpt.app.messages import doing, last_messages
+from xgpt.app.place import Place
+from xgpt.app.status import how_to_go_on
+from xgpt.core.units import format_seconds
+from xgpt.report.table import fact, table
+from xrunner.io.beat import RankState, read_beats
+from xrunner.io.sink import Progress
+
+_MESSAGES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """One look at a job. `tokens_per_s`: since the look before, or of the whole run where there was
+    none; None before there are any. `queries`: in the system, being encoded or decoded; None where
+    the ranks do not tell. `doing`: what goes on before the ranks start, in words."""
+
+    name: str
+    output: Path
+    state: str
+    is_active: bool
+    progress: Progress | None
+    bound_s: float
+    tokens_per_s: float | None
+    queries: int | None
+    ranks: tuple[RankState, ...]
+    doing: str
+    slurm: str
+    remark: str  # what a person does next, or why it failed
+    messages: tuple[str, ...]
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left at the pace so far."""
+        p = self.progress
+        if p is None or p.state != "running" or p.elapsed_s <= 0:
+            return None
+        done_here = p.done - p.done_before
+        return p.elapsed_s / done_here * (p.total - p.done) if done_here > 0 else None
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """(label, words) of the run, but for its ranks and messages."""
+        p, facts = self.progress, []
+        if self.slurm:
+            facts.append(("slurm", self.slurm))
+        if self.doing and self.is_active and (p is None or p.state != "running"):
+            facts.append(("now", self.doing))
+        if p is None or not p.total:
+            return facts
+        left = self.left_s
+        facts.append(("queries", f"{p.done:,} of {p.total:,} done ({p.done / p.total:.0%})" + (
+            "" if left is None else f", about {format_seconds(left)} left")))
+        if self.queries is not None and self.is_active:
+            facts.append(("at work", f"{self.queries:,} queries in the system"))
+        if self.tokens_per_s is not None:
+            mean = p.output_tokens / p.elapsed_s if p.elapsed_s > 0 else 0.0
+            facts.append(("speed", f"{self.tokens_per_s:,.0f} output tokens/s now, {mean:,.0f} on "
+                          f"average over {format_seconds(p.elapsed_s)}"))
+        if p.latency_p99_s is not None and p.latency_p50_s is not None:
+            facts.append(("latency", f"{format_seconds(p.latency_p50_s)} for half of the queries, "
+                          f"{format_seconds(p.latency_p99_s)} for 99 %; {self.bound_words}"))
+        return facts
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the 99th percentile of the latency is over the bound."""
+        p = self.progress
+        return p is not None and p.latency_p99_s is not None and p.latency_p99_s > self.bound_s
+
+    @property
+    def bound_words(self) -> str:
+        if math.isinf(self.bound_s):
+            return "no bound"
+        return f"{'OVER' if self.is_late else 'within'} the bound of {format_seconds(self.bound_s)}"
+
+    def __str__(self) -> str:
+        """All of it as plain lines."""
+        lines = [fact(self.name, f"{self.state}, {self.output}")]
+        lines += [fact(label, words) for label, words in self.facts]
+        if self.ranks:
+            lines += ["", table(("rank", "stage", "pool", "busy", "on average", "queries"),
+                                [rank_row(rank) for rank in self.ranks], right=(0, 1, 3, 4, 5))]
+        if self.remark:
+            lines += ["", fact("note", self.remark)]
+        if self.messages:
+            lines += ["", "last messages", *(f"  {line}"[:80] for line in self.messages)]
+        return "\n".join(lines)
+
+
+def rank_row(rank: RankState) -> tuple[str, ...]:
+    mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
+    return (str(rank.rank), str(rank.stage), rank.pool, f"{rank.recent_share:.0%}", f"{mean:.0%}",
+            str(rank.queries))
+
+
+def glance(place: Place, before: Glance | None = None) -> Glance | None:
+    """Looks once; None where there has been no job. `before`: the last look, for what has changed
+    since."""
+    output = place.output
+    status = job_status(output)
+    if status is None:
+        return None
+    progress = None if status.run is None else status.run.progress
+    ranks = tuple(read_beats(output)) or tuple(_measured(output))
+    return Glance(
+        name=place.name, output=output, state=status.state, is_active=status.is_active,
+        progress=progress, bound_s=place.bound_s,
+        tokens_per_s=_pace(progress, None if before is None else before.progress),
+        queries=_in_system(ranks), ranks=ranks, doing=doing(output),
+        slurm=(status.in_words or "").removeprefix("Slurm: "), remark=_remark(status, output),
+        messages=tuple(last_messages(output, _MESSAGES)))
+
+
+def _remark(status: JobStatus, output: Path) -> str:
+    if status.is_active or status.run is None:
+        return status.cause or ""
+    return how_to_go_on(status.run, output) or status.cause or ""
+
+
+def _pace(now: Progress | None, before: Progress | None) -> float | None:
+    if now is None or now.elapsed_s <= 0:
+        return None
+    if now.state == "running" and before is not None and before.state == "running":
+        passed_s = now.elapsed_s - before.elapsed_s
+        if passed_s > 0:
+            return (now.output_tokens - before.output_tokens) / passed_s
+    return now.output_tokens / now.elapsed_s
+
+
+def _in_system(ranks: Iterable[RankState]) -> int | None:
+    """Queries with a place in the caches of each pool's first stage."""
+    first: dict[str, RankState] = {}
+    for rank in ranks:
+        if rank.pool not in first or rank.stage < first[rank.pool].stage:
+            first[rank.pool] = rank
+    return sum(rank.queries for rank in first.values()) if first else None
+
+
+def _measured(output: Path) -> Iterable[RankState]:
+    """The ranks of a run that has ended, by its account."""
+    try:
+        measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
+        wall_s = float(measured["wall_s"])
+        for rank in measured["ranks"]:
+            busy_s = float(rank["busy_s"])
+            yield RankState(
+                rank=rank["rank"], stage=rank["stage"], pool=rank["pool"], elapsed_s=wall_s,
+                busy_s=busy_s, recent_share=busy_s / wall_s if wall_s else 0.0, queries=0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return

@@ -1,0 +1,59 @@
+"""What a run said, kept in its output folder, so that `xgpt top` shows it in another terminal."""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from xgpt.app.telling import Teller
+from xgpt.core.whole_file import write_atomically
+
+MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its time
+DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is
+_INTERVAL_S = 1.0
+
+
+class KeptTeller:
+    """Passes everything on to another Teller, and keeps it. A folder that cannot be written to is
+    told of where results are."""
+
+    def __init__(self, tell: Teller, output: Path) -> None:
+        self._tell, self._output, self._written_s = tell, output, 0.0
+        with suppress(OSError):
+            (output / MESSAGES_FILE).write_text("", encoding="utf-8")
+
+    def say(self, message: str) -> None:
+        self._tell.say(message)
+        stamp = time.strftime("%H:%M:%S")
+        lines = [f"{stamp} {line}\n" for line in message.splitlines() if line.strip()]
+        with suppress(OSError), (self._output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self._tell.progress(line, is_last=is_last)
+        now = time.monotonic()
+        if now - self._written_s >= _INTERVAL_S:
+            self._written_s = now
+            with suppress(OSError):
+                write_atomically(self._output / DOING_FILE, line + "\n")
+
+    def end_progress(self) -> None:
+        self._tell.end_progress()
+        with suppress(OSError):
+            (self._output / DOING_FILE).unlink(missing_ok=True)
+
+
+def last_messages(output: Path, count: int) -> list[str]:
+    """The last lines that were said."""
+    try:
+        text = (output / MESSAGES_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-count:]
+
+
+def doing(output: Path) -> str:
+    """What takes a while at present; empty where nothing does that tells of itself."""
+    try:
+        return (output / DOING_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,24 @@
+"""`xgpt top`: a live view of a running job."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from xgpt.app.live import glance
+from xgpt.app.place import place_of
+from xgpt.cli.live_screen import follow
+from xgpt.core.errors import XgptError
+
+
+@click.command()
+@click.argument("where", type=click.Path(path_type=Path), metavar="DIR|JOB.yaml")
+def top(where: Path) -> None:
+    """A live view of a running job, here or under Slurm; q or Ctrl-C leaves it, and the job goes
+    on. Where the output is no terminal it prints one state and ends."""
+    place = place_of(where)
+    is_live = sys.stdout.isatty() and sys.stdin.isatty()
+    last = follow(lambda before: glance(place, before)) if is_live else glance(place)
+    if last is None:
+        raise XgptError(f"{place.output}: no run has started there")
+    click.echo(str(last))
