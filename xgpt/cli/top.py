@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from xgpt.app.live import glance
+from xgpt.app.live_screen import follow
 from xgpt.app.place import place_of
-from xgpt.cli.live_screen import follow
 from xgpt.core.errors import XgptError
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from xgpt.app import live_screen
 from xgpt.app.live import Glance, glance
 from xgpt.app.messages import KeptTeller
 from xgpt.app.place import Place, place_of
 from xgpt.app.telling import LogTeller
-from xgpt.cli import live_screen
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
 from xrunner.io.beat import Beat

@@ -3,9 +3,10 @@
 import importlib.util
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from xgpt.app.live import Glance, rank_row
@@ -29,13 +30,12 @@ def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
     if now is None or not now.is_active:
         return now
     console = Console()
-    with _keys() as pressed, suppress(KeyboardInterrupt), Live(
-            console=console, screen=True, auto_refresh=False) as live:
+    with _keys() as is_to_leave, Live(console=console, screen=True, auto_refresh=False) as live:
         while now is not None:
             if now.tokens_per_s is not None:
                 paces.append(now.tokens_per_s)
             live.update(screen(now, paces), refresh=True)
-            if not now.is_active or pressed(_LOOK_S):
+            if not now.is_active or is_to_leave(_LOOK_S):
                 break
             now = look(now)
     return now
@@ -98,18 +98,23 @@ def _spark(values: list[float]) -> str:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Waits so many seconds, or until a key is pressed: whether it was q, or nobody types there."""
+    """Waits so many seconds, or until a key is pressed: whether it was q or Ctrl-C, or nobody types
+    there. An exception of Ctrl-C could be lost where Python ignores them."""
     import termios
     import tty
 
-    def pressed(seconds: float) -> bool:
+    def is_to_leave(seconds: float) -> bool:
         ready, _, _ = select.select([descriptor], [], [], seconds)
-        return bool(ready) and os.read(descriptor, 1) in (b"q", b"Q", b"")
+        return bool(interrupts) or (
+            bool(ready) and os.read(descriptor, 1) in (b"q", b"Q", b""))
 
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield pressed
+        yield is_to_leave
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGINT, previous)
