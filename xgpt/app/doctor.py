@@ -13,6 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.remedies import (
+    cache_in_words,
+    engines_in_words,
+    extras_in_words,
+    hub_in_words,
+)
 from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
 from xgpt.core.local import available_memory_bytes, gpus_here, usable_cores
@@ -58,6 +64,8 @@ def examine() -> dict[str, str]:
     return found | {
         "compiler": _compiler(), "gpus": gpus or "none that nvidia-smi shows", "cupy": _cupy(),
         "nvcc": _said("nvcc", r"release [\w.]+"), "slurm": _said("sbatch", r"[\d.]+"),
+        "engines": engines_in_words(), "packages": extras_in_words(),
+        "hub": hub_in_words(), "cache": cache_in_words(),
         "browser": next((path for name in _BROWSERS if (path := shutil.which(name))),
                         "none on the PATH (only tests of the report use one)")}
 
@@ -158,5 +166,8 @@ def _said(command: str, pattern: str) -> str:
                               timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as cause:
         return f"{path} does not answer: {cause}"
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return f"{path}, which fails: {said[-1]}"
     version = re.search(pattern, done.stdout)
     return f"{path}, {version.group()}" if version else path

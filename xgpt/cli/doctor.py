@@ -1,11 +1,13 @@
 """`xgpt doctor`: what this machine has; with `--gpu`, how the CUDA kernels do on its card."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from xgpt.app.doctor import DifferingKernels, GpuVerdict, compare_on_gpu, examine
+from xgpt.app.remedies import Remedy, remedies
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.report.figures import percent
@@ -17,11 +19,15 @@ from xgpt.report.table import fact, table
               "GPU, time it, and write xgpt-doctor-CARD.json.")
 @json_option
 def doctor(gpu: bool, as_json: bool) -> None:
-    """What this machine has of what xgpt can use."""
+    """What this machine has of what xgpt can use, and what mends the rest."""
     if not gpu:
         found = examine()
-        print_json(found) if as_json else click.echo(
-            "\n".join(fact(label, words) for label, words in found.items()))
+        missing = remedies(found)
+        if as_json:
+            print_json({**found, "missing": [asdict(remedy) for remedy in missing]})
+        else:
+            click.echo("\n".join(fact(label, words) for label, words in found.items()))
+            click.echo("\n" + _verdict(missing))
         return
     verdict = compare_on_gpu(Terminal(), Path.cwd())
     if not as_json:
@@ -30,6 +36,17 @@ def doctor(gpu: bool, as_json: bool) -> None:
         raise DifferingKernels(verdict)
     if as_json:
         print_json(asdict(verdict))
+
+
+def _verdict(missing: Sequence[Remedy]) -> str:
+    """What to do; a command is never broken, so that it can be copied."""
+    needed = [remedy for remedy in missing if remedy.is_needed]
+    lines = ["Jobs run here: xgpt init writes one for your prompts." if not needed else
+             "No job runs here yet."]
+    for group, title in ((needed, "Needed"), ([r for r in missing if not r.is_needed], "Better")):
+        for remedy in group:
+            lines += ["", fact(title, remedy.why), f"    {remedy.command}"]
+    return "\n".join(lines)
 
 
 def _gpu_table(verdict: GpuVerdict) -> str:

@@ -28,6 +28,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "gpus_here", list)
     monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def saying(monkeypatch: pytest.MonkeyPatch, *lines: dict[str, object], fails: str = "") -> None:
@@ -44,15 +45,19 @@ def saying(monkeypatch: pytest.MonkeyPatch, *lines: dict[str, object], fails: st
 def test_a_bare_machine_is_told_what_it_lacks_in_80_columns(without: None) -> None:
     shown = CliRunner().invoke(cli, ["doctor"], catch_exceptions=False)
     assert shown.exit_code == 0 and max(map(len, shown.stdout.splitlines())) <= 80
+    assert "No job runs here yet." in shown.stdout
+    assert '    pip install -c constraints.txt -e ".[run,report]"\n' in shown.stdout
     told = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
     assert list(told) == ["processor", "memory", "torch", "native", "mpi", "compiler", "gpus",
-                          "cupy", "nvcc", "slurm", "browser"]
+                          "cupy", "nvcc", "slurm", "engines", "packages", "hub", "cache", "browser",
+                          "missing"]
     assert "extra `run`" in told["torch"] and "no C++ compiler" in told["compiler"]
     assert told["nvcc"] == "no nvcc on the PATH" and "none" in told["gpus"]
 
 
 def test_what_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_asked", lambda part: f"{part} 1.0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     told = doctor.examine()
     assert "usable cores" in told["processor"] and told["mpi"] == "mpi 1.0"
 
