@@ -12,10 +12,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from xgpt.core.constraint import Bound
 from xgpt.core.controls import EvenBatches
-from xgpt.core.errors import UnknownNameError, wrong
+from xgpt.core.errors import InputError, UnknownNameError, wrong
 from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Deployment, Estimate, Figures, Margin, Pool, Proof, Schedule
+from xgpt.core.schedule_check import mistakes_in
 
 # History of the file format.
 #   1: first version (no longer read)
@@ -32,7 +33,7 @@ def load_schedule(path: Path) -> Schedule:
     """Raises InputError for a file that is no schedule of a known version."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
+    except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
     readers = {2: _of_flat, SCHEDULE_VERSION: from_json}
@@ -40,11 +41,14 @@ def load_schedule(path: Path) -> Schedule:
         raise wrong(path, "version", version,
                    f"this xgpt reads versions {', '.join(map(str, readers))}")
     try:
-        return readers[version](raw)
+        schedule = readers[version](raw)
     except UnknownNameError as cause:
         raise wrong(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
         raise wrong(path, "schedule", None, f"missing or wrong key: {cause}") from None
+    if mistakes := mistakes_in(schedule, path):
+        raise InputError(mistakes)
+    return schedule
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
@@ -81,10 +85,6 @@ def _parts(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _built(kinds.get(key), value) for key, value in raw.items()}
 
 
-_SCALARS: dict[object, tuple[type, ...]] = {
-    str: (str,), int: (int, float), float: (int, float), bool: (bool,)}
-
-
 def _built(kind: Any, value: Any) -> Any:
     """The value of that kind (a type) that JSON holds as `value`: mappings of dataclasses, lists
     of tuples."""
@@ -94,8 +94,6 @@ def _built(kind: Any, value: Any) -> Any:
         first, *others = get_args(kind)
         kinds = [first] * len(value) if others == [...] else (first, *others)
         return tuple(_built(each, one) for each, one in zip(kinds, value, strict=True))
-    if kind in _SCALARS and not isinstance(value, _SCALARS[kind]):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
 
 

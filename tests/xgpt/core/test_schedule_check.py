@@ -1,0 +1,78 @@
+"""A schedule's file that was edited is refused by the keys that cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_jobs import estimate_of, schedule_of, toy_problem
+
+from xgpt.core.errors import InputError
+from xgpt.core.schedule_check import mistakes_in
+from xgpt.core.schedule_file import load_schedule, to_json
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def stage(raw: dict[str, Any], index: int) -> dict[str, Any]:
+    found: dict[str, Any] = raw["deployment"]["pools"][0]["stages"][index]
+    return found
+
+
+@pytest.fixture
+def raw() -> dict[str, Any]:
+    return to_json(schedule_of(toy_problem()))
+
+
+@pytest.mark.parametrize(("change", "key", "allowed"), [
+    (lambda raw: raw["deployment"]["pools"][0].update(role=1), "pools[0].role", "one of both"),
+    (lambda raw: raw["figures"].update(throughput_qps=math.nan), "throughput_qps", "number >= 0"),
+    (lambda raw: raw["figures"].update(throughput_qps="inf"), "throughput_qps", "number >= 0"),
+    (lambda raw: raw["figures"].update(fits="yes"), "fits", "true or false"),
+    (lambda raw: raw["controls"]["even"].update(adjustment=-0.5), "even.adjustment", "0 to 1"),
+    (lambda raw: raw["controls"].update(encode_batch=0), "encode_batch", "from 1"),
+    (lambda raw: raw["controls"].update(decode_iterations=1e30), "decode_iterations", "from 1 to"),
+    (lambda raw: raw["controls"].update(decode_iterations=2.5), "decode_iterations", "whole"),
+    (lambda raw: raw["controls"].update(encode_batch=True), "encode_batch", "whole number"),
+    (lambda raw: raw["proof"].update(nodes=2**63), "proof.nodes", "from 0 to 9007199254740992"),
+    (lambda raw: stage(raw, 1).update(first_layer=99), "stages[1].first_layer", "begins where"),
+    (lambda raw: stage(raw, 1).update(ranks=[0]), "deployment.pools", "in one stage"),
+    (lambda raw: raw.update(fingerprint=7), "fingerprint", "text")])
+def test_a_value_that_cannot_be_is_named_with_what_is_allowed(
+        raw: dict[str, Any], tmp_path: Path, change: Change, key: str, allowed: str) -> None:
+    path = tmp_path / "schedule.json"
+    change(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError) as refused:
+        load_schedule(path)
+    (mistake,) = refused.value.mistakes
+    assert key in mistake.key and allowed in mistake.allowed, mistake
+
+
+def test_all_mistakes_are_told_at_once(raw: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    raw["controls"]["encode_batch"], raw["figures"]["latency_s"] = -1, -2.0
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError) as refused:
+        load_schedule(path)
+    assert [mistake.key for mistake in refused.value.mistakes] == [
+        "controls.encode_batch", "figures.latency_s"]
+
+
+def test_what_a_search_writes_passes() -> None:
+    problem = toy_problem(latency_s=2.0)
+    for policy, variables in (("rra", {"encode_batch": 4, "decode_iterations": 8}),
+                              ("waa-c", {"encode_batch": 4, "decode_micro_batches": 2})):
+        schedule = schedule_of(problem, estimate_of(problem, policy, **variables))
+        assert not mistakes_in(schedule, "x"), policy
+
+
+def test_json_that_is_nested_without_end_is_no_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(InputError, match="not a readable schedule"):
+        load_schedule(path)
