@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("xgpt.cli.top:top", "Watch a running job live."),
     "stop": ("xgpt.cli.stop:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
+    "completion": ("xgpt.cli.completion:completion", "Complete commands and keys in your shell."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
 
 

@@ -7,31 +7,86 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import plain
+from xgpt.core.plugins import load_row
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_CATALOG = "xgpt.core.catalog:names"
+# Keys that `--set` completes -> their values, or (where a table or function of them is, its
+# arguments): imported when a shell asks.
+KEYS: dict[str, tuple[str, ...]] = {
+    "model": (_CATALOG, "model"), "cluster": (_CATALOG, "cluster"),
+    "workload.task": (_CATALOG, "task"), "workload.requests": (), "workload.max_tokens": (),
+    "workload.output_tokens": ("observe",), "workload.chat": ("true", "false"),
+    "constraint.latency_s": ("inf",), "constraint.kind": ("sequence", "queries"),
+    "constraint.quantile": (), "constraint.confidence": (), "constraint.drift": (),
+    "constraint.memory": (), "constraint.max_gpus": (), "profile": (),
+    "schedule.policy": ("xgpt.core.policies:policy_names",), "schedule.encode_batch": (),
+    "schedule.decode_iterations": (), "schedule.tp_degree": (), "schedule.tp_gpus": (),
+    "run.ranks": (), "run.dtype": ("xgpt.core.run_section:DTYPES",),
+    "run.weight_dtype": ("xgpt.core.run_section:DTYPES", "int8"), "run.seed": (),
+    "run.temperature": (), "run.threads_per_rank": (), "run.weights": ("checkpoint", "random"),
+    "run.engine": ("xgpt.core.engines:engine_names",), "output": ()}
 
 json_option = click.option("--json", "as_json", is_flag=True,
                            help="Print one machine-readable object on stdout.")
 
 
+class JobFile(click.Path):
+    """A job file, or a folder: what a shell proposes."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter,
+                       incomplete: str) -> list[CompletionItem]:
+        folder, _, begun = incomplete.rpartition("/")
+        where = Path(folder + "/" if "/" in incomplete else ".").expanduser()
+        try:
+            there = sorted(where.iterdir())
+        except OSError:
+            return []
+        head = incomplete[: len(incomplete) - len(begun)]
+        return [CompletionItem(f"{head}{path.name}{'/' * path.is_dir()}") for path in there
+                if path.name.startswith(begun) and not path.name.startswith(".")
+                and (path.is_dir() or path.suffix in (".yaml", ".yml"))]
+
+
+def complete_override(ctx: click.Context, param: click.Parameter,
+                      incomplete: str) -> list[CompletionItem]:
+    """Keys of a job file, and the values of those that have a few."""
+    key, is_given, begun = incomplete.partition("=")
+    if not is_given:
+        return [CompletionItem(f"{name}=") for name in KEYS if name.startswith(key)]
+    values: Sequence[str] = KEYS.get(key, ())
+    if values and ":" in values[0]:
+        found = load_row(values[0])
+        values = found(*values[1:]) if callable(found) else (*found, *values[1:])
+    if key == "cluster":
+        values = [*values, "local"]
+    return [CompletionItem(f"{key}={value}") for value in values if value.startswith(begun)]
+
+
 def job_arguments(command: F) -> F:
     """JOB.yaml, --set key.path=value (repeatable), --json."""
-    return click.argument("job_file", type=click.Path(path_type=Path), metavar="JOB.yaml")(
+    return click.argument("job_file", type=JobFile(), metavar="JOB.yaml")(
         job_options(command))
 
 
 def run_arguments(command: F) -> F:
     """JOB.yaml or an output folder, --set, --json."""
-    return click.argument("where", type=click.Path(path_type=Path), metavar="DIR|JOB.yaml")(
+    return click.argument("where", type=JobFile(), metavar="DIR|JOB.yaml")(
         job_options(command))
 
 
 def job_options(command: F) -> F:
     """--set key.path=value (repeatable), --json."""
     return click.option("--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE",
+                        shell_complete=complete_override,
                         help="Override one key of the job file; may be repeated.")(
                             json_option(command))
 

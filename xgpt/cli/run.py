@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import job_arguments, job_options, print_json
+from xgpt.cli.options import JobFile, job_arguments, job_options, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
@@ -21,8 +21,7 @@ _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has non
 
 
 @click.command()
-@click.argument("job_files", nargs=-1, required=True, type=click.Path(path_type=Path),
-                metavar="JOB.yaml...")
+@click.argument("job_files", nargs=-1, required=True, type=JobFile(), metavar="JOB.yaml...")
 @job_options
 @click.option("--slurm", "through_slurm", is_flag=True,
               help="Hand the job in to Slurm though its file has no section `slurm`, or from "

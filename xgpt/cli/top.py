@@ -8,11 +8,12 @@ import click
 from xgpt.app.live import glance
 from xgpt.app.live_screen import follow
 from xgpt.app.place import place_of
+from xgpt.cli.options import JobFile
 from xgpt.core.errors import XgptError
 
 
 @click.command()
-@click.argument("where", type=click.Path(path_type=Path), metavar="DIR|JOB.yaml")
+@click.argument("where", type=JobFile(), metavar="DIR|JOB.yaml")
 def top(where: Path) -> None:
     """A live view of a running job, here or under Slurm; q or Ctrl-C leaves it, and the job goes
     on. Where the output is no terminal it prints one state and ends."""

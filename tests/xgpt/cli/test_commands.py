@@ -162,6 +162,6 @@ def test_the_options_are_frozen() -> None:
         "sweep": shared | {"--bounds"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "stop": shared,
         "models": {"--check", "--json"},
-        "top": set(),
+        "top": set(), "completion": set(),
         "doctor": {"--gpu", "--json"},
     }
