@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import xgpt as command
+from schemas import faults, faults_of_folder
 
 import xgpt
 from xgpt.app.opened import OpenedJob
@@ -127,3 +129,6 @@ def test_a_plan_runs_and_its_report_is_written(tmp_path: Path,
     assert metrics["queries"] == 6 and metrics["throughput_qps"]["measured"] > 0
     assert load_schedule(tmp_path / "out" / "schedule.json") == plan.schedule
     assert xgpt.write_report(job) == tmp_path / "out" / "report.html"
+    assert not faults_of_folder(tmp_path / "out")
+    status = command("status", tmp_path / "out", "--json")
+    assert not faults("status-json", json.loads(status.stdout))

@@ -1,0 +1,201 @@
+"""Writes the JSON schema of every file: `python docs/schema/make.py`.
+
+A job file's comes from the code that reads it, those of schedule, profile, steps and progress from
+their types, the others from the tables here. Tests make them anew, and hold real files to them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from job_reader import job_schema  # noqa: E402
+from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
+
+from xgpt.app.attribution import Attribution  # noqa: E402
+from xgpt.core.model import ModelSpec  # noqa: E402
+from xgpt.core.schedule import Estimate, Figures, Proof, Rejected, Schedule  # noqa: E402
+from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
+from xprofiler.profile import Peaks, ProfileMetadata  # noqa: E402
+from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
+from xrunner.engine.stage import StepRecord  # noqa: E402
+from xrunner.io.sink import Progress  # noqa: E402
+
+Json = dict[str, Any]
+_NONE = {"type": "null"}
+
+
+def whole(words: str) -> Json:
+    return {"description": words, "type": "integer", "minimum": 0}
+
+
+def number(words: str) -> Json:
+    return {"description": words, **NUMBER}
+
+
+def text(words: str) -> Json:
+    return {"description": words, "type": "string"}
+
+
+def or_none(schema: Json) -> Json:
+    return {"anyOf": [schema, _NONE]}
+
+
+def array(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+FINISH = {"enum": ["stop", "length", "error"]}
+TIMES = {"latency_s": number("from the start of its encoding to its last token"),
+         "encode_start_s": number("since the run's start"),
+         "ttft_s": number("to the first token, from the run's start"),
+         "tpot_s": or_none(number("mean of each token after the first; null for a single one"))}
+RESULT = of_keys({
+    "id": text("of the request"), "index": whole("place in the file, from 0"),
+    "text": text("the answer"), "output_ids": array(whole("token")),
+    "input_tokens": whole("of the prompt"), "output_tokens": whole("of the answer"),
+    "finish_reason": FINISH, **TIMES, "error": text("why there is no answer")},
+    words="A result, or one that is held back until those before it are done.",
+    without=("error",))
+OPENAI_RESULT = of_keys({
+    "id": text("of the batch request"), "custom_id": text("of the request"),
+    "error": or_none({"type": "object"}), "response": or_none({"type": "object"}),
+    "xgpt": of_keys({"index": RESULT["properties"]["index"],
+                     "output_ids": RESULT["properties"]["output_ids"], **TIMES})},
+    words="A batch response object of OpenAI's format, with our figures under `xgpt`.")
+REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
+                         "id": or_none(text("of the request, where it has one")),
+                         "error": text("why it cannot run")})
+ROLE = {"enum": ["both", "encode", "decode"]}
+PLACE = {"stage": whole("its number"), "pool": text("its pool"), "role": ROLE}
+WORK = {"busy_s": number("at work"), "load_s": number("to load the model's part"),
+        "bytes_read": whole("of the model"), "rows_compacted": whole("moved in the cache"),
+        "peak_memory_bytes": whole("most that was in use"),
+        "handover_bytes": whole("KV entries sent or received (WAA)"),
+        "handover_s": number("until they had left (WAA, who encodes)")}
+WAA_ONLY = ("handover_bytes", "handover_s")
+STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK}, without=WAA_ONLY)
+RANK = of_keys({"rank": whole("its number"), **PLACE,
+                "disk_bytes": or_none(whole("read from storage")), **WORK}, without=WAA_ONLY)
+PERCENTILES = tuple(f"{name}_{which}_s" for name in ("latency", "ttft", "tpot")
+                    for which in ("p50", "p99"))
+LOADED = {"loaded_bytes": whole("of the model, by all ranks"),
+          "loaded_from_disk_bytes": or_none(whole("of these, from storage")),
+          "disk_bytes_per_s": or_none(number("what rank 0 alone gets of the disk"))}
+COUNTS = {"queries_before": whole("answered by earlier runs"),
+          "queries_held": whole("done, while one before them is not"),
+          "errors": whole("requests that cannot run"), "failed": whole("queries without an answer")}
+PAIR = of_keys({"measured": or_none(NUMBER), "predicted": or_none(NUMBER)},
+               words="`predicted` is null where nothing was predicted of what was run.")
+PAIRS = ("throughput_qps", "output_tokens_per_s", *PERCENTILES, "wall_s", "load_s",
+         "overhead_share")
+MEASURED = of_keys({
+    "version": {"const": 1}, "state": {"enum": ["done", "stopped"]},
+    "queries": whole("answered by this run"), **COUNTS, "wall_s": number("of the run"),
+    "throughput_qps": or_none(NUMBER), "output_tokens": whole("written"),
+    "output_tokens_per_s": or_none(NUMBER), **{name: or_none(NUMBER) for name in PERCENTILES},
+    "load_s": number("of the slowest rank"), **LOADED, "operators": or_none(text("whose served")),
+    "overhead_share": or_none(number("of the time, that even the busiest stage waited")),
+    "changes": array({"type": "object"}), "stages": array(STAGE), "ranks": array(RANK)},
+    words="measured.json: the ranks' own account.")
+METRICS = of_keys({
+    "version": {"const": 1}, "name": text("of the job"), "status": {"enum": ["done", "stopped"]},
+    "engine": text("what executed it"), "queries": whole("answered by all runs"), **COUNTS,
+    **dict.fromkeys(PAIRS, PAIR), "steady_state_qps": number("of the schedule"),
+    "load_bytes_per_s": or_none(NUMBER), **LOADED, "operators": or_none(text("whose served")),
+    "model_source": text("where the model came from"), "weights": text("checkpoint, or random"),
+    "ranks": whole("processes"), "dtype": text("of the run"),
+    "weight_dtype": text("of the weights"),
+    "date": text("ISO 8601"), "machine": {"type": "object"}, "stages": array(STAGE),
+    "others_cpu_share": or_none(number("what other processes used of the cores")),
+    "beginning": or_none(text("why it began with a schedule that does not keep the bound")),
+    "agreement": or_none({"type": "object"}), "rescheduling": array({"type": "object"}),
+    "attribution": or_none(of_fields(Attribution, sentence=text("the same in words")))},
+    words="metrics.json: what a run measured, beside what was predicted.")
+PROGRESS = of_type(Progress)
+STATUS = of_keys({
+    "output": text("folder"), **PROGRESS["properties"], "is_alive": or_none({"type": "boolean"}),
+    "results": text("file"), "num_results": whole("lines of it"),
+    "num_held": whole("results held back"), "slurm": or_none({"type": "object"})},
+    words="What `xgpt status --json` prints.",
+    without=tuple(set(PROGRESS["properties"]) - {"state"}))
+MISTAKE = of_keys({"file": text("where"), "line": or_none(whole("from 1")), "key": text("dotted"),
+                   "value": {}, "allowed": text("what may stand there")})
+FAILURE = {**of_keys({"error": text("the message"), "message": text("of a run that stopped"),
+                      "status": text("stopped"), "exit_code": whole("of the command"),
+                      "mistakes": array(MISTAKE)},
+                     words="What `--json` prints where a command fails or stops.",
+                     without=("error", "message", "status", "mistakes")),
+           "additionalProperties": True}
+
+
+def schedule_schema() -> Json:
+    """A section for each part; the estimate's stand beside the others."""
+    own = of_fields(Schedule)["properties"]
+    estimate = of_fields(Estimate)["properties"]
+    return of_keys({"version": {"const": SCHEDULE_VERSION}, "policy": text("its name"),
+                    **estimate, **{key: own[key] for key in own if key != "estimate"}},
+                   words=" ".join((Schedule.__doc__ or "").split()))
+
+
+def schedule_json() -> Json:
+    """What `--json` prints of a schedule: flat, with the control variables of its policy."""
+    figures = {**of_fields(Figures)["properties"], **of_fields(Proof)["properties"]}
+    return {**of_keys({
+        "policy": text("its name"), **figures, "tp_degree": whole("devices to a layer"),
+        "tp_gpus": whole("devices in such groups"), "pools": array({"type": "object"}),
+        "stages": array({"type": "object"}), "notes": array(text("on the times and the layout")),
+        "latency_bound_s": number("as asked for"), "constraint_kind": text("sequence, queries"),
+        "quantile": NUMBER, "margin": number("factor by which the bound is tightened"),
+        "margin_cost": number("share of throughput"), "margin_note": text("what it is for"),
+        "rejected": array(of_fields(Rejected)), "explanation": array(text("a sentence")),
+        "fingerprint": text("of the problem")},
+        words="What `--json` prints of a schedule: flat, with its policy's control variables."),
+        "additionalProperties": True}
+
+
+def profile_schema() -> Json:
+    point = {"type": "array", "prefixItems": [NUMBER, NUMBER, array(NUMBER)], "minItems": 3,
+             "maxItems": 3}
+    names = "|".join(AXES)
+    return of_keys({
+        "version": {"const": PROFILE_VERSION}, "metadata": of_fields(ProfileMetadata),
+        "verdict": text("how noisy it is"), "spent_s": number("of measuring"),
+        "refused": {"type": "object", "description": "tensor-parallel degree -> why it has none"},
+        "model": or_none(of_fields(ModelSpec)), "peaks": or_none(of_fields(Peaks)),
+        "units": {"type": "object"}, "columns": array(text("of a point")),
+        "tables": {"type": "object", "additionalProperties": False, "patternProperties": {
+            rf"^({names}) tp=[1-9]\d*( link=\S.*)?$": array(point)}}},
+        words="A profile: measured seconds of operators, a table for each.")
+
+
+def schemas(folder: Path) -> dict[str, Json]:
+    """By the file's name. `folder`: where sample files may be written."""
+    steps = of_fields(StepRecord, stage=whole("its number"), rank=whole("its first rank"),
+                      pool=text("its pool"), role=ROLE)
+    return {"job": job_schema(folder), "schedule": schedule_schema(),
+            "schedule-json": schedule_json(), "profile": profile_schema(),
+            "results-line": {"anyOf": [RESULT, OPENAI_RESULT]}, "errors-line": REQUEST_ERROR,
+            "steps-line": steps, "metrics": METRICS, "measured": MEASURED, "progress": PROGRESS,
+            "status-json": STATUS, "failure-json": FAILURE}
+
+
+def as_text(name: str, schema: Json) -> str:
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"xgpt: {name}"}
+    return json.dumps({**head, **schema}, indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, schema in schemas(Path(folder)).items():
+            (HERE / f"{name}.schema.json").write_text(as_text(name, schema), encoding="utf-8")
+            print(f"docs/schema/{name}.schema.json")
+
+
+if __name__ == "__main__":
+    main()
