@@ -28,6 +28,8 @@ _TOGETHER = 4  # queries of one length encoded together, against one alone
 # on and of 256 from 768 on; on GPUs the tiles are of 64 and 128.
 _SMALL_TILE, _LARGE_TILE, _CHANGES, _TILED_UP_TO = 32, 64, (192, 768), 1024
 _HEAD_SHARE = 0.3  # of a step, roughly: one stage has it
+_QUICK_BATCHES, _QUICK_LENGTHS = (1, 9, 33), (5, 20, 64, 192)  # of a quick profile; the largest
+_QUICK_ROWS = 260  # and more: fewer are seen in decode steps
 _LEAST_RATIO = 1.12  # neighbours closer than this are not split further
 
 
@@ -98,13 +100,55 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
     return points
 
 
+def quick_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
+    """Those of the skeleton without which a job has no profile. `own`: the sizes of the job itself;
+    of the skeleton's, those are left out that lie beyond the first that is as large."""
+    points, own = skeleton(model, needs), own.within(model)
+    decode = [p for p in points if p.kind in (Kind.DECODE, Kind.CROSS)]
+    batches = _reaching({p.x for p in decode}, own.queries)
+    contexts = _reaching({p.y for p in decode}, own.context_tokens)
+    lengths = _reaching({p.x for p in points if p.kind in (Kind.ENCODE, Kind.ENCODER)},
+                        own.input_tokens)
+    rows = _reaching({p.x for p in points if p.kind is Kind.REST}, own.tokens)
+    kept = {
+        Kind.DECODE: ({*_QUICK_BATCHES, batches[-1]} & {*batches}, {contexts[0], contexts[-1]}),
+        Kind.ENCODE: ({*_QUICK_LENGTHS, lengths[-1]} & {*lengths}, {1, _TOGETHER}),
+        Kind.REST: ({n for n in rows if n >= _QUICK_ROWS} or {*rows}, {0}),
+        Kind.COMPACTION: ({p.x for p in points}, {p.y for p in points})}
+    kept[Kind.CROSS], kept[Kind.ENCODER] = kept[Kind.DECODE], kept[Kind.ENCODE]
+    return [p for p in points if p.x in kept[p.kind][0] and p.y in kept[p.kind][1]]
+
+
+def lacking(profile: Profile, degree: int, points: Iterable[Point]) -> list[Point]:
+    """Those of the points that `profile` does not have."""
+    places = {kind: {(p.x, p.y) for p in profile.table(operator.value, degree)}
+              for kind, operator in OWN_TABLE.items()}
+    return [point for point in points if (point.x, point.y) not in places[point.kind]]
+
+
 def missing(profile: Profile, degree: int, needs: Needs) -> list[Point]:
     """Points of the skeleton that `profile`, whose model must be known, does not have."""
     assert profile.model is not None, "a measured profile knows its model"
-    places = {kind: {(p.x, p.y) for p in profile.table(operator.value, degree)}
-              for kind, operator in OWN_TABLE.items()}
-    return [point for point in skeleton(profile.model, needs)
-            if (point.x, point.y) not in places[point.kind]]
+    return lacking(profile, degree, skeleton(profile.model, needs))
+
+
+def left_out(profile: Profile, degree: int) -> list[Point]:
+    """Points of the skeleton up to the sizes that `profile` has itself: what was measured briefly
+    lacks some. Of others' profiles nothing is known."""
+    rows = profile.table(Operator.LAYER_REST.value, degree)
+    encode = profile.table(Operator.ENCODE_ATTENTION.value, degree)
+    decode = profile.table(Operator.DECODE_ATTENTION.value, degree)
+    is_ours = profile.metadata.origin.startswith(("measured", "derived"))
+    if profile.model is None or not is_ours or not (rows and encode and decode):
+        return []
+    own = Needs(
+        input_tokens=int(max(p.x for p in encode)),
+        context_tokens=int(max(p.y for p in decode)), queries=int(max(p.x for p in decode)),
+        tokens=int(max(*(p.x for p in rows), *(p.x * p.y for p in encode))))
+    # the largest sizes are there, whether the skeleton of a larger profile has them or not
+    return [point for point in missing(profile, degree, own)
+            if point.x < (own.tokens if point.kind is Kind.REST else own.input_tokens)
+            or point.kind not in (Kind.REST, Kind.ENCODE, Kind.ENCODER)]
 
 
 def refinement(tables: Mapping[Operator, Iterable[Sample]], done: set[Point],
@@ -181,6 +225,12 @@ def _tiled_lengths(top: int) -> list[int]:
     while (longest := longest * 3 // 2) < top:
         lengths.add(longest + 1)
     return sorted(length for length in lengths if length <= top)
+
+
+def _reaching(sizes: Iterable[int], most: int) -> list[int]:
+    """Sizes in ascending order, up to the first that is at least `most`."""
+    ascending = sorted(sizes)
+    return ascending[:1 + sum(size < most for size in ascending)]
 
 
 def _ladder(steps: tuple[int, ...], top: int) -> list[int]:

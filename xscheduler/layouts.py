@@ -51,6 +51,11 @@ class LayoutComparison:
         self._doubts = {one.layout: self._doubt(one) for one in tried}
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether there is a best."""
+        return any(not one.derived and isinstance(one.planned, Schedule) for one in self.tried)
+
+    @property
     def best(self) -> LaidOut:
         """The best of those measured, of equals the one of fewer ranks. Raises the refusal where no
         layout has a schedule."""

@@ -6,8 +6,9 @@ the constraint's `confidence`, as far as the causes below are known:
 - *times*: each table of a measured profile is off by one relative error, common to all steps that
   use it and independent of other tables' (xprofiler.profile_timing.TableError). Their effects on
   the latency, each found by asking again with that table's times raised, add as squares; the sum
-  is taken as log-normal. How single steps scatter is no matter: a query is hundreds of them. A
-  computed source (the roofline) has measured nothing: its error is not covered, and said not to be.
+  is taken as log-normal. Of a profile that was measured briefly a least error is taken. How single
+  steps scatter is no matter: a query is hundreds of them. A computed source (the roofline) has
+  measured nothing: its error is not covered, and said not to be.
 - *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
   bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
 - *model*: a replay of the schedule (xsimulator.replay, fixed seed) may show a longer latency than
@@ -181,6 +182,8 @@ class Doubts:
         causes = []
         if self._errors:
             causes.append(f"{parts.timing - 1:.1%} for what the profile may be off")
+            if any(error.is_brief for error in self._errors.values()):
+                causes[-1] += " (it was measured briefly, at few sizes)"
             if unmeasured > 0.01:
                 causes[-1] += (f" ({unmeasured:.0%} of the latency is not measured, and its error "
                                "not covered)")

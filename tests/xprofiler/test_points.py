@@ -20,7 +20,10 @@ from xprofiler.points import (
     Needs,
     Point,
     _candidates,
+    lacking,
+    left_out,
     missing,
+    quick_points,
     refinement,
     skeleton,
 )
@@ -125,6 +128,71 @@ def test_a_larger_job_lacks_points_that_a_smaller_one_does_not() -> None:
     lacking = missing(measured(skeleton(DECODER, small)), 1, Needs())
     assert Point(Kind.DECODE, 130, 520) in lacking
     assert Point(Kind.REST, 2080) in lacking
+
+
+@given(needs=needs_of_jobs, own=needs_of_jobs, is_both=st.booleans())
+def test_a_quick_profile_has_few_points_of_the_skeleton_and_spans_its_job(
+        needs: Needs, own: Needs, is_both: bool) -> None:
+    model = replace(BOTH if is_both else DECODER, max_positions=None)
+    own = replace(own, queries=min(own.queries, needs.queries))
+    whole, quick = skeleton(model, needs), quick_points(model, needs, own)
+    assert set(quick) <= set(whole) and len(quick) <= 36
+    assert {p.kind for p in quick} == {p.kind for p in whole}
+    decode, encode = (Kind.CROSS, Kind.ENCODER) if is_both else (Kind.DECODE, Kind.ENCODE)
+    queries, contexts = sizes(quick, decode)
+    assert queries[-1] >= own.queries
+    assert contexts[-1] >= min(own.context_tokens, needs.context_tokens)
+    assert sizes(quick, encode)[0][-1] >= min(own.input_tokens, needs.input_tokens)
+    if not is_both:
+        assert sizes(quick, Kind.REST)[0][-1] >= min(own.tokens, needs.tokens)
+    assert {(p.x, p.y) for p in quick if p.kind is decode} == {
+        (x, y) for x in queries for y in contexts}
+
+
+def test_the_quick_points_of_a_usual_job() -> None:
+    own = Needs(input_tokens=85, context_tokens=245, queries=72, tokens=2400)
+    points = quick_points(DECODER, Needs(), own)
+    assert sizes(points, Kind.DECODE) == ([1, 9, 33, 130], [17, 520])
+    assert sizes(points, Kind.ENCODE) == ([5, 20, 64, 96], [1, 4])
+    assert sizes(points, Kind.REST)[0] == [260, 700, 2080]
+    small = quick_points(DECODER, Needs(), Needs(input_tokens=20, context_tokens=60, queries=3,
+                                                 tokens=60))
+    assert sizes(small, Kind.DECODE) == ([1, 3], [17, 130])
+    assert sizes(small, Kind.REST)[0] == [75]
+
+
+def test_what_a_profile_leaves_out_lies_within_its_own_sizes() -> None:
+    own = Needs(input_tokens=85, context_tokens=245, queries=72, tokens=2400)
+    whole, quick = skeleton(DECODER, Needs()), quick_points(DECODER, Needs(), own)
+    assert lacking(measured(quick), 1, whole) == [p for p in whole if p not in quick]
+    found = left_out(measured(quick), 1)
+    assert found and set(found) <= set(whole) - set(quick)
+    assert max(p.x for p in found if p.kind is Kind.ENCODE) < 96, "no input was longer"
+    assert Point(Kind.DECODE, 3, 130) in found
+    assert left_out(measured(whole), 1) == []
+    assert left_out(measured([]), 1) == [], "nothing has no sizes"
+    others = replace(measured(quick), metadata=replace(METADATA, origin="vidur"))
+    assert left_out(others, 1) == [], "whose points are their own"
+
+
+@given(needs=st.builds(
+    Needs, input_tokens=st.integers(520, 5000), context_tokens=st.integers(520, 5000),
+    queries=st.integers(9, 1000), tokens=st.integers(5000, 20_000)),
+    positions=st.none() | st.integers(50, 3000), is_both=st.booleans())
+def test_a_whole_profile_leaves_nothing_out(needs: Needs, positions: int | None,
+                                            is_both: bool) -> None:
+    """Of the sizes that whole profiles have: the usual ones, or more."""
+    model = replace(BOTH if is_both else DECODER, max_positions=positions)
+    profile = replace(measured(skeleton(model, needs)), model=model)
+    # a decoder's step serves its self-attention and its rows, too
+    attention = profile.table((Operator.CROSS_ATTENTION if is_both
+                               else Operator.DECODE_ATTENTION).value)
+    rest = TableKey(Operator.LAYER_REST.value)
+    rows = {p.x: Sample(x=p.x, samples_s=(1.0,)) for p in (*profile.table(rest.name), *attention)}
+    profile = replace(profile, tables={
+        **profile.tables, TableKey(Operator.DECODE_ATTENTION.value): attention,
+        rest: tuple(rows.values())})
+    assert left_out(profile, 1) == []
 
 
 def bent(x: float) -> float:

@@ -172,6 +172,19 @@ def test_too_few_samples_tell_no_noise() -> None:
         ProfileTiming(bare, roofline_of(toy_problem()))).sentence
 
 
+def test_a_profile_that_was_measured_briefly_has_a_least_error_and_says_so() -> None:
+    whole = profile_timing()
+    with_model = ProfileTiming(replace(whole.profile, model=toy_problem().model),
+                               roofline_of(toy_problem()))  # whose points its skeleton lacks
+    for name, least in (("layer_rest", 0.05), ("decode_attention", 0.06), ("head", 0.04)):
+        key = TableKey(name)
+        assert whole.table_errors()[key].interpolation == pytest.approx(0, abs=1e-9)
+        assert with_model.table_errors()[key] == TableError(least, 0.0, 0.0, is_brief=True)
+    found = profile_margin(with_model)
+    assert 1.01 < found.factor < 1.1 and "(it was measured briefly, at few sizes)" in found.sentence
+    assert "briefly" not in profile_margin(whole).sentence
+
+
 def test_errors_of_tables_add_as_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     def factor(rest: float, attention: float) -> float:
         errors = {TableKey("layer_rest"): TableError(rest, 0.0, 0.0),

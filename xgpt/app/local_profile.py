@@ -3,34 +3,36 @@
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
 from xgpt.core.job import Job
+from xgpt.core.layout import Layout
 from xgpt.core.local import core_clock, usable_cores
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
-from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.launch.contention import Contention, in_words
 from xgpt.launch.launcher import Launcher, RankProgram, threads_per_rank
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
-from xprofiler.points import Needs, missing
+from xprofiler.points import Needs, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
@@ -39,6 +41,10 @@ from xrunner.ops.build import why_not_native
 
 DEFAULT_BUDGET_S = 45.0
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
+# Measuring beyond the quick profile takes at most this share of a job's time, what went into the
+# profile before included; and is done where that is so many times as long as what did: less would
+# change little.
+_SHARE, _WORTH = 0.1, 2.0
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
@@ -51,6 +57,7 @@ class WantedProfile:
     metadata: ProfileMetadata
     model: ModelSpec
     needs: Needs
+    own: Needs  # the sizes of the job itself
     degrees: tuple[int, ...]
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
@@ -74,48 +81,116 @@ def wanted_profile(job: Job, problem: Problem,
     if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
+    needs = _needs(problem)
     return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
-                         needs=_needs(problem), degrees=possible, refused=refused,
+                         needs=needs, own=_own_sizes(problem, needs), degrees=possible,
+                         refused=refused,
                          links=(cluster.intra_link.name, cluster.inter_link.name),
                          launcher=launcher_of(job, problem), output=job.output)
 
 
 def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
                   again: bool = False) -> Profile:
-    """The cached profile; measured, or gone on with, where points are missing, or where `budget_s`
-    leaves time for more than went into it. Raises StoppedEarly when interrupted: what was measured
-    is kept, and the same command goes on."""
+    """The cached profile; measured, or gone on with, where points of the skeleton are missing, or
+    where `budget_s` leaves time for more than went into it. Raises StoppedEarly when interrupted:
+    what was measured is kept, and the same command goes on."""
+    def is_enough(profile: Profile) -> bool:
+        return (not again and profile.spent_s >= (budget_s or 0.0)
+                and _is_whole(profile, wanted))
+
+    session = _Session(budget_s=DEFAULT_BUDGET_S if budget_s is None else budget_s,
+                       why="every size that jobs usually have", again=again)
+    return _profile(wanted, tell, session, is_enough)
+
+
+def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
+    """The cached profile; where it lacks sizes that this job needs, these are measured briefly.
+    Raises StoppedEarly as `local_profile`."""
+    def is_enough(profile: Profile) -> bool:
+        points = quick_points(wanted.model, wanted.needs, wanted.own)
+        return not any(lacking(profile, degree, points) for degree in wanted.degrees)
+
+    session = _Session(is_quick=True, why="the sizes that this job has")
+    return _profile(wanted, tell, session, is_enough)
+
+
+def refined_profile(wanted: WantedProfile, tell: Teller, most_s: float) -> Profile:
+    """The cached profile with those of the skeleton's points that it lacks, as many as there is
+    time for until `most_s` of measuring went into it in all. Raises StoppedEarly as
+    `local_profile`."""
+    session = _Session(skeleton_s=most_s, budget_s=min(most_s, DEFAULT_BUDGET_S),
+                       why="more sizes, as the job is long enough")
+    return _profile(wanted, tell, session, lambda profile: (
+        profile.spent_s >= most_s or _is_whole(profile, wanted)))
+
+
+def refining_s(profile: Profile, wanted: WantedProfile, job_s: float, *, layouts: int = 1) -> float:
+    """Seconds of measuring, in all, that a quick profile is worth for a job that takes `job_s`
+    (infinite: one without end), where so many layouts are to have as much; 0 where it is best left
+    as it is, or has the whole skeleton."""
+    most_s = _SHARE * job_s / layouts
+    return most_s if most_s >= _WORTH * profile.spent_s and not _is_whole(profile, wanted) else 0.0
+
+
+def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
+    """Whether it has every point of the skeleton."""
+    return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
+
+
+class _Session(NamedTuple):
+    """What is measured in one go, and why: see xprofiler.measure.worker.MeasureRequest."""
+
+    why: str
+    is_quick: bool = False
+    skeleton_s: float = math.inf
+    budget_s: float = 0.0
+    again: bool = False  # anew, whatever is cached
+
+    @property
+    def words(self) -> str:
+        """How long it takes, and why."""
+        how_long = f"about {format_seconds(self.budget_s)}" if self.budget_s else "briefly"
+        return f"{how_long}, once: {self.why}"
+
+
+def _profile(wanted: WantedProfile, tell: Teller, session: _Session,
+             is_enough: Callable[[Profile], bool]) -> Profile:
+    """The cached profile if it is enough; else the session adds to it."""
     path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
-    if not again and (profile := _sufficient(path, wanted, budget_s, tell)) is not None:
+
+    def serves(profile: Profile) -> bool:
+        # messages between nodes may not have been timed; then the rest of it is gone on with
+        has_messages = wanted.metadata.nodes == 1 or bool(
+            profile.table(TRANSFER, link=wanted.links[1]))
+        return has_messages and profile.model is not None and is_enough(profile)
+
+    if (profile := _sufficient(path, serves, tell)) is not None:
         return profile
     with _alone(path.parent, wanted.output, tell):
         # another process may have measured it while this one waited
-        if not again and (profile := _sufficient(path, wanted, budget_s, tell)) is not None:
+        if (profile := _sufficient(path, serves, tell)) is not None:
             return profile
-        target = path.with_suffix(".again.json") if again else path
+        target = path.with_suffix(".again.json") if session.again else path
         is_new = _cached(target, tell) is None
         if is_new:
             target.unlink(missing_ok=True)
         contention = Contention()
-        _measure(wanted, target, DEFAULT_BUDGET_S if budget_s is None else budget_s, tell,
-                 is_new=is_new)
+        _measure(wanted, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
-    tell.say(f"profile: {judge(profile).sentence}")
+    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
+             f"{judge(profile).sentence}")
     if (warning := in_words(contention.others_share())) is not None:
         tell.say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
     return profile
 
 
-def _sufficient(path: Path, wanted: WantedProfile, budget_s: float | None,
+def _sufficient(path: Path, is_enough: Callable[[Profile], bool],
                 tell: Teller) -> Profile | None:
     """The cached profile, if nothing is to be added to it."""
     profile = _cached(path, tell)
-    if profile is None or profile.spent_s < (budget_s or 0.0) or any(
-            missing(profile, degree, wanted.needs) for degree in wanted.degrees):
+    if profile is None or not is_enough(profile):
         return None
-    if wanted.metadata.nodes > 1 and not profile.table(TRANSFER, link=wanted.links[1]):
-        return None  # of nodes whose messages were not timed; the rest of it serves
     tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).sentence}")
     return profile
 
@@ -198,7 +273,19 @@ def _needs(problem: Problem) -> Needs:
                  tokens=max(usual.tokens, inputs)).within(problem.model)
 
 
-def _measure(wanted: WantedProfile, target: Path, budget_s: float, tell: Teller, *,
+def _own_sizes(problem: Problem, usual: Needs) -> Needs:
+    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
+    lengths, count = problem.lengths, problem.num_queries
+    inputs = lengths.inputs.max
+    return Needs(
+        input_tokens=inputs,
+        context_tokens=inputs + max(lengths.outputs.max, problem.default_max_tokens),
+        queries=usual.queries if count is None else min(max(count, 1), usual.queries),
+        tokens=usual.tokens if count is None else max(
+            min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
+
+
+def _measure(wanted: WantedProfile, target: Path, session: _Session, tell: Teller, *,
              is_new: bool) -> None:
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:
@@ -206,9 +293,9 @@ def _measure(wanted: WantedProfile, target: Path, budget_s: float, tell: Teller,
     of = wanted.metadata
     degrees = ", ".join(str(d) for d in wanted.degrees)
     tell.say(
-        f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on {of.ranks} "
-        f"ranks x {of.threads_per_rank} threads ({of.dtype}, tensor-parallel degree {degrees}), "
-        f"about {budget_s:.0f} s, once")
+        f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on "
+        f"{Layout(of.ranks, of.threads_per_rank).words} ({of.dtype}, tensor-parallel degree "
+        f"{degrees}), {session.words}")
     for reason in wanted.refused.values():
         tell.say(f"profile: left out, {reason}")
     # every rank reads the request: hosts have the cache in common, but not /tmp
@@ -219,9 +306,10 @@ def _measure(wanted: WantedProfile, target: Path, budget_s: float, tell: Teller,
         near, far = wanted.links
         request.write_text(json.dumps({
             "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
-            "refused": wanted.refused, "needs": asdict(wanted.needs), "budget_s": budget_s,
-            "near": near, "far": far, "target": str(target), "progress": str(progress),
-            "stop": str(stop)}), encoding="utf-8")
+            "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
+            "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
+            "budget_s": session.budget_s, "near": near, "far": far, "target": str(target),
+            "progress": str(progress), "stop": str(stop)}), encoding="utf-8")
 
         def watch() -> None:
             tell_share(tell, "profiling", progress)

@@ -1,12 +1,12 @@
 """Planning a job: within what its engine executes, on the layout of the cores that is best for it,
 by the one planner there is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xgpt.app.laid_out import derived_times, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
-from xgpt.app.timing import timing_of
+from xgpt.app.timing import refined_timing, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
@@ -55,19 +55,21 @@ class JobPlanner:
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
         self._derived: dict[Layout, Derived] = {}
+        self._is_given = timing is not None
+        self._refined: set[Layout] = set()  # or not worth it: asked once
         self._planners = {layout: self._planner(layout, times) for layout, times in (
             dict.fromkeys(self._jobs, timing) if timing is not None else self._times()).items()}
 
     def plan(self, latency_bound_s: float | None = None) -> Plan:
-        """The best of any layout under the bound (by default the job's). Raises InfeasibleError,
-        and InputError for what no layout can hold."""
+        """The best of any layout under the bound (by default the job's), by times that are measured
+        for as long as the job is worth it. Raises InfeasibleError, and InputError for what no
+        layout can hold."""
         tried = {layout: self._tried(layout, latency_bound_s) for layout in self._jobs}
-        while undecided := (compared := self._compared(tried)).undecided():
-            for one in undecided:
-                self._planners[one.layout] = self._planner(
-                    one.layout, timing_of(self._jobs[one.layout]))
-                del self._derived[one.layout]
-                tried[one.layout] = self._tried(one.layout, latency_bound_s)
+        compared = self._compared(tried)
+        while again := (self._measured(compared.undecided()) or self._improved(compared)):
+            for layout in again:
+                tried[layout] = self._tried(layout, latency_bound_s)
+            compared = self._compared(tried)
         schedule, best = compared.chosen(), compared.best
         return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
                     horizon=self._options.horizon)
@@ -78,6 +80,32 @@ class JobPlanner:
         layout = next(layout for layout, job in self._jobs.items()
                       if plan is None or job is plan.opened)
         return self._jobs[layout], self._planners[layout]
+
+    def _measured(self, undecided: Sequence[LaidOut]) -> list[Layout]:
+        """Measures layouts whose times were derived; returns them."""
+        for one in undecided:
+            self._planners[one.layout] = self._planner(
+                one.layout, timing_of(self._jobs[one.layout]))
+            del self._derived[one.layout]
+        return [one.layout for one in undecided]
+
+    def _improved(self, compared: LayoutComparison) -> list[Layout]:
+        """Measures more of the layouts that may be the best, where the job is long enough for it;
+        returns those that have new times."""
+        if self._is_given or not compared.has_schedule:
+            return []
+        contenders, job_s = compared.contenders(), compared.seconds(compared.best)
+        improved = []
+        for one in contenders:
+            if one.layout in self._refined:
+                continue
+            self._refined.add(one.layout)
+            times = refined_timing(self._jobs[one.layout], one.timing, job_s,
+                                   layouts=len(contenders))
+            if times is not None:
+                self._planners[one.layout] = self._planner(one.layout, times)
+                improved.append(one.layout)
+        return improved
 
     def _compared(self, tried: Mapping[Layout, LaidOut]) -> LayoutComparison:
         return LayoutComparison(tuple(tried.values()), is_steady=self._options.horizon == "steady")

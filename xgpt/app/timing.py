@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from xgpt.app.local_profile import local_profile, profile_metadata, wanted_profile
+from xgpt.app.local_profile import (
+    profile_metadata,
+    quick_profile,
+    refined_profile,
+    refining_s,
+    wanted_profile,
+)
 from xgpt.app.opened import OpenedJob
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.local import why_no_torch
@@ -15,8 +21,8 @@ from xprofiler.verdict import judge
 
 
 def timing_of(opened: OpenedJob) -> TimingSource:
-    """The job's `profile:`, else this machine's measured one for `cluster: local`, else the
-    roofline of the device."""
+    """The job's `profile:`, else this machine's for `cluster: local`, of which what this job needs
+    is measured briefly, else the roofline of the device."""
     job, problem = opened.job, opened.problem
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
     if job.profile is not None:
@@ -25,12 +31,23 @@ def timing_of(opened: OpenedJob) -> TimingSource:
         kind = problem.cluster.device.kind
         why = why_no_torch(kind)
         if why is None:
-            return ProfileTiming(local_profile(wanted_profile(job, problem), opened.tell))
+            return ProfileTiming(quick_profile(wanted_profile(job, problem), opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
         opened.tell.say(
             f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
             "and are rough")
     return roofline
+
+
+def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
+                   layouts: int = 1) -> TimingSource | None:
+    """Better times than `timing`, which is `timing_of` this job, where so long a job is worth
+    measuring more for (`layouts`: on so many); None where it is not."""
+    if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
+        return None
+    wanted = wanted_profile(opened.job, opened.problem)
+    most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
+    return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
 
 
 def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:

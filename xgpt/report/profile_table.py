@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
+from xprofiler.points import left_out
 from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.timing import Operator
@@ -75,6 +76,7 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
         ("origin", " ".join(part for part in (m.origin, measured) if part)),
         ("date", on),
         ("verdict", judge(profile).sentence),
+        ("extent", _extent(profile)),
         ("degrees", ", ".join(str(d) for d in profile.tp_degrees) or "none"),
         *((f"refused {degree}", reason) for degree, reason in profile.refused.items()),
         ("peaks", "" if peaks is None else
@@ -82,6 +84,14 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
          f"({peaks.source})"),
     ]
     return [(label, clean(text)) for label, text in facts if text]
+
+
+def _extent(profile: Profile) -> str:
+    """What a profile that was measured briefly leaves out; empty for a whole one."""
+    count = sum(len(left_out(profile, degree)) for degree in profile.tp_degrees)
+    return "" if not count else (
+        f"measured briefly, at the sizes that a job had: {counted(count, 'point')} between them "
+        "are left out, which jobs that are long enough add, or `xgpt profile JOB.yaml`")
 
 
 def no_floor_reason(profile: Profile) -> str | None:

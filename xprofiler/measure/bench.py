@@ -8,6 +8,7 @@ bench holds as many layers as a stage does, and both ends of the model, whose vo
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,16 +57,18 @@ class LayerBench:
                                 weight_dtype=weight_dtype)
         self.probe = Probe(self.model, clock_of(self.device))
 
-    def decode(self, contexts: list[int]) -> Measurement:
-        """A decode step of one query for each of `contexts` (tokens already cached)."""
-        executor = self._executor(len(contexts), max(contexts) + 1)
+    def decode(self, contexts: list[int], *, most_layers: int | None = None) -> Measurement:
+        """A decode step of one query for each of `contexts` (tokens already cached). `most_layers`:
+        through so many layers, and the head."""
+        layers = self.model.layers[:most_layers]
+        executor = self._executor(len(contexts), max(contexts) + 1, len(layers))
         group, joined = executor.groups[0], self._joined(contexts)
         tokens = torch.ones(len(contexts), dtype=torch.long, device=self.device)
         message = StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1)
 
         def step() -> StepParts:
             group.adopt(joined)
-            return self.probe.time(lambda: executor.execute(message, tokens))
+            return self._time(layers, lambda: executor.execute(message, tokens))
 
         return step
 
@@ -80,19 +83,28 @@ class LayerBench:
 
         def step() -> StepParts:
             executor.groups[0].adopt(())
-            if most_layers is None:
-                return self.probe.time(lambda: executor.execute(message, tokens))
-            whole, self.model.layers, self.model.is_last = self.model.layers, layers, False
-            parts = self.probe.time(lambda: executor.execute(message, tokens))
-            self.model.layers, self.model.is_last = whole, True
-            return parts
+            return self._time(layers, lambda: executor.execute(message, tokens),
+                              has_head=most_layers is None)
 
         return step
+
+    def _time(self, layers: list[Any], run: Callable[[], object], *,
+              has_head: bool = True) -> StepParts:
+        """One step through `layers`, the model's first ones."""
+        whole, self.model.layers, self.model.is_last = self.model.layers, layers, has_head
+        parts = self.probe.time(run)
+        self.model.layers, self.model.is_last = whole, True
+        return parts
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
         """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""
         return compaction(self._cache(2 * rows, tokens, is_whole=True), rows, tokens,
                           clock_of(self.device))
+
+    def layer_kv_bytes(self, queries: int, capacity: int) -> int:
+        """One layer's cache of so many queries of `capacity` tokens."""
+        return kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity, num_layers=1,
+                        kv_heads=self.model.kv_heads).num_bytes
 
     def _executor(self, queries: int, capacity: int, layers: int | None = None) -> StageExecutor:
         executor = StageExecutor(self.model)

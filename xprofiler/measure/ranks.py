@@ -17,6 +17,8 @@ from xrunner.transport.comm import wait_politely
 _ATTEMPTS = 3
 _POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
 _MIN_STEPS, _MAX_STEPS = 5, 40
+# of a point that is measured briefly: so long, and as few steps as tell a spread
+_BRIEF_POINT_S, _BRIEF_STEPS = 0.02, 3
 _SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
 
@@ -64,16 +66,19 @@ class Ranks:
         time.sleep(_PAUSE_S)
         return [s for each in self.gather(mine) for s in each]
 
-    def steady(self, step: Callable[[], StepParts]) -> list[StepParts]:
+    def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False) -> list[StepParts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
-        disagree: the least disturbed attempt counts."""
+        disagree: the least disturbed attempt counts. `is_brief`: as seldom as will do, once."""
         first, count = self.gather(self._in_turn(step)), _SLOW_STEPS
         is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
-        if not is_slow:  # the first was a warm-up
+        if is_brief and not is_slow:
+            once_s = max(parts.whole_s for parts in first)
+            count = int(np.clip(_BRIEF_POINT_S / once_s, _BRIEF_STEPS, _MAX_STEPS))
+        elif not is_slow:  # the first was a warm-up
             once_s = max(parts.whole_s for parts in self.gather(self._in_turn(step)))
             count = int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
         attempts: list[list[StepParts]] = []
-        for _ in range(_ATTEMPTS):
+        for _ in range(1 if is_brief else _ATTEMPTS):
             steps = self.together(lambda: [step() for _ in range(count)])
             attempts.append([*first, *steps] if is_slow else steps)
             if _spread(attempts[-1]) <= SPREAD_LIMIT:

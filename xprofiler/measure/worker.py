@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -30,7 +31,7 @@ from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
-from xprofiler.points import Kind, Needs, Point, refinement, skeleton
+from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
 from xprofiler.timing import Operator
@@ -41,6 +42,11 @@ _SAVE_EVERY_S = 2.0
 _REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION,
             Operator.HEAD, Operator.CROSS_ATTENTION)
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
+# Of a quick profile: the bench's weights, which are to be read from memory in every step; at most
+# so much memory for a decode step's caches (to get it takes longer than the step); rows times
+# layers of an encode step that is taken for its rows.
+_QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES, _QUICK_ROWS = 2**26, 2**28, 4200
+_LEAST_LAYERS, _MOST_LAYERS = 2, 6
 Bench = LayerBench | EncoderDecoderBench  # one shard: a stage's layers
 
 
@@ -53,7 +59,12 @@ class MeasureRequest:
     refused: dict[str, str]
     degrees: list[int]
     needs: dict[str, int]
-    budget_s: float | None  # None: the skeleton alone
+    own: dict[str, int]  # sizes of the job itself
+    is_quick: bool  # the points of a quick profile, each as briefly as will do
+    # Seconds of measuring after which the skeleton's points, and then those between them, are left
+    # for another session; those of earlier sessions count.
+    skeleton_s: float
+    budget_s: float
     near: str  # names of the links inside a node and between nodes
     far: str
     target: str
@@ -88,22 +99,25 @@ class _Session:
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self._begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
+        self._effort = _quick_effort if request.is_quick else _effort
         self._left = 0.0  # work of the skeleton still to do (_effort)
 
     def run(self) -> None:
-        if self._known.peaks is None:
+        is_quick = self._request.is_quick
+        if self._known.peaks is None and not is_quick:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
         self._measure_network()
         needs = Needs(**self._request.needs)
-        points = skeleton(self._spec, needs)
-        degrees = self._request.degrees
+        points = (quick_points(self._spec, needs, Needs(**self._request.own)) if is_quick
+                  else skeleton(self._spec, needs))
+        degrees, ranks = self._request.degrees, self._known.metadata.ranks
         todo = [(d, p) for d in degrees for p in points if not self._recorder.has(p, d)]
-        self._total = self._left = sum(_effort(p) for _, p in todo)
-        self._points_begin_s = time.monotonic()
+        self._total = self._left = sum(map(self._effort, (p for _, p in todo)))
+        self._worked_s = 0.0  # at points of the skeleton
         for index, degree in enumerate(degrees):
             bench = (EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench)(
-                self._spec, self._dtype, num_stages=self._known.metadata.ranks, tp_degree=degree,
+                self._bench_spec(degree), self._dtype, num_stages=ranks, tp_degree=degree,
                 device=self._device, sampling=self._sampling, weight_dtype=self._weight_dtype)
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
@@ -111,14 +125,28 @@ class _Session:
                 break
         self._save(force=True)
 
+    def _bench_spec(self, degree: int) -> ModelSpec:
+        """The model; of a quick profile with no more layers in a stage than it takes."""
+        spec, ranks = self._spec, self._known.metadata.ranks
+        if not self._request.is_quick:
+            return spec
+        layer_bytes = spec.decoder_layer_params * self._dtype.itemsize // degree
+        most = ranks * max(_QUICK_WEIGHT_BYTES // layer_bytes, 1)
+        return replace(spec, num_layers=min(spec.num_layers, most),
+                       num_encoder_layers=min(spec.num_encoder_layers, most))
+
     def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
         for point in points:
             if self._is_stopped():
                 return False
+            if not self._ranks.agree(self._spent_s() < self._request.skeleton_s * share):
+                return True
+            begin_s = time.monotonic()
             self._measure(bench, degree, point)
-            self._left -= _effort(point)
+            self._worked_s += time.monotonic() - begin_s
+            self._left -= self._effort(point)
             self._save()
         failed: set[Point] = set()
         while self._ranks.agree(self._has_time(share)):
@@ -144,8 +172,21 @@ class _Session:
             return
         lengths = _lengths(point, self._spec.max_positions, self._known.metadata.is_padded)
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
-        steps = self._ranks.steady(_step(bench, point.kind, lengths))
-        self._recorder.add_step(point, degree, rows, len(lengths), steps, bench.num_layers)
+        most_layers = self._most_layers(bench, point)
+        steps = self._ranks.steady(_step(bench, point.kind, lengths, most_layers),
+                                   is_brief=self._request.is_quick)
+        self._recorder.add_step(point, degree, rows, len(lengths), steps,
+                                min(bench.num_layers, most_layers or bench.num_layers))
+
+    def _most_layers(self, bench: Bench, point: Point) -> int | None:
+        """Layers that a step goes through; None: all of the bench."""
+        if point.kind is Kind.ENCODE:
+            return _ATTENTION_LAYERS
+        if not self._request.is_quick or isinstance(bench, EncoderDecoderBench):
+            return None
+        if point.kind is Kind.REST:
+            return _rows_layers(point.x)
+        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), _LEAST_LAYERS)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -175,7 +216,7 @@ class _Session:
 
     def _has_time(self, share: float) -> bool:
         # what earlier sessions spent counts, so the same command with the same budget is done
-        return self._spent_s() < (self._request.budget_s or 0.0) * share
+        return self._spent_s() < self._request.budget_s * share
 
     def _save(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -184,16 +225,16 @@ class _Session:
         self._saved_s = now
         save_profile(self._recorder.profile(spent_s=self._spent_s(), host_s=self._host_s),
                      Path(self._request.target))
-        share, left_s = self._outlook(now)
+        share, left_s = self._outlook()
         Path(self._request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
 
-    def _outlook(self, now: float) -> tuple[float, float]:
+    def _outlook(self) -> tuple[float, float]:
         """(share done, seconds left) of the skeleton and what the budget leaves after it."""
-        elapsed_s = now - self._points_begin_s
-        done = 1 - self._left / self._total if self._total else 1.0
-        skeleton_s = elapsed_s / done - elapsed_s if 0 < done < 1 else 0.0
-        budget_s = (self._request.budget_s or 0.0) - self._spent_s()
-        left_s = max(skeleton_s, budget_s, 0.0)
+        done, spent_s = 1 - self._left / self._total if self._total else 1.0, self._spent_s()
+        skeleton_s = min(self._worked_s * (1 / done - 1) if done > 0 else 0.0,
+                         self._request.skeleton_s - spent_s)
+        left_s = max(skeleton_s, self._request.budget_s - spent_s, 0.0)
+        elapsed_s = time.monotonic() - self._begin_s
         return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s
 
     def _is_stopped(self) -> bool:
@@ -209,15 +250,19 @@ def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[Ta
               if 1 < d <= ranks // nodes)]
 
 
-def _step(bench: Bench, kind: Kind, lengths: list[int]) -> Measurement:
-    """The step that a kind of point is."""
+def _step(bench: Bench, kind: Kind, lengths: list[int], most_layers: int | None) -> Measurement:
+    """The step that a kind of point is. `most_layers`: of a decoder-only model, through so many."""
     if isinstance(bench, EncoderDecoderBench):
         # self-attention over as many tokens as cross-attention: one step serves both tables
         return (bench.decode(lengths, [n + 1 for n in lengths]) if kind is Kind.CROSS
                 else bench.encode(lengths))
-    if kind is Kind.DECODE:
-        return bench.decode(lengths)
-    return bench.encode(lengths, most_layers=_ATTENTION_LAYERS if kind is Kind.ENCODE else None)
+    return (bench.decode if kind is Kind.DECODE else bench.encode)(
+        lengths, most_layers=most_layers)
+
+
+def _rows_layers(rows: int) -> int:
+    """Layers of a quick profile's step that is taken for its rows."""
+    return min(max(_QUICK_ROWS // rows, _LEAST_LAYERS), _MOST_LAYERS)
 
 
 def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:
@@ -238,6 +283,19 @@ def _effort(point: Point) -> float:
             return 1 + point.x * point.y / 700
         case _:
             return 1 + point.x * (point.y + 130) / 20_000
+
+
+def _quick_effort(point: Point) -> float:
+    """The same of a quick profile, whose points take as many steps each."""
+    match point.kind:
+        case Kind.REST:
+            return 1 + point.x * _rows_layers(point.x) / 870
+        case Kind.ENCODE:
+            return 0.45 + point.x * point.y / 330
+        case Kind.COMPACTION:
+            return 0.4
+        case _:
+            return 1 + point.x / 44 + point.x * point.y / 21_000
 
 
 if __name__ == "__main__":

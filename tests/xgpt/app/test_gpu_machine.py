@@ -79,7 +79,7 @@ def test_gpus_are_measured_where_they_can_be(
         asked.append(wanted)
         return wanted
 
-    monkeypatch.setattr(timing, "local_profile", measure)
+    monkeypatch.setattr(timing, "quick_profile", measure)
     monkeypatch.setattr(timing, "ProfileTiming", lambda profile: profile)
     opened = open_file(job().source, (), Terminal())
     assert timing_of(opened) is asked[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,9 @@ class Machine:
             patch.setattr(module, "gpus_here", list)
         for command in ("plan", "run"):
             patch.setattr(f"xgpt.app.{command}.timing_of", self.timing_of)
+        self.refined: dict[str, tuple[float, int]] = {}  # layout: the job's seconds, contenders
+        self.better: Law | None = None  # what measuring more would show; None: not worth it
+        patch.setattr("xgpt.app.plan.refined_timing", self.refined_timing)
 
     def timing_of(self, opened: OpenedJob) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem
@@ -44,6 +48,15 @@ class Machine:
         self.measured.append(f"{run.ranks}x{run.threads_per_rank}")
         return ProfileTiming(profile_of(problem.model, run.ranks, run.threads_per_rank, self.law,
                                         dtype=problem.dtype, spread=self._spread))
+
+
+    def refined_timing(self, opened: OpenedJob, timing: ProfileTiming, job_s: float, *,
+                       layouts: int) -> ProfileTiming | None:
+        of = timing.profile.metadata
+        self.refined[f"{of.ranks}x{of.threads_per_rank}"] = job_s, layouts
+        return None if self.better is None else ProfileTiming(profile_of(
+            opened.problem.model, of.ranks, of.threads_per_rank, self.better,
+            dtype=opened.problem.dtype, spread=self._spread))
 
 
 def job_of(folder: Path, *, count: int | None = 12, bound: str = "inf",
@@ -105,6 +118,29 @@ def test_a_layout_that_may_win_is_measured_and_only_then_chosen(
     assert (plan.opened.job.run.ranks, plan.opened.job.run.threads_per_rank) == (2, 4)
     assert isinstance(plan.timing, ProfileTiming)
     assert plan.timing.profile.metadata.origin == "measured"
+
+
+def test_what_may_be_the_best_is_measured_longer_once_as_the_job_is_worth(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(0.0))
+    planner = JobPlanner(job_of(tmp_path, count=None), STEADY)
+    planner.plan()
+    assert machine.refined == {"1x2": (math.inf, 1)}, "the other cannot win"
+    machine.refined.clear()
+    planner.plan(1e3)
+    assert not machine.refined, "asked once"
+    plan_job(job_of(tmp_path, count=12))
+    ((job_s, layouts),) = machine.refined.values()
+    assert 0 < job_s < 60 and layouts == 1
+
+
+def test_a_layout_that_measuring_longer_shows_to_be_worse_is_left(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(0.0))
+    machine.better = lambda threads: 5.0 if threads == 2 else 1.0
+    plan = plan_job(job_of(tmp_path, count=None), options=STEADY)
+    assert list(machine.refined) == ["1x2", "2x1"], "what is the best then is measured longer, too"
+    assert plan.schedule.deployment.num_devices == 2
 
 
 def test_a_wish_is_one_layout_and_is_not_compared(tmp_path: Path,

@@ -1,0 +1,153 @@
+"""A profile of this machine: of few points for a job, of more where it is long, or whole."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xgpt.app import local_profile as app
+from xgpt.app.local_profile import (
+    WantedProfile,
+    local_profile,
+    quick_profile,
+    refined_profile,
+    refining_s,
+    wanted_profile,
+)
+from xgpt.app.opened import open_file
+from xgpt.app.telling import LogTeller
+from xgpt.core.model import ModelSpec
+from xgpt.launch.launcher import RankProgram
+from xprofiler.measure import clock, ranks, worker
+from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
+from xprofiler.profile import Profile
+
+TOY = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=2,
+                num_kv_heads=1, vocab_size=64, intermediate_size=48, max_positions=200)
+
+
+class Here:
+    """Starts the measuring rank in this process."""
+
+    is_here = True
+
+    def run(self, program: RankProgram, watch: Callable[[], object],
+            ask_to_stop: Callable[[], object]) -> None:
+        assert program.module == "xprofiler.measure.worker" and program.count == 1
+        worker.main([str(program.argument)])
+        watch()
+
+
+@pytest.fixture()
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
+    """How often each point was measured."""
+    counts: Counter[Point] = Counter()
+    measure = worker._Session._measure
+
+    def counting(session: worker._Session, bench: worker.Bench, degree: int, point: Point) -> None:
+        counts[point] += 1
+        measure(session, bench, degree, point)
+
+    monkeypatch.setattr(worker._Session, "_measure", counting)
+    for name, value in (("_MAX_STEPS", 5), ("_ATTEMPTS", 1), ("_PAUSE_S", 0.0)):
+        monkeypatch.setattr(ranks, name, value)
+    monkeypatch.setattr(clock, "_SIDE", 64)
+    monkeypatch.setattr(clock, "_BYTES", 2**20)
+    monkeypatch.setattr(app, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(app, "DEFAULT_BUDGET_S", 0.1)
+    return counts
+
+
+@pytest.fixture()
+def wanted(tmp_path: Path) -> WantedProfile:
+    path = tmp_path / "job.yaml"
+    path.write_text("""
+model: smollm2-135m
+cluster: local
+workload: {requests: {count: 20}, input_tokens: {mean: 40, std: 20, max: 80},
+           output_tokens: {mean: 12, std: 5, max: 24}}
+run: {dtype: float32, ranks: 1, weights: random}
+output: out
+""")
+    opened = open_file(path)
+    found = wanted_profile(opened.job, replace(opened.problem, model=TOY))
+    assert found.own.queries == 20 and found.own.context_tokens == 80 + 24
+    return replace(  # smaller, to be measured in a moment
+        found, launcher=Here(),  # type: ignore[arg-type]
+        needs=Needs(input_tokens=100, context_tokens=130, queries=33, tokens=700),
+        own=Needs(input_tokens=60, context_tokens=90, queries=9, tokens=240))
+
+
+def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
+        wanted: WantedProfile, measured: Counter[Point]) -> None:
+    quick = quick_profile(wanted, LogTeller())
+    points = quick_points(TOY, wanted.needs, wanted.own)
+    assert set(measured) == set(points) and len(points) < 30
+    assert left_out(quick, 1) and quick.peaks is None
+    assert quick_profile(wanted, LogTeller()) == quick, "of which nothing is measured again"
+
+    larger = replace(wanted, own=replace(wanted.own, queries=20, tokens=600))
+    quick_profile(larger, LogTeller())
+    assert Point(Kind.DECODE, 33, 17) in measured and Point(Kind.REST, 700) in measured
+    assert refined_profile(wanted, LogTeller(), quick.spent_s) != quick, "the larger job added"
+
+    whole = refined_profile(wanted, LogTeller(), math.inf)
+    assert set(skeleton(TOY, wanted.needs)) <= set(measured)
+    assert left_out(whole, 1) == [] and whole.peaks is not None
+    assert whole.spent_s > quick.spent_s
+    assert max(measured.values()) == 1, "no point was measured twice"
+    assert local_profile(wanted, LogTeller()) == whole == quick_profile(wanted, LogTeller())
+
+
+def test_measuring_a_profile_measures_it_whole(
+        wanted: WantedProfile, measured: Counter[Point]) -> None:
+    quick_profile(wanted, LogTeller())
+    whole = local_profile(wanted, LogTeller(), budget_s=0.01)
+    assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more, in so short a time"
+    assert left_out(whole, 1) == [] and max(measured.values()) == 1
+
+
+def test_measuring_ends_where_the_job_is_not_worth_more(
+        wanted: WantedProfile, measured: Counter[Point]) -> None:
+    quick = quick_profile(wanted, LogTeller())
+    before = set(measured)
+    refined = refined_profile(wanted, LogTeller(), quick.spent_s + 1e-3)
+    assert set(measured) == before and refined.tables.keys() == quick.tables.keys()
+
+
+@pytest.mark.parametrize(("job_s", "layouts", "expected"), [
+    (12.0, 1, 0.0), (79.0, 1, 0.0), (81.0, 1, 8.1), (81.0, 2, 0.0), (170.0, 2, 8.5),
+    (36_000.0, 1, 3600.0), (math.inf, 2, math.inf)])
+def test_a_tenth_of_the_job_is_measured_for_where_it_is_twice_what_was(
+        wanted: WantedProfile, job_s: float, layouts: int, expected: float) -> None:
+    profile = Profile(metadata=wanted.metadata, tables={}, model=TOY, spent_s=4.0)
+    assert refining_s(profile, wanted, job_s, layouts=layouts) == pytest.approx(expected)
+
+
+def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
+        wanted: WantedProfile, monkeypatch: pytest.MonkeyPatch, measured: Counter[Point],
+        tmp_path: Path) -> None:
+    now, told = [100.0], []
+    effort = worker._quick_effort
+
+    def measure(session: worker._Session, _bench: worker.Bench, _degree: int,
+                point: Point) -> None:
+        now[0] += 0.07 * effort(point)
+
+    def save(session: worker._Session, *, force: bool = False) -> None:
+        told.append((now[0], session._outlook()[1]))
+
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(worker._Session, "_measure", measure)
+    monkeypatch.setattr(worker._Session, "_save", save)
+    monkeypatch.setattr(app, "load_profile", lambda _: Profile(metadata=wanted.metadata, tables={}))
+    monkeypatch.setattr(app.os, "replace", lambda *_: None)
+    quick_profile(wanted, LogTeller())
+    assert len(told) > 10
+    for at, left_s in told:
+        assert left_s == pytest.approx(told[-1][0] - at, abs=1e-6)
