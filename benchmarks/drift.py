@@ -26,7 +26,8 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xgpt.report.canvas import WIDTH, Drawing, line, number, text_at
+from xgpt.report.chart import Axis, Chart, Series
+from xgpt.report.image import write_image
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xscheduler.drift import DriftRow, drift_rows
@@ -36,7 +37,6 @@ from xsimulator.policies.static.config import StaticConfig
 
 SHARES = (0.30, 0.70)  # of FT's batch sizes have a lower latency
 STEP, MOST_BATCH = 4, 2000
-PANEL, GAP, BARS = 190.0, 46.0, 130.0  # heights; the bars' own
 
 
 def problem_of(latency_s: float) -> Problem:
@@ -142,52 +142,27 @@ def beside_the_paper(policy: str, rows: Sequence[DriftRow]) -> list[str]:
             f"{most(['skewness'], 'throughput'):.1%} |"]
 
 
-def picture(found: dict[str, Sequence[DriftRow]]) -> Drawing:
-    """A row of three panels a policy: bars of throughput, dots of the P99 latency's ratio."""
-    body, top = [], 34.0
-    for x, colour, text in ((60, "decode", "this schedule, queries/s"),
-                            (250, "encode", "best for the changed lengths, queries/s"),
-                            (530, "bad", "P99 latency of this schedule, ratio to unchanged")):
-        body.append(f'<rect x="{number(x)}" y="8" width="10" height="10" fill="var(--{colour})"/>')
-        body.append(text_at(x + 15, 17, text))
+def picture(found: dict[str, Sequence[DriftRow]]) -> list[Chart]:
+    """Throughput and the P99 latency's ratio for each policy and statistic, in rows of two."""
+    charts = []
     for policy, rows in found.items():
-        most_qps = max(max(r.kept.throughput_qps, r.best.throughput_qps if r.best else 0)
-                       for r in rows)
-        most_ratio = max(r.queries_ratio for r in rows)
-        body.append(text_at(8, top + 14, policy, colour="ink"))
-        for place, statistic in enumerate(("mean", "std", "skewness")):
-            left = 60 + place * (WIDTH - 70) / 3
-            own = [r for r in rows if r.statistic == statistic]
-            body += panel(own, left, (WIDTH - 70) / 3 - 24, top + 20, most_qps, most_ratio)
-        top += PANEL + GAP
-    return Drawing(height=top, body="\n".join(body), description="Throughput and P99 latency of "
-                   "schedules when output lengths change (OPT-13B, 4 A40, task T)")
-
-
-def panel(rows: Sequence[DriftRow], left: float, width: float, top: float, most_qps: float,
-          most_ratio: float) -> list[str]:
-    bottom, step = top + BARS + 20, width / len(rows)
-    parts = [line(left, bottom, left + width, bottom, "line")]
-    dots = []
-    for place, row in enumerate(rows):
-        x = left + place * step
-        bars = [(row.kept, "decode")] + ([(row.best, "encode")] if row.best else [])
-        for number_of, (figures, colour) in enumerate(bars):
-            height = BARS * figures.throughput_qps / most_qps
-            at = x + (0.12 + 0.38 * number_of) * step
-            parts.append(f'<rect x="{number(at)}" y="{number(bottom - height)}" width="'
-                         f'{number(0.36 * step)}" height="{number(height)}" '
-                         f'fill="var(--{colour})"/>')
-            parts.append(text_at(at + 0.18 * step, bottom - height - 3,
-                                 f"{figures.throughput_qps:.1f}", "middle", size=9))
-        parts.append(text_at(x + step / 2, bottom + 16, words(row), "middle", "ink", 10))
-        dots.append((x + step / 2, bottom - 0.75 * BARS * row.queries_ratio / most_ratio))
-        parts.append(text_at(x + step / 2, bottom + 30, f"{row.queries_ratio:.2f}", "middle",
-                             "bad", 10))
-    path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in dots)
-    parts.append(f'<path d="{path}" fill="none" stroke="var(--bad)" stroke-width="1.6"/>')
-    return parts + [f'<circle cx="{number(x)}" cy="{number(y)}" r="3" fill="var(--bad)"/>'
-                    for x, y in dots]
+        for statistic in ("mean", "std", "skewness"):
+            own = [row for row in rows if row.statistic == statistic]
+            names = [words(row) for row in own]
+            x = Axis(label=f"change of the {statistic}", names=names)
+            charts += [
+                Chart(name=f"{policy}-{statistic}", title=f"{policy}: queries/s", x=x,
+                      y=Axis(label="queries/s", from_zero=True), series=[
+                          Series(label="this schedule", kind="bars", x=names,
+                                 y=[row.kept.throughput_qps for row in own]),
+                          Series(label="best for the changed lengths", kind="bars", x=names,
+                                 y=[row.best.throughput_qps if row.best else None for row in own],
+                                 colour="encode")]),
+                Chart(name=f"{policy}-{statistic}-latency", title=f"{policy}: P99 latency", x=x,
+                      y=Axis(label="ratio to unchanged", from_zero=True), series=[
+                          Series(label="this schedule", kind="line+dots", colour="bad", x=names,
+                                 y=[row.queries_ratio for row in own])])]
+    return charts
 
 
 def main() -> None:
@@ -220,8 +195,9 @@ def main() -> None:
     if options.out:
         name = f"drift-{datetime.date.today()}"
         (options.out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        for share, drawing in pictures.items():
-            drawing.write(options.out / f"{name}-ft{share:.0%}.svg".replace("%", ""))
+        for share, charts in pictures.items():
+            path = options.out / f"{name}-ft{share:.0%}.svg".replace("%", "")
+            write_image(charts, path, columns=2)
 
 
 if __name__ == "__main__":

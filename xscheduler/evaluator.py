@@ -16,7 +16,12 @@ from xrunner.rules.order import run_order, window_of
 from xscheduler.live.pinned import pinned_policy
 from xsimulator.policies import ClosedForm, make_config
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.predict import JobPrediction, predict_job, replay_latency_s
+from xsimulator.replay.predict import (
+    JobPrediction,
+    job_replays,
+    predict_job,
+    replay_latency_s,
+)
 from xsimulator.replay.records import ReplayResult
 
 _SEED = 20240427
@@ -83,14 +88,26 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *,
             replays: int = 5) -> JobPrediction | None:
     """What the job measures with fill and drain, the mean of so many replays where lengths are not
     all known; None without queries."""
+    known = _known_lengths(problem, estimate)
+    return None if known is None else predict_job(
+        problem, timing, estimate, known[0], np.random.default_rng(problem.seed), known=known[1],
+        replays=replays)
+
+
+def first_replay(problem: Problem, timing: TimingSource, estimate: Estimate) -> ReplayResult | None:
+    """The first of the replays that `predict` takes its means of."""
+    known = _known_lengths(problem, estimate)
+    return None if known is None else next(job_replays(
+        problem, timing, estimate, known[0], np.random.default_rng(problem.seed), known=known[1]))
+
+
+def _known_lengths(problem: Problem, estimate: Estimate) -> tuple[int, QueryLengths | None] | None:
+    """(how many queries run, their lengths as far as they are known); None without queries."""
     if problem.num_queries is None:
         return None
     known = job_lengths(problem, estimate)
-    if known is not None and not len(known.inputs):
-        return None
     count = problem.num_queries if known is None else len(known.inputs)
-    return predict_job(problem, timing, estimate, count, np.random.default_rng(problem.seed),
-                       known=known, replays=replays)
+    return (count, known) if count else None
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:

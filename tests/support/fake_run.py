@@ -86,6 +86,7 @@ def write_fake_run(directory: Path, num_queries: int = 72, answers: dict[str, st
         {"line": 44, "id": "summarise-99", "error": "the prompt has 4102 tokens, the model 2048"}])
     _write_object(directory / "metrics.json", _metrics(results))
     _write_object(directory / "profile.json", _profile())
+    _write_object(directory / "expected.json", _expected(len(requests)))
     return directory
 
 
@@ -195,6 +196,16 @@ def _profile() -> dict[str, Any]:
     return {"version": 1, "metadata": metadata, "columns": ["x", "y", "samples_s"],
             "verdict": "good: 7 of 7 points within 10%",
             "tables": {"decode_attention": points, "layer_rest": points[:3]}}
+
+
+def _expected(count: int) -> dict[str, Any]:
+    """Two stages, one query a second from 7.5 s on."""
+    stages = [{"label": f"stage {stage}", "pool": "both", "steps": [
+        [kind, 1.5 * i + stage, 1.5 * i + stage + 1, i % NUM_GROUPS]
+        for i, kind in enumerate(["encode", "encode", "decode", "decode"] * 4)]}
+        for stage in (0, 1)]
+    return {"version": 1, "stages": stages, "done": [[7.5 + i, i + 1] for i in range(count)],
+            "latency_s": [5.0, 14.0, 27.0], "ttft_s": [1.0, 2.0, 3.0]}
 
 
 def _write_object(path: Path, value: dict[str, Any]) -> None:

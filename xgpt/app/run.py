@@ -18,7 +18,6 @@ from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
 from xgpt.app.run_files import kept
 from xgpt.app.run_folder import make_room, plan_for_ranks, requests_of, write_job
-from xgpt.app.simulate import replay_steady, steady_timeline
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
@@ -26,14 +25,14 @@ from xgpt.core.errors import StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
-from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
 from xgpt.launch.standby import Standby
-from xgpt.report.output import EXPECTED_TIMELINE
+from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import WIDTH
+from xgpt.report.timeline import replay_lanes
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
@@ -45,7 +44,7 @@ from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE
 from xrunner.io.stop import StopRequest
 from xscheduler.beginning import said_of
-from xscheduler.evaluator import predict
+from xscheduler.evaluator import first_replay, predict
 from xsimulator.replay.predict import JobPrediction
 
 
@@ -136,10 +135,10 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
 
 def _predicted(opened: OpenedJob, timing: TimingSource,
                schedule: Schedule) -> JobPrediction | None:
-    """What the run is expected to measure, its timeline left in the folder; None where what is
+    """What the run is expected to measure, one replay of it left in the folder; None where what is
     expected is not what the job is left with, or nothing is known of the engine's times."""
-    timeline = opened.job.output / EXPECTED_TIMELINE
-    timeline.unlink(missing_ok=True)
+    expected = opened.job.output / EXPECTED_FILE
+    expected.unlink(missing_ok=True)
     if (beginning := said_of(schedule)) is not None:
         opened.tell.say(textwrap.fill(f"note: {beginning}", WIDTH))
         return None
@@ -147,8 +146,8 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
         return None
     problem, estimate = opened.problem, schedule.estimate
     prediction = predict(problem, timing, estimate)
-    replayed, _ = replay_steady(problem, timing, estimate)
-    write_atomically(timeline, steady_timeline(problem, estimate, replayed).inline() + "\n")
+    if (replayed := first_replay(problem, timing, estimate)) is not None:
+        write_expected(expected, replay_lanes(replayed), replayed.times)
     return prediction
 
 

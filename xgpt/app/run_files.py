@@ -5,7 +5,7 @@ from typing import Any
 from xgpt.app.messages import MESSAGES_FILE
 from xgpt.core.job import Job
 from xgpt.core.spool import num_queries
-from xgpt.report.output import EXPECTED_TIMELINE
+from xgpt.report.expected import EXPECTED_FILE
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
 from xrunner.plan import AGREEMENT_FILE
@@ -15,7 +15,7 @@ RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
 # wrote bears its job's number.
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
-            AGREEMENT_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_TIMELINE, MESSAGES_FILE,
+            AGREEMENT_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE, MESSAGES_FILE,
             "report.html")
 
 

@@ -18,7 +18,9 @@ from xgpt.core.policies import baselines, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.report import timeline
-from xgpt.report.canvas import Drawing
+from xgpt.report.chart import Chart
+from xgpt.report.html_page import write_chart_page
+from xgpt.report.image import SUFFIXES, write_image
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -68,8 +70,13 @@ class Simulation:
         return {**estimate_keys(self.estimate), "replay": asdict(self.figures), **others}
 
     def draw(self, picture: Path, trace: Path) -> None:
-        """Draws the steady state as SVG, and writes the whole replay as a trace for Perfetto."""
-        steady_timeline(self.problem, self.estimate, self.replay).write(picture)
+        """Draws the steady state, as a page or as what else the suffix says, and writes the whole
+        replay as a trace for Perfetto."""
+        chart = steady_timeline(self.problem, self.estimate, self.replay)
+        if picture.suffix in SUFFIXES:
+            write_image([chart], picture)
+        else:
+            write_chart_page([chart], picture, self.estimate.policy)
         write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
 
 
@@ -132,7 +139,7 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
     return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 
-def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Drawing:
+def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Chart:
     """A few periods from the middle of a replay."""
     names = _stage_names(problem, estimate)
     return timeline.draw(result, *timeline.steady_window(result), names)

@@ -18,7 +18,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.run_section import DTYPES
 from xgpt.core.units import parse_seconds
-from xgpt.report.profile_plots import write_profile_plots
+from xgpt.report.profile_charts import write_profile_plots
 from xgpt.report.profile_table import profile_tables
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge

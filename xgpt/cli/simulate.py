@@ -9,7 +9,9 @@ from xgpt.app.plan import settled
 from xgpt.app.simulate import simulate_job
 from xgpt.cli.options import check_writable, job_arguments, print_json
 from xgpt.cli.terminal import Terminal, say
+from xgpt.core.errors import MissingExtraError
 from xgpt.core.schedule_file import load_schedule
+from xgpt.report.image import SUFFIXES, can_draw
 
 
 @click.command()
@@ -17,7 +19,8 @@ from xgpt.core.schedule_file import load_schedule
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
               help="A schedule.json; default: the control variables of the job's `schedule:`.")
 @click.option("--timeline", "timeline_file", type=click.Path(path_type=Path), metavar="FILE",
-              help="Draw the replay's steady state: FILE.svg, and FILE.trace.json.gz for Perfetto.")
+              help="Draw the replay's steady state: FILE.html, .svg, .png or .pdf; and "
+              "FILE.trace.json.gz for Perfetto.")
 @click.option("--baselines", is_flag=True,
               help="Show the best of RRA, WAA, FT, DSI, ORCA, vLLM and Sarathi within the bound.")
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
@@ -40,7 +43,12 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
 
 
 def _picture_files(path: Path) -> list[Path]:
-    """[picture, trace] of `--timeline FILE`: FILE.svg and FILE.trace.json.gz, whatever dots FILE
-    has."""
-    stem = path.name.removesuffix(".svg")
-    return [path.parent / f"{stem}.svg", path.parent / f"{stem}.trace.json.gz"]
+    """[picture, trace] of `--timeline FILE`: a page where the name does not say otherwise, and
+    FILE.trace.json.gz, whatever dots FILE has."""
+    if path.suffix in SUFFIXES and not can_draw():
+        raise MissingExtraError("matplotlib", "report", f"drawing a {path.suffix} (a name that "
+                                "ends in .html needs jinja2 alone)")
+    is_named = path.suffix in (*SUFFIXES, ".html")
+    stem = path.stem if is_named else path.name
+    return [path if is_named else path.with_name(f"{stem}.html"),
+            path.with_name(f"{stem}.trace.json.gz")]

@@ -15,9 +15,9 @@ from xgpt.core.errors import InputError, wrong
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
+from xgpt.report.expected import EXPECTED_FILE, Expected, read_expected
 
 ALONE = "both"  # the pool that works both phases: there is no other
-EXPECTED_TIMELINE = "expected-timeline.svg"  # what the simulator expects the stages to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedStep:
-    """One micro-batch on one stage, from `start_s` to `end_s`. `pool`: by its name."""
+    """One micro-batch (`group`) on one stage, from `start_s` to `end_s`. `pool`: by its name."""
 
     stage: int
     kind: str
@@ -58,6 +58,7 @@ class LoggedStep:
     start_s: float
     end_s: float
     pool: str = ALONE
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Output:
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[LoggedStep, ...] = ()
-    expected_timeline: str | None = None  # an inline SVG
+    expected: Expected | None = None  # what a replay expected of the run
     remarks: tuple[str, ...] = ()
 
 
@@ -96,18 +97,8 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
                       for query, answer in answers.items()),
         errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
         steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
-        expected_timeline=_read_svg(directory / EXPECTED_TIMELINE),
+        expected=read_expected(directory / EXPECTED_FILE),
         remarks=tuple(remarks))
-
-
-def _read_svg(path: Path) -> str | None:
-    """A picture that xgpt drew; None where there is none, or it is something else."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    is_picture = text.startswith("<svg") and text.endswith("</svg>") and "<script" not in text
-    return text if is_picture else None
 
 
 def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:
@@ -255,7 +246,8 @@ def _read_steps(path: Path, remarks: list[str]) -> Iterator[LoggedStep]:
         yield LoggedStep(stage=int(stage), kind=str(row.get("kind")),
                          queries=int(number(row, "queries") or 0),
                          tokens=int(number(row, "tokens") or 0), start_s=start_s, end_s=end_s,
-                         pool=text_at(row, "pool") or text_at(row, "role") or ALONE)
+                         pool=text_at(row, "pool") or text_at(row, "role") or ALONE,
+                         group=int(number(row, "group") or 0))
 
 
 def _read_prompts(directory: Path, most: int, remarks: list[str]) -> list[str | None]:

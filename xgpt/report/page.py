@@ -1,32 +1,27 @@
 """`report.html`: one self-contained page of one run, done or interrupted.
 
 Prompts, answers and error texts are untrusted: they pass through the template's autoescaping, and
-the page's own policy lets no script run but the one whose hash it names."""
+the page's own policy lets no script run but those whose hashes it names."""
 
-from __future__ import annotations
-
-import base64
-import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.errors import MissingExtraError
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Schedule
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import format_seconds
 from xgpt.core.whole_file import write_atomically
-from xgpt.report import figures, plots, words
+from xgpt.report import figures, words
+from xgpt.report import run_charts as charts
+from xgpt.report.chart import Chart
 from xgpt.report.figures import percent, plain, quantity
-from xgpt.report.output import ALONE, Output, number, read_output, text_at
+from xgpt.report.html_page import render_page
+from xgpt.report.next_steps import next_steps
+from xgpt.report.output import Output, number, read_output, text_at
 from xgpt.report.policy_words import row_of, schedule_sentences
-
-if TYPE_CHECKING:
-    import jinja2
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -38,7 +33,7 @@ def write_report(output_dir: Path) -> Path:
     """Write `report.html` into `output_dir` from what a run left there, and return its path.
 
     Works on a run that was cut off. Raises InputError if `output_dir` is no folder, and
-    MissingExtraError without jinja2; without matplotlib the page has no plots and says so."""
+    MissingExtraError without jinja2."""
     page = render(read_output(output_dir, MAX_ANSWERS))
     path = output_dir / REPORT_NAME
     write_atomically(path, page)
@@ -47,30 +42,39 @@ def write_report(output_dir: Path) -> Path:
 
 def render(output: Output) -> str:
     """The page's HTML."""
-    environment = templates(REPORT_NAME)
-    script = environment.get_template("script.html.j2").render()
-    return environment.get_template("report.html.j2").render(
-        script_hash=_script_hash(script), **_context(output))
-
-
-def templates(page: str) -> jinja2.Environment:
-    """The templates of pages, which escape what is put into them. Raises MissingExtraError, for
-    `page`, without jinja2."""
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingExtraError("jinja2", "run", f"writing {page}") from None
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(clean=lambda text: words.clean(str(text)), percent=percent,
-                               tight=words.tight, bytes=format_bytes, seconds=format_seconds,
-                               plain=plain)
-    return environment
-
-
-def _context(output: Output) -> dict[str, Any]:
     metrics = dict(output.metrics or figures.metrics_so_far(output.queries, len(output.errors)))
+    drawn = run_charts(output, metrics)
+    return render_page("report.html.j2", REPORT_NAME, drawn, **_context(output, metrics, drawn))
+
+
+def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
+    """What can be drawn of a run, in the order of its page."""
+    schedule, expected = output.schedule, output.expected
+    bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
+    is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
+    lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
+    made = (
+        charts.distribution(
+            "latency", "Latency", "seconds from a query's encoding to its last token",
+            [q.latency_s for q in output.queries], expected.latency_s if expected else None,
+            bound_s),
+        charts.distribution(
+            "ttft", "First token", "seconds from the start to a query's first token",
+            [q.ttft_s for q in output.queries if q.ttft_s is not None],
+            expected.ttft_s if expected else None),
+        charts.done_curve(output.queries, expected.done if expected else (),
+                          schedule.figures.throughput_qps if schedule and is_own else None),
+        charts.causes(metrics),
+        charts.output_lengths(output.queries, expected_output_lengths(output.job)),
+        charts.utilisation(lanes, expected_lanes),
+        charts.memory(schedule, metrics) if schedule else None,
+        charts.choice(schedule) if schedule else None,
+        charts.timeline(output, lanes, expected_lanes))
+    return [chart for chart in made if chart is not None]
+
+
+def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
+             ) -> dict[str, Any]:
     check, schedule = figures.check_bound(output), output.schedule
     return {
         "name": text_at(output.job, "name") or output.directory.name,
@@ -88,11 +92,10 @@ def _context(output: Output) -> dict[str, Any]:
         "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
         "lost_to": figures.lost_to,
         "words": words,
-        "plots": _plots(output, metrics),
-        "can_plot": plots.can_plot(),
-        "timeline": _timeline(output),
+        "plots": [chart for chart in drawn if not chart.is_wide],
+        "timelines": [chart for chart in drawn if chart.is_wide],
+        "next_steps": next_steps(output, metrics, check),
         "changes": change_rows(metrics),
-        "expected_timeline": output.expected_timeline,
         "run_facts": _run_facts(output, metrics),
         "profile_facts": _profile_facts(output.profile or {}),
         "answers": output.answers,
@@ -147,46 +150,6 @@ def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
         ("Gap", percent(proof.gap, 2), math.isfinite(proof.gap)),
         ("Configurations", f"{proof.nodes:,} evaluated", True))
     return [(label, text) for label, text, is_shown in facts if is_shown]
-
-
-def _plots(output: Output, metrics: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Captioned plots; empty without matplotlib or without results."""
-    if not plots.can_plot():
-        return []
-    schedule, expected = output.schedule, expected_output_lengths(output.job)
-    bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
-    is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
-    predicted_qps = schedule.figures.throughput_qps if schedule and is_own else None
-    note = "" if expected is None else f" Expected: {expected.note}."
-    latency = plots.latency_histogram(output.queries, bound_s,
-                                      number(metrics, "latency_p50_s", "measured"),
-                                      number(metrics, "latency_p99_s", "measured"))
-    drawn = (
-        ("Latency of the queries", latency,
-         "From the start of a query's encoding to its last token."),
-        ("Queries done", plots.done_curve(output.queries, predicted_qps),
-         "The predicted pace is that of the steady state, between filling up and running empty."),
-        ("Output lengths", plots.output_lengths(output.queries, expected),
-         f"Tokens the model wrote per query.{note}"),
-    )
-    return [{"title": title, "svg": svg, "caption": caption}
-            for title, svg, caption in drawn if svg is not None]
-
-
-def _timeline(output: Output) -> dict[str, Any] | None:
-    """The middle of the run, a few periods long, stage by stage."""
-    period_s = output.schedule.figures.period_s if output.schedule else None
-    window = figures.middle_window(output.steps, 3 * period_s if period_s else None)
-    if window is None:
-        return None
-    start_s, end_s = window
-    origin_s = min(step.start_s for step in output.steps)
-    busy = figures.busy_shares(output.steps, start_s, end_s)
-    pools = {step.stage: f" ({step.pool})" for step in output.steps if step.pool != ALONE}
-    return {"svg": plots.timeline(output.steps, start_s, end_s, origin_s),
-            "length": format_seconds(end_s - start_s),
-            "busy": [f"stage {stage}{pools.get(stage, '')} works {percent(share)} of the time"
-                     for stage, share in busy.items()]}
 
 
 def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:
@@ -289,11 +252,3 @@ def _changed(old: object, new: object) -> str:
         return "-"
     return ", ".join(f"{str(key).replace('_', ' ')} {old.get(key, '-')} to {value}"
                      for key, value in new.items() if old.get(key) != value)
-
-
-def _script_hash(script_element: str) -> str:
-    """The content hash a Content-Security-Policy names for an inline script."""
-    body = re.search(r"<script>(.*?)</script>", script_element, flags=re.S)
-    assert body is not None, f"{script_element[:80] = }"
-    digest = hashlib.sha256(body.group(1).encode()).digest()
-    return "sha256-" + base64.b64encode(digest).decode()

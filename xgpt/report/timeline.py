@@ -1,13 +1,15 @@
 """A picture of a replay: what its stages did."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from xgpt.core.schedule import Pool
-from xgpt.report.canvas import Drawing
-from xgpt.report.lanes import DECODE, Lane, draw_lanes, stage_label
-from xgpt.report.words import ranges
+from xgpt.core.units import format_seconds
+from xgpt.report.chart import Chart
+from xgpt.report.lanes import DECODE, KINDS, Lane, lanes_chart, stage_label, thinned
+from xgpt.report.words import counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 
@@ -45,14 +47,22 @@ def steady_window(result: ReplayResult, periods: float = 3.0, min_steps: int = 6
 
 
 def draw(result: ReplayResult, start_s: float, end_s: float,
-         names: Sequence[str] | None = None) -> Drawing:
+         names: Sequence[str] | None = None) -> Chart:
     """What every stage does between `start_s` and `end_s`. `names`: see `stage_names`."""
-    lanes = [_replay_lane(pool, column, names, start_s, end_s)
-             for pool in result.pools for column in range(len(pool.stages))]
+    lanes = [_within(lane, start_s, end_s) for lane in replay_lanes(result, names)]
     arrows = [(begin_s, done_s) for handover in result.handovers for begin_s, done_s in zip(
         handover.start_s.tolist(), handover.end_s.tolist(), strict=True)
         if begin_s >= start_s and done_s <= end_s]
-    return draw_lanes(lanes, start_s, end_s, since="the start of the job", arrows=arrows)
+    return lanes_chart(
+        thinned(lanes), name="timeline", title=f"Steps of {counted(len(lanes), 'stage')} over "
+        f"{format_seconds(end_s - start_s)}", since="the start of the job", arrows=arrows,
+        view=(start_s, end_s))
+
+
+def replay_lanes(result: ReplayResult, names: Sequence[str] | None = None) -> list[Lane]:
+    """All steps of every stage."""
+    return [_replay_lane(pool, column, names)
+            for pool in result.pools for column in range(len(pool.stages))]
 
 
 def _period_s(encodes: Sequence[tuple[float, int, int]]) -> float | None:
@@ -73,12 +83,16 @@ def _period_s(encodes: Sequence[tuple[float, int, int]]) -> float | None:
     return float(np.median(between)) if between else None
 
 
-def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None, start_s: float,
-                 end_s: float) -> Lane:
-    starts, ends = pool.start_s[:, column], pool.end_s[:, column]
-    inside = np.flatnonzero((ends > start_s) & (starts < end_s))
-    steps = [pool.steps[index] for index in inside.tolist()]
+def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None) -> Lane:
     stage = pool.stages[column]
     return Lane(label=names[stage] if names else stage_label(stage, pool.name), pool=pool.name,
-                kinds=[str(step.kind.value) for step in steps],
-                groups=[step.group for step in steps], start_s=starts[inside], end_s=ends[inside])
+                kinds=np.array([KINDS.index(step.kind.value) for step in pool.steps], np.int64),
+                groups=np.array([step.group for step in pool.steps], np.int64),
+                start_s=pool.start_s[:, column], end_s=pool.end_s[:, column])
+
+
+def _within(lane: Lane, start_s: float, end_s: float) -> Lane:
+    """The lane's boxes cut at the window."""
+    inside = lane.take(np.flatnonzero((lane.end_s > start_s) & (lane.start_s < end_s)))
+    return replace(inside, start_s=np.maximum(inside.start_s, start_s),
+                   end_s=np.minimum(inside.end_s, end_s))

@@ -20,8 +20,10 @@ _REASONS = {
     "measured range": "beyond what was measured",
     "decided at its corner": "decided at the best corner",
     "each point evaluated": "evaluated point by point"}
-# C0 controls but tab and newline, DEL and C1 controls, lone surrogates, non-characters
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# C0 controls but tab and newline, DEL and C1 controls, what turns the direction of text, lone
+# surrogates, non-characters
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e"
+                          "\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 # a number and its unit stay on one line
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|queries/s|tokens/s)(?:\W|$))")
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
@@ -29,11 +31,17 @@ MAX_TEXT = 20_000
 
 
 def clean(text: str, limit: int = MAX_TEXT) -> str:
-    """`text` as any UTF-8 page can hold it: what has no glyph becomes U+FFFD."""
-    shown = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+    """`text` as any UTF-8 page can hold it: what has no glyph, or turns the direction of what
+    follows, is shown as an escape."""
+    shown = _UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
     if len(shown) <= limit:
         return shown
     return f"{shown[:limit]} [{len(shown) - limit:,} more characters are in results.jsonl]"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def code_and_prose(text: str) -> list[tuple[bool, str]]:
@@ -56,7 +64,7 @@ def counted(count: float, noun: str) -> str:
     return f"{count:,.0f} {noun if count == 1 else plural}"
 
 
-def headline(output: Output, metrics: dict[str, object]) -> str:
+def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     """What ran, on what, how many queries, how fast."""
     model = text_at(output.job, "model") or "a model"
     model = model.rstrip("/").rsplit("/", 1)[-1]  # a local directory by its name
@@ -167,7 +175,7 @@ def banner(output: Output) -> str | None:
     return None
 
 
-def _place(output: Output, metrics: dict[str, object]) -> str:
+def _place(output: Output, metrics: Mapping[str, Any]) -> str:
     ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
     if ranks is None and output.schedule is not None:
         ranks = float(len(output.schedule.figures.memory_bytes))

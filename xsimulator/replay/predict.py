@@ -3,6 +3,7 @@
 The closed form describes a job without end; one of a few hundred queries is mostly ramp."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,21 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     known: lengths of its queries in the order in which they are taken up; what is not known is
     sampled (where the outputs are known, too, one replay is enough).
     Raises XgptError for a query that the schedule's KV budget can never hold."""
+    figures = [_figures(result) for result in job_replays(
+        problem, timing, estimate, num_queries, rng, known=known, replays=replays)]
+    mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
+                            for name in figures[0]}
+    for name in ("tpot_p50_s", "tpot_p99_s"):
+        mean[name] = None if math.isnan(mean[name]) else mean[name]
+    return JobPrediction(**mean)
+
+
+def job_replays(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
+                rng: np.random.Generator, *, known: QueryLengths | None = None,
+                replays: int = 5) -> Iterator[ReplayResult]:
+    """The replays that a prediction is the mean of (`predict_job` says more)."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
-    replayer, figures = Replayer(problem, timing, estimate), []
+    replayer = Replayer(problem, timing, estimate)
     is_sampled = known is None or known.outputs is None
     most = np.full(num_queries, planned_outputs(problem)) if known is None else known.most_outputs
     for _ in range(replays if is_sampled else 1):
@@ -69,13 +83,8 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
         else:
             inputs, outputs = sample_job(problem.lengths, num_queries, rng,
                                          None if known is None else known.inputs)
-        figures.append(_figures(replayer.run(QueryLengths(
-            inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most)))))
-    mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
-                            for name in figures[0]}
-    for name in ("tpot_p50_s", "tpot_p99_s"):
-        mean[name] = None if math.isnan(mean[name]) else mean[name]
-    return JobPrediction(**mean)
+        yield replayer.run(QueryLengths(
+            inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most)))
 
 
 def _figures(result: ReplayResult) -> dict[str, float]:

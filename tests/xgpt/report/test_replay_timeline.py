@@ -1,9 +1,7 @@
-"""Timelines of a replay: boxes where the steps were, gaps where none was, and files that parse."""
+"""Timelines of a replay: boxes where the steps were, gaps where none was."""
 
 from __future__ import annotations
 
-import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +9,18 @@ import pytest
 
 from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import Pool, StageAssignment
-from xgpt.report import plots
+from xgpt.report.expected import read_expected, write_expected
+from xgpt.report.html_page import write_chart_page
+from xgpt.report.image import can_draw, write_image
+from xgpt.report.lanes import thinned
 from xgpt.report.output import LoggedStep
-from xgpt.report.timeline import draw, stage_names, steady_window
+from xgpt.report.plotly_figure import figure
+from xgpt.report.run_charts import step_lanes, utilisation
+from xgpt.report.timeline import draw, replay_lanes, stage_names, steady_window
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 KINDS = {"E": StepKind.ENCODE, "D": StepKind.DECODE, "M": StepKind.MIXED}
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def pool(starts_s, ends_s, steps, name="both", first_stage=0):
@@ -51,77 +53,58 @@ def rra(phases=20, groups=2, iterations=3, stages=2, pause_s=0.0):
     return result(pool(ends - lengths[:, None], ends, steps))
 
 
-def root(drawing):
-    return ElementTree.fromstring(drawing.standalone().encode())
-
-
-def rectangles(drawing):
-    """(colour, left, width, height) of every box."""
-    return [(path.get("fill"), *map(float, box)) for path in root(drawing).iter(f"{SVG}path")
-            if path.get("fill") not in (None, "none") and "h" in path.get("d")
-            for box in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v([\d.]+)h", path.get("d"))]
-
-
-def texts(drawing):
-    return ["".join(text.itertext()) for text in root(drawing).iter(f"{SVG}text")]
-
-
-ENCODE, DECODE = "#d9822b", "#3b6fb6"
+def boxes(chart):
+    """(series, lane, start, length) of every box."""
+    return [(series.label, lane, start, length) for series in chart.series
+            if series.kind == "boxes"
+            for lane, start, length in zip(series.y, series.base, series.x, strict=True)]
 
 
 def test_a_box_lies_where_its_step_was():
-    drawing = draw(result(pool([[0.0], [3.0]], [[2.0], [4.0]], ["E0.0", "D0.0"])), 0.0, 4.0)
-    (_, first, first_width, _), (_, second, second_width, _) = rectangles(drawing)
-    lane = root(drawing).find(f"{SVG}g/{SVG}rect")
-    left, width = float(lane.get("x")), float(lane.get("width"))
-    assert [first - left, second - left] == pytest.approx([0, width * 0.75], abs=0.02)
-    assert [first_width, second_width] == pytest.approx([width / 2, width / 4], abs=0.02)
-    assert {colour for colour, *_ in rectangles(drawing)} == {ENCODE, DECODE}
-    assert "75 %" in texts(drawing)  # the gap from 2 s to 3 s stays open
+    chart = draw(result(pool([[0.0], [3.0]], [[2.0], [4.0]], ["E0.0", "D0.0"])), 0.0, 4.0)
+    assert boxes(chart) == [("encode", "stage 0", 0, 2), ("decode", "stage 0", 3, 1)]
+    assert [series.colour for series in chart.series] == ["encode", "decode"]
 
 
-def test_a_step_that_does_both_has_both_colours_one_above_the_other():
-    drawing = draw(result(pool([[0.0]], [[1.0]], ["M0.0"])), 0.0, 1.0)
-    (_, left, width, height), (_, other_left, other_width, other_height) = rectangles(drawing)
-    assert (left, width, height) == (other_left, other_width, other_height)
-    assert {colour for colour, *_ in rectangles(drawing)} == {ENCODE, DECODE}
-    assert "both in one step" in texts(drawing) and "decode" not in texts(drawing)
+def test_a_step_that_does_both_is_of_its_own_kind():
+    chart = draw(result(pool([[0.0]], [[1.0]], ["M0.0"])), 0.0, 1.0)
+    assert boxes(chart) == [("both in one step", "stage 0", 0, 1)]
 
 
 def test_boxes_are_cut_at_the_window_and_ids_are_the_micro_batches():
-    drawing = draw(rra(), 1.0, 2.0)
-    assert all(0 <= left <= 1060 and left + width <= 1060 - 52 + 0.02
-               for _, left, width, _ in rectangles(drawing))
-    ids = [span.text for span in root(drawing).iter(f"{SVG}tspan")]
-    assert set(ids) == {"0", "1"} and len(ids) >= 16
+    chart = draw(rra(), 1.0, 2.0)
+    assert all(start >= 1 and start + length <= 2 + 1e-9 for _, _, start, length in boxes(chart))
+    assert {text for series in chart.series for text in series.inside} == {"0", "1"}
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
 def test_thousands_of_steps_become_few_boxes_of_the_same_total(pause_s):
-    replay = rra(phases=2000, stages=1, pause_s=pause_s)  # 16,000 steps, about 0.06 units each
-    drawing = draw(replay, 0.0, replay.makespan_s)
-    boxes = rectangles(drawing)
+    replay = rra(phases=4000, stages=1, pause_s=pause_s)  # 32,000 steps
+    chart = draw(replay, 0.0, replay.makespan_s)
+    assert len(boxes(chart)) <= 4000
     steps = replay.pools[0]
     length_s = (steps.end_s - steps.start_s)[:, 0]
-    width = float(root(drawing).find(f"{SVG}g/{SVG}rect").get("width"))
-    assert len(boxes) < 2100
-    for colour, is_decode in ((ENCODE, False), (DECODE, True)):
-        drawn = sum(box[2] for box in boxes if box[0] == colour) / width
+    for kind, is_decode in (("encode", False), ("decode", True)):
+        drawn_s = sum(length for label, _, _, length in boxes(chart) if label == kind)
         is_own = [(step.kind is StepKind.DECODE) == is_decode for step in steps.steps]
-        share = length_s[is_own].sum() / replay.makespan_s
-        assert drawn == pytest.approx(share, rel=0.05)
-    assert not list(root(drawing).iter(f"{SVG}tspan"))
+        assert drawn_s == pytest.approx(length_s[is_own].sum())
+
+
+def test_of_a_long_run_the_part_that_shows_at_first_is_exact():
+    replay = rra(phases=4000, stages=1)
+    (lane,) = thinned(replay_lanes(replay), exact=(100.0, 110.0))
+    is_inside = (lane.start_s >= 100) & (lane.end_s <= 110)
+    assert len(lane.kinds) < 4500 and (lane.groups[is_inside] >= 0).all()
+    assert is_inside.sum() == ((replay.pools[0].start_s >= 100)
+                               & (replay.pools[0].end_s <= 110)).sum()
+    assert (lane.start_s[1:] >= lane.start_s[:-1]).all()
 
 
 @pytest.mark.parametrize("stages", [2, 48])
-def test_every_stage_has_its_lane_and_label_within_the_picture(stages):
-    drawing = draw(rra(stages=stages), 4.0, 8.0,
-                   [f"stage {index} · GPU {index}" for index in range(stages)])
-    tops = [float(re.findall(r"[\d.]+", g.get("transform"))[1])
-            for g in root(drawing).iter(f"{SVG}g")]
-    assert len(tops) == stages and tops == sorted(tops)
-    assert min(np.diff(tops)) >= 13 and tops[-1] + 13 < drawing.height < 720
-    assert {f"stage {index} · GPU {index}" for index in range(stages)} <= set(texts(drawing))
+def test_every_stage_has_its_lane(stages):
+    names = [f"stage {index} · GPU {index}" for index in range(stages)]
+    chart = draw(rra(stages=stages), 4.0, 8.0, names)
+    assert list(chart.y.names) == names and chart.height < 1000
 
 
 def two_pools(count=40):
@@ -134,38 +117,26 @@ def two_pools(count=40):
         end_s=sent_s + 0.1),))
 
 
-def test_handovers_are_arrows_between_the_pools():
-    drawing = draw(two_pools(), 5.0, 8.0)
-    lines = [path.get("d") for path in root(drawing).iter(f"{SVG}path")
-             if path.get("stroke-width") == "0.9"]
-    assert len(lines) == 1 and lines[0].count("M") == 6  # sent at 5.0, 5.5, .. 7.5
-    y0, y1 = (float(y) for y in re.findall(r" ([\d.]+)", lines[0])[:2])
-    assert y0 < y1
-    assert {"stage 0 · encode", "stage 1 · decode", "KV entries handed over"} <= set(texts(drawing))
-
-
-def test_the_inline_form_takes_its_colours_from_the_page():
-    inline = draw(rra(), 1.0, 2.0).inline()
-    ElementTree.fromstring(inline)
-    assert inline.startswith('<svg role="img" aria-label="') and 'class="plot"' in inline
-    assert "var(--encode)" in inline and not re.search(r"#[0-9a-f]{6}", inline)
-    assert "var(" not in draw(rra(), 1.0, 2.0).standalone()
+def test_handovers_are_lines_between_the_pools():
+    (line,) = (s for s in draw(two_pools(), 5.0, 8.0).series if s.kind == "line")
+    assert list(line.y[:3]) == ["stage 0 · encode", "stage 1 · decode", None]
+    assert line.x[:2] == pytest.approx([5.0, 5.1]) and len(line.x) == 3 * 6  # sent at 5.0, .. 7.5
 
 
 def test_names_are_text_not_markup(tmp_path):
-    drawing = draw(rra(stages=1), 1.0, 2.0, ["<script>&"])
-    drawing.write(tmp_path / "timeline.svg")
-    written = ElementTree.parse(tmp_path / "timeline.svg").getroot()
-    assert "<script>&" in ["".join(text.itertext()) for text in written.iter(f"{SVG}text")]
+    chart = draw(rra(stages=1), 1.0, 2.0, ["<script>&"])
+    write_chart_page([chart], tmp_path / "timeline.html", "<b>x")
+    page = (tmp_path / "timeline.html").read_text("utf-8")
+    assert "<script>&" not in page and "<b>x" not in page
+    assert figure(chart)["layout"]["yaxis"]["categoryarray"] == ["&lt;script&gt;&amp;"]
 
 
-@pytest.mark.parametrize(("start_s", "end_s", "expected"), [
-    (0.0, 4.0, "seconds since the start of the job"),
-    (0.1, 0.9, "milliseconds since the start of the job"),
-    (5000.301, 5000.302, "microseconds since 5,000.301 s after the start of the job")])
-def test_the_axis_counts_in_a_unit_that_suits_its_length(start_s, end_s, expected):
-    replay = result(pool([[start_s]], [[end_s]], ["E0.0"]))
-    assert expected in texts(draw(replay, start_s, end_s))
+@pytest.mark.skipif(not can_draw(), reason="matplotlib is not installed")
+@pytest.mark.parametrize("name", ["t.svg", "t.png", "t.pdf"])
+def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, name):
+    write_image([draw(two_pools(), 5.0, 8.0)], tmp_path / name)
+    heads = {"t.svg": b"<?xml", "t.png": b"\x89PNG", "t.pdf": b"%PDF"}
+    assert (tmp_path / name).read_bytes().startswith(heads[name])
 
 
 @pytest.mark.parametrize("phases", [20, 21])
@@ -216,11 +187,30 @@ def test_a_measured_run_is_drawn_the_same_way():
     steps = [LoggedStep(stage=stage, kind=kind, queries=2, tokens=2, start_s=at + stage,
                         end_s=at + stage + 1)
              for stage in (0, 1) for at, kind in ((10.0, "encode"), (12.0, "decode"), (13.0, "?"))]
-    inline = plots.timeline(steps, 10.0, 14.0, origin_s=10.0)
-    assert inline is not None
-    assert inline.count("<g ") == 2 and "seconds since the first step" in inline
-    assert plots.timeline(steps, 100.0, 101.0, origin_s=10.0) is None
-    assert "stage 1<" in inline and "· encode<" not in inline
+    first, second = step_lanes(steps)
+    assert (first.label, second.label) == ("stage 0", "stage 1")
+    assert first.start_s.tolist() == [0, 2] and second.end_s.tolist() == [2, 4]
     pools = [replace(step, pool=("encode", "decode")[step.stage]) for step in steps]
-    named = plots.timeline(pools, 10.0, 14.0, origin_s=10.0)
-    assert named is not None and "stage 0 · encode<" in named and "stage 1 · decode<" in named
+    assert [lane.label for lane in step_lanes(pools)] == ["stage 0 · encode", "stage 1 · decode"]
+
+
+def test_the_share_at_work_counts_what_the_boxes_fill():
+    steps = [LoggedStep(stage=0, kind="encode", queries=1, tokens=1, start_s=at, end_s=at + 1)
+             for at in (0.0, 2.0, 59.0)]
+    chart = utilisation(step_lanes(steps), [])
+    assert chart is not None
+    (series,) = chart.series
+    assert [series.y[i] for i in (0, 1, 2, 3, 58, 59)] == pytest.approx([1, 0, 1, 0, 0, 1])
+
+
+def test_what_is_expected_is_read_as_it_was_written(tmp_path):
+    replay = two_pools()
+    write_expected(tmp_path / "expected.json", replay_lanes(replay), replay.times)
+    read = read_expected(tmp_path / "expected.json")
+    assert read is not None and [lane.label for lane in read.lanes] == [
+        "stage 0 · encode", "stage 1 · decode"]
+    for lane, pool_ in zip(read.lanes, replay.pools, strict=True):
+        assert lane.start_s == pytest.approx(pool_.start_s[:, 0])
+        assert lane.end_s == pytest.approx(pool_.end_s[:, 0])
+    assert read.done == [(replay.times.last_token_s[0], 1)]
+    assert read.latency_s.max() == pytest.approx(replay.latency_s.max())

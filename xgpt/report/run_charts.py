@@ -1,0 +1,272 @@
+"""The plots of one run. Each function returns a Chart, or None where there is nothing to draw."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, Lengths
+from xgpt.core.schedule import Schedule
+from xgpt.core.units import GIB, format_bytes, format_seconds
+from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
+from xgpt.report.figures import busy_shares, middle_window, percent, plain
+from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
+from xgpt.report.output import LoggedStep, Output, QueryFigures, number
+from xgpt.report.policy_words import controls_cell
+
+_CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
+_FAR = 3.0  # a bound further off than so many times what is drawn is only said
+
+
+def distribution(name: str, title: str, label: str, measured: Sequence[float],
+                 expected: FloatArray | None, bound_s: float | None = None) -> Chart | None:
+    """The share of the queries that took at most so long, as measured and as expected (quantiles
+    from 0 to 1), with the bound."""
+    if not measured:
+        return None
+    shares = np.linspace(0, 1, _CURVE + 1)
+    known_s = np.quantile(measured, shares)
+    series = [Series(label="measured", kind="steps", x=known_s.tolist(), y=shares.tolist())]
+    longest_s = float(known_s[-1])
+    if expected is not None and len(expected) > 1:
+        series.append(Series(label="expected", x=expected.tolist(), colour="encode", is_dashed=True,
+                             y=np.linspace(0, 1, len(expected)).tolist()))
+        longest_s = max(longest_s, float(expected[-1]))
+    marks, caption = [Mark(label=f"P99 {format_seconds(float(np.quantile(measured, 0.99)))}",
+                           at=float(np.quantile(measured, 0.99)))], ""
+    if bound_s is not None and math.isfinite(bound_s):
+        if bound_s <= _FAR * longest_s:
+            marks.append(Mark(label=f"bound {format_seconds(bound_s)}", at=bound_s, colour="bad",
+                              is_dashed=False))
+        else:
+            caption = f" The bound of {format_seconds(bound_s)} lies far to the right."
+    return Chart(
+        name=name, title=title, series=series, marks=marks, x=Axis(label=label, from_zero=True),
+        y=Axis(label="share of the queries", as_percent=True, from_zero=True),
+        caption=f"P50 {format_seconds(float(np.quantile(measured, 0.5)))} measured, over "
+                f"{len(measured):,} queries.{caption}")
+
+
+def done_curve(queries: Sequence[QueryFigures], expected: Sequence[tuple[float, float]],
+               predicted_qps: float | None = None) -> Chart | None:
+    """Queries done over time, beside what the replay of the job expected, or else the pace of the
+    steady state from the start on."""
+    if len(queries) < 2:
+        return None
+    origin_s = min(q.encode_start_s for q in queries)
+    ends_s = np.sort([q.end_s - origin_s for q in queries])
+    shown = np.unique(np.linspace(0, len(ends_s) - 1, 600).astype(np.int64))
+    series = [Series(label="measured", kind="steps", x=[0.0, *ends_s[shown].tolist()],
+                     y=[0.0, *(shown + 1.0).tolist()])]
+    if expected:
+        series.append(Series(label="predicted", kind="steps", colour="encode", is_dashed=True,
+                             x=[0.0, *(at_s for at_s, _ in expected)],
+                             y=[0.0, *(count for _, count in expected)]))
+    elif predicted_qps:
+        series.append(Series(
+            label=f"pace of the steady state, {plain(predicted_qps)}/s", x=[
+                0.0, len(ends_s) / predicted_qps], y=[0.0, float(len(ends_s))], colour="encode",
+            is_dashed=True))
+    return Chart(name="done", title="Queries done", series=series,
+                 x=Axis(label="seconds since the first encoding", from_zero=True),
+                 y=Axis(label="queries done", from_zero=True),
+                 caption="Predicted: a replay of this job, filling up and running empty included."
+                 if expected else "")
+
+
+def output_lengths(queries: Sequence[QueryFigures], expected: Lengths | None) -> Chart | None:
+    """Observed output lengths, and the distribution the schedule was computed for."""
+    if not queries:
+        return None
+    lengths = np.array([q.output_tokens for q in queries])
+    highest = max(int(lengths.max()), expected.max if expected else 1)
+    width = max(1, math.ceil(highest / 24))
+    edges = np.arange(0, highest + width, width)  # bins of whole lengths: (0, width], ...
+    counts, _ = np.histogram(lengths, edges + 0.5)
+    middles = ((edges[:-1] + edges[1:] + 1) / 2).tolist()
+    series = [Series(label="observed", kind="bars", x=middles, y=counts.tolist(), notes=[
+        f"{a + 1} to {b} tokens" for a, b in zip(edges[:-1], edges[1:], strict=True)])]
+    if expected is not None:
+        cumulative = np.concatenate([[0.0], np.cumsum(expected.pmf)])
+        share = np.diff(cumulative[np.minimum(edges, expected.max)])
+        series.append(Series(label="expected", kind="line+dots", x=middles, colour="encode",
+                             y=(share * len(lengths)).tolist()))
+    note = "" if expected is None else f" Expected: {expected.note}."
+    return Chart(name="lengths", title="Output lengths", series=series,
+                 x=Axis(label="output tokens of a query", from_zero=True),
+                 y=Axis(label="queries", from_zero=True),
+                 caption=f"Tokens the model wrote per query, {lengths.mean():.0f} in the mean."
+                         f"{note}")
+
+
+def causes(metrics: Mapping[str, Any]) -> Chart | None:
+    """What the difference of the run's time to its prediction is made of."""
+    seconds = [number(metrics, "attribution", key) for key in (
+        "predicted_s", "with_lengths_s", "with_times_s", "measured_s")]
+    known = [value for value in seconds if value is not None and math.isfinite(value)]
+    if len(known) < len(seconds) or not known[0]:
+        return None
+    predicted, lengths, times, measured = known
+    names = ("predicted", "output lengths", "step times", "the rest", "measured")
+    steps = [(0.0, predicted), (predicted, lengths), (lengths, times), (times, measured),
+             (0.0, measured)]
+    by_colour: dict[str, list[tuple[str, float, float]]] = {}
+    for name, (before, after) in zip(names, steps, strict=True):
+        whole = name in ("predicted", "measured")
+        colour = "decode" if whole else "bad" if after > before else "good"
+        by_colour.setdefault(colour, []).append((name, before, after))
+    labels = {"decode": "the whole run", "bad": "made it longer", "good": "made it shorter"}
+    series = [Series(
+        label=labels[colour], kind="boxes", colour=colour, y=[name for name, _, _ in rows],
+        x=[abs(after - before) for _, before, after in rows],
+        base=[min(before, after) for _, before, after in rows],
+        inside=[format_seconds(after) if not before else f"{after - before:+.3g} s"
+                for _, before, after in rows],
+        notes=[f"{percent((after - before) / predicted, 1)} of the predicted time"
+               for _, before, after in rows]) for colour, rows in by_colour.items()]
+    return Chart(name="causes", title="Why it took as long as it did", series=series,
+                 x=Axis(label="seconds", from_zero=True), y=Axis(label="", names=names),
+                 caption="From the predicted time of the run to the measured one: other output "
+                         "lengths, then other step times, then what is left.")
+
+
+def utilisation(lanes: Sequence[Lane], expected: Sequence[Lane]) -> Chart | None:
+    """Share of the time that the stages worked, in the mean over them, as the run went on."""
+    end_s = max((float(lane.end_s.max()) for lane in (*lanes, *expected) if len(lane.end_s)),
+                default=0.0)
+    if end_s <= 0 or not lanes:
+        return None
+    edges = np.linspace(0, end_s, _BINS + 1)
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    series = [Series(label=lane.label, x=middles, y=_busy(lane, edges).tolist(),
+                     colour=PALETTE[place % len(PALETTE)])
+              for place, lane in enumerate(lanes[:len(PALETTE)])]
+    if expected:
+        mean = np.mean([_busy(lane, edges) for lane in expected], axis=0)
+        series.append(Series(label="expected (mean)", x=middles, y=mean.tolist(), colour="muted",
+                             is_dashed=True))
+    return Chart(name="utilisation", title="At work", series=series,
+                 x=Axis(label="seconds since the first step", from_zero=True),
+                 y=Axis(label="share of the time at work", as_percent=True, from_zero=True),
+                 caption=f"In spans of {format_seconds(end_s / _BINS)}; the rest is waiting.")
+
+
+def _busy(lane: Lane, edges: FloatArray) -> FloatArray:
+    """[spans] share of each that the lane's boxes fill."""
+    at = np.sort(np.concatenate([lane.start_s, lane.end_s]))
+    total = np.zeros(len(at))
+    total[1::2] = np.cumsum(lane.end_s - lane.start_s)  # boxes do not overlap
+    total[2::2] = total[1:-1:2]
+    work = np.interp(edges, at, total) if len(at) else np.zeros(len(edges))
+    return np.asarray(np.clip(np.diff(work) / np.diff(edges), 0, 1))
+
+
+def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
+    """What each rank is expected to hold, and did where the run says so (the paper's Figure 9)."""
+    used, room = schedule.figures.memory_bytes, schedule.figures.memory_capacity_bytes
+    if not used:
+        return None
+    ranks = [f"rank {i}" for i in range(len(used))]
+    series = [Series(label="predicted", kind="bars", x=ranks, y=[value / GIB for value in used],
+                     notes=[f"{value / room:.1%} of {format_bytes(room)}" if room else ""
+                            for value in used])]
+    if peaks := _peaks(metrics):
+        series.append(Series(label="measured (peak)", kind="bars", colour="encode", x=ranks,
+                             y=[peaks.get(i) for i in range(len(used))]))
+    # far more room than is used would press the bars flat: then it is only said
+    is_near = room and room <= 4 * max(used)
+    marks = [Mark(label=f"room: {format_bytes(room)}", at=room / GIB, axis="y",
+                  colour="bad")] if is_near else []
+    return Chart(name="memory", title="Memory of each rank", series=series, marks=marks,
+                 x=Axis(label="", names=ranks), y=Axis(label="GiB", from_zero=True),
+                 caption=f"Predicted: weights, KV entries and working memory, of "
+                         f"{format_bytes(room)} for each.")
+
+
+def _peaks(metrics: Mapping[str, Any]) -> dict[int, float]:
+    """The most that a rank's stage held, in GiB, where the run wrote it down."""
+    stages = metrics.get("stages")
+    found = {}
+    for stage in stages if isinstance(stages, list) else ():
+        peak, ranks = number(stage, "peak_memory_bytes"), stage.get("ranks") if isinstance(
+            stage, Mapping) else None
+        if peak and math.isfinite(peak) and isinstance(ranks, list):
+            found.update({rank: peak / GIB for rank in ranks if isinstance(rank, int)})
+    return found
+
+
+def choice(schedule: Schedule) -> Chart | None:
+    """The schedule among those it was chosen from: throughput over latency, with the bound."""
+    others = [row for row in schedule.rejected
+              if row.throughput_qps is not None and row.latency_s is not None
+              and math.isfinite(row.latency_s)]
+    if not others:
+        return None
+    own, bound_s = schedule.figures, schedule.bound.limit_s
+    series = [
+        Series(label="not chosen", kind="dots", colour="muted", x=[r.latency_s for r in others],
+               y=[r.throughput_qps for r in others],
+               notes=[f"{row.label}: {row.reason}" for row in others]),
+        Series(label="chosen", kind="dots", colour="good", x=[own.latency_s],
+               y=[own.throughput_qps],
+               notes=[f"{schedule.estimate.policy}: {controls_cell(schedule.estimate)}"])]
+    marks = [] if math.isinf(bound_s) else [
+        Mark(label=f"bound {format_seconds(bound_s)}", at=bound_s, colour="bad", is_dashed=False)]
+    return Chart(name="choice", title="The choice", series=series, marks=marks,
+                 x=Axis(label="expected latency, seconds", from_zero=True),
+                 y=Axis(label="expected queries/s", from_zero=True),
+                 caption="Steady state; the policy and its control variables are on each point.")
+
+
+def step_lanes(steps: Sequence[LoggedStep]) -> list[Lane]:
+    """The measured steps, a lane a stage, on a clock that starts with the first of them."""
+    if not steps:
+        return []
+    origin_s, lanes = min(step.start_s for step in steps), []
+    for stage in sorted({step.stage for step in steps}):
+        mine = sorted((s for s in steps if s.stage == stage and s.kind in KINDS),
+                      key=lambda s: s.start_s)
+        pool = mine[0].pool if mine else "both"
+        lanes.append(Lane(
+            label=stage_label(stage, pool), pool=pool,
+            kinds=np.array([KINDS.index(s.kind) for s in mine], np.int64),
+            groups=np.array([s.group for s in mine], np.int64),
+            start_s=np.array([s.start_s - origin_s for s in mine], np.float64),
+            end_s=np.array([s.end_s - origin_s for s in mine], np.float64)))
+    return lanes
+
+
+def timeline(output: Output, lanes: Sequence[Lane], expected: Sequence[Lane]) -> Chart | None:
+    """What the stages did and what was expected of them, on one clock; the part from the middle
+    of the run shows at first."""
+    if not any(len(lane.kinds) for lane in (*lanes, *expected)):
+        return None
+    period_s = output.schedule.figures.period_s if output.schedule else None
+    window = middle_window(output.steps, 3 * period_s if period_s else None)
+    if window is not None:
+        origin_s = min(step.start_s for step in output.steps)
+        view = (window[0] - origin_s, window[1] - origin_s)
+        busy = busy_shares(output.steps, *window)
+        works = ", ".join(f"stage {stage} works {percent(share)} of the time"
+                          for stage, share in busy.items())
+        words = f"At first {format_seconds(view[1] - view[0])} from the middle show: {works}. "
+    else:
+        view, words = None, ""
+    both = [_named(lane, kind) for pair in _pairs(lanes, expected) for lane, kind in pair]
+    return lanes_chart(
+        thinned(both, exact=view), name="timeline", title="What the stages did", view=view,
+        since="the first step", caption=f"{words}Gaps are waiting. Drag to zoom, double-click for "
+        "the whole run.")
+
+
+def _pairs(lanes: Sequence[Lane], expected: Sequence[Lane]) -> list[list[tuple[Lane, str]]]:
+    """Each stage's measured lane, and the expected one under it."""
+    count = max(len(lanes), len(expected))
+    return [[*([(lanes[i], "measured")] if i < len(lanes) else []),
+             *([(expected[i], "expected")] if i < len(expected) else [])] for i in range(count)]
+
+
+def _named(lane: Lane, kind: str) -> Lane:
+    return Lane(label=f"{lane.label} {kind}", pool=lane.pool, kinds=lane.kinds,
+                start_s=lane.start_s, end_s=lane.end_s, groups=lane.groups)
