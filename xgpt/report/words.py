@@ -114,7 +114,8 @@ def margin_words(schedule: Schedule) -> str:
     note = schedule.margin.note
     if schedule.margin.factor <= 1:
         return note
-    cost = ("costs nothing: the schedule without it keeps it too" if schedule.margin.cost <= 0 else
+    cost = ("costs nothing: the best schedule for the bound itself also keeps this tighter one"
+            if schedule.margin.cost <= 0 else
             f"costs {percent(schedule.margin.cost, digits=1)} of the throughput")
     return f"{note}; the margin {cost}"
 
