@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,8 @@ from xgpt.core.schedule import Deployment, Pool, Schedule, StageAssignment
 from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
-from xrunner.devices import peak_memory_bytes
+from xrunner.devices import peak_memory_bytes, restart_peak_memory
+from xrunner.engine.group import Model
 from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.io.beat import Beat
@@ -27,7 +29,7 @@ from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.ops import cuda_modules, native
 from xrunner.ops.int8 import is_int8_served
-from xrunner.plan import RunPlan
+from xrunner.plan import RunPlan, weights_key
 from xrunner.rank import Stopwatch
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import transfers
@@ -37,24 +39,64 @@ _BLOCK_BYTES = 4 * 2**20
 _SAMPLE_BYTES, _SAMPLE_S = 64 * 2**20, 0.25
 
 
-class Loaded(NamedTuple):
+class Weights(NamedTuple):
     """This rank's part of the model, and what loading it took."""
 
-    executor: StageExecutor
-    route: Route
-    pool: Pool
-    stage: StageAssignment
+    model: Model
     seconds: float
     bytes_read: int
     disk_bytes: int | None  # of them, and of what was read ahead: from storage
     disk_bytes_per_s: float | None  # rank 0 of a checkpoint's: one reader's of the disk
 
 
-def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> Loaded:
+class Shelf:
+    """Keeps this rank's weights from one run to the next, which may be of the same."""
+
+    def __init__(self) -> None:
+        self._content: tuple[object, Weights] | None = None
+
+    def holds(self, key: object) -> bool:
+        return self._content is not None and self._content[0] == key
+
+    def weights(self, key: object, load: Callable[[], Weights]) -> Weights:
+        """Those that lie here if they are of this key, and nothing was loaded then; else what
+        `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
+        if self._content is not None and self._content[0] == key:
+            return Weights(self._content[1].model, 0.0, 0, 0, None)
+        self._content = None  # before there are others: both might not fit
+        self._content = key, load()
+        return self._content[1]
+
+
+class Loaded(NamedTuple):
+    """This rank's part of the model in its place, ready to execute steps."""
+
+    executor: StageExecutor
+    route: Route
+    pool: Pool
+    stage: StageAssignment
+    weights: Weights
+
+
+def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
+         shelf: Shelf) -> Loaded:
     deployment, rank = schedule.deployment, world.comm.rank
     pool, stage = next((pool, stage) for pool in deployment.pools for stage in pool.stages
                        if rank in stage.ranks)
-    shard = WHOLE
+    key = weights_key(plan, schedule)
+    if shelf.holds(key):
+        restart_peak_memory(world.device)  # what an earlier run took is not this one's
+    weights = shelf.weights(key, lambda: _read(plan, deployment, pool, stage, world))
+    sender, receiver = _couriers(deployment, pool, weights.model.spec, world)
+    beat = Beat(plan.output, rank=rank, stage=stage.index, pool=pool.name)
+    executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
+                             beat=beat)
+    return Loaded(executor, routes(deployment.pools)[rank], pool, stage, weights)
+
+
+def _read(plan: RunPlan, deployment: Deployment, pool: Pool, stage: StageAssignment,
+          world: World) -> Weights:
+    rank, shard = world.comm.rank, WHOLE
     if any(other.tp_degree > 1 for other in deployment.stages):
         index = stage.ranks.index(rank)
         group = world.split(stage.index, index)
@@ -72,11 +114,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> L
     seconds, from_disk = time.perf_counter() - start, meter.num_bytes
     is_sampled = rank == 0 and isinstance(reader, CheckpointReader)
     disk_rate = disk_bytes_per_s(plan.model_dir) if is_sampled else None
-    sender, receiver = _couriers(deployment, pool, spec, world)
-    beat = Beat(plan.output, rank=rank, stage=stage.index, pool=pool.name)
-    return Loaded(StageExecutor(model, clock=clock, sender=sender, receiver=receiver, beat=beat),
-                  routes(deployment.pools)[rank], pool, stage, seconds, reader.bytes_read,
-                  from_disk, disk_rate)
+    return Weights(model, seconds, reader.bytes_read, from_disk, disk_rate)
 
 
 def _couriers(deployment: Deployment, pool: Pool, spec: ModelSpec,
@@ -94,7 +132,7 @@ def _couriers(deployment: Deployment, pool: Pool, spec: ModelSpec,
 
 
 def report_of(loaded: Loaded) -> RankReport:
-    executor = loaded.executor
+    executor, weights = loaded.executor, loaded.weights
     peak = peak_memory_bytes(executor.model.device)
     handed_bytes, handover_s = 0, 0.0
     if executor.sender is not None:
@@ -103,10 +141,10 @@ def report_of(loaded: Loaded) -> RankReport:
         handed_bytes = executor.receiver.num_bytes
     return RankReport(rank=loaded.route.rank, stage=loaded.stage.index, pool=loaded.pool.name,
                       role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
-                      load_s=loaded.seconds, bytes_read=loaded.bytes_read,
+                      load_s=weights.seconds, bytes_read=weights.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
                       handover_bytes=handed_bytes, handover_s=handover_s,
-                      disk_bytes=loaded.disk_bytes, disk_bytes_per_s=loaded.disk_bytes_per_s,
+                      disk_bytes=weights.disk_bytes, disk_bytes_per_s=weights.disk_bytes_per_s,
                       operators=operators_in_words(executor.model.device))
 
 

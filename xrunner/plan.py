@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.schedule import Schedule
 from xgpt.core.whole_file import write_atomically
 
 # History of the file format.
@@ -66,6 +67,18 @@ class RunPlan:
         content = {"version": PLAN_VERSION, "fingerprint": self.fingerprint, **values}
         write_atomically(path, json.dumps(content, indent=1) + "\n")
         return path
+
+
+def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
+    """What the ranks hold in memory before the first query, by what may differ, in words: two runs
+    of which it is equal can be had from the same ranks, one after the other."""
+    deployment = [(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
+                  for pool in schedule.deployment.pools]
+    files = dict(sorted(plan.model_files.items()))
+    return {"model": json.dumps(files) if files else str(plan.model_dir), "engine": plan.engine,
+            "dtype": plan.dtype, "weight_dtype": plan.weight_dtype, "device": plan.device_kind,
+            "layout of ranks and stages": json.dumps(deployment),
+            "number of threads": str(plan.threads_per_rank)}
 
 
 def load_plan(path: Path) -> RunPlan:

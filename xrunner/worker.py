@@ -4,6 +4,7 @@ All ranks run this; what differs is the stage they belong to, and their place in
 makes an uncaught error on one rank end them all."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from xrunner.engine.roster import Vocabulary
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
-from xrunner.loading import Loaded, load, report_of
+from xrunner.loading import Loaded, Shelf, load, report_of
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.rules.rra import RraRule
@@ -30,18 +31,19 @@ from xrunner.world import World, connect
 
 def main(arguments: list[str]) -> int:
     plan = load_plan(Path(arguments[0]))
-    return to_the_end(plan, lambda: connect(plan.device_kind), _run)
+    return to_the_end(plan, lambda: connect(plan.device_kind), partial(work, shelf=Shelf()))
 
 
-def _run(plan: RunPlan, world: World) -> None:
+def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
+    """This rank's part of one run. `shelf`: where its weights are, or will be."""
     torch.set_num_threads(plan.threads_per_rank)
     schedule = load_schedule(plan.output / "schedule.json")
     _check_fits(schedule, world.comm)
     clock = Stopwatch()
     if world.comm.rank == 0:
-        _lead(plan, schedule, world, clock)
+        _lead(plan, schedule, world, clock, shelf)
         return
-    loaded = load(plan, schedule, world, clock)
+    loaded = load(plan, schedule, world, clock, shelf)
     if loaded.route.steps_from is None:
         _lead_decoding(plan, schedule, world, loaded, clock)
     else:
@@ -75,10 +77,11 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Load
     world.comm.flush()
 
 
-def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch) -> None:
+def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
+          shelf: Shelf) -> None:
     """Rank 0 reads the queries, is the first pool's head, and writes everything."""
     queries, num_errors, before = read_work(plan)
-    loaded = load(plan, schedule, world, clock)
+    loaded = load(plan, schedule, world, clock, shelf)
     sink = RunSink(plan, num_queries=len(queries), before=before)
     rule = _rule_of(loaded.pool, schedule)
     head = Head(rule=rule, executor=loaded.executor, sink=sink, clock=clock,

@@ -39,7 +39,7 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     work in the folder."""
     if is_again:
         if (aside := set_aside(job.output)) is not None:
-            tell.say(f"what the earlier run left is kept in {_shown(aside)}")
+            tell.say(f"what the earlier run left is kept in {shown(aside)}")
         return None
     metrics = _whole_metrics(job.output)
     asked = None if metrics is None else _asked_then(job.output)
@@ -47,17 +47,17 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
         return None
     if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job.output)]):
         tell.say(textwrap.fill(
-            f"note: {_shown(job.output)} has the finished results of another job (changed since: "
+            f"note: {shown(job.output)} has the finished results of another job (changed since: "
             f"{', '.join(changed)}): this one is run, and they are kept", _WIDTH,
             break_on_hyphens=False, break_long_words=False))
         return None
     results = job.output / RESULTS_FILE
     total, errors = metrics["queries"], metrics.get("errors")
-    tell.say(f"already done: {total} of {total} ({_shown(results)})"
+    tell.say(f"already done: {total} of {total} ({shown(results)})"
              + (f"; {errors} could not run (errors.jsonl)" if errors else ""))
     tell.say("`--again` runs it anew and keeps these results")
     if not (job.output / "report.html").is_file():
-        tell.say(f"its page was not written: `xgpt report {_shown(job.output)}` does")
+        tell.say(f"its page was not written: `xgpt report {shown(job.output)}` does")
     return {**metrics, **kept(job), "status": DONE}
 
 
@@ -148,7 +148,7 @@ def _digest(path: Path) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """The path as one would type it here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -17,7 +17,7 @@ from xgpt.core.queries import Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.workload import Request
-from xgpt.launch.standby import Standby
+from xgpt.launch.launcher import Ahead
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
 from xrunner.io.tokenizer import TextTokenizer
@@ -38,7 +38,7 @@ class OpenedJob:
     requests: Requests | None  # None where the job names only their number
     spool: SpoolWriter | None  # of a run whose requests are in a file: the requests themselves
     tell: Teller = field(default_factory=LogTeller, compare=False)
-    standby: Standby | None = field(default=None, compare=False)  # a rank started ahead
+    standby: Ahead | None = field(default=None, compare=False)  # ranks that are there already
     # of a run: the job as it was handed in, by which it is known again (xgpt.app.finished)
     asked: Mapping[str, Any] | None = field(default=None, compare=False)
 

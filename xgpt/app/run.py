@@ -26,10 +26,9 @@ from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.launch.contention import Contention
-from xgpt.launch.launcher import RankProgram
+from xgpt.launch.launcher import Ahead, RankProgram
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
-from xgpt.launch.standby import Standby
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import WIDTH
 from xgpt.report.timeline import replay_lanes
@@ -43,13 +42,14 @@ from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE
 from xrunner.io.stop import StopRequest
+from xrunner.plan import load_plan, weights_key
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import first_replay, predict
 from xsimulator.replay.predict import JobPrediction
 
 
-def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
-    """The job with its model's files and an output folder. `standby`: may serve as its only rank.
+def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJob:
+    """The job with its model's files and an output folder. `standby`: may serve as its ranks.
     Raises InputError for one that cannot be run."""
     asked = asked_of(job)  # before an allocation says where it runs, or the requests are read
     if job.slurm is not None and (allocation := allocation_here()) is not None:
@@ -108,7 +108,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     run_file = plan.save()
     agreement = agreement_of(opened, plan, run_file, lock)
     standby = opened.standby
-    contention = Contention(children=() if standby is None else (standby.process.pid,))
+    contention = Contention(alive=lambda: () if standby is None else standby.processes)
     _start(opened, schedule, run_file, lock, rescheduler)
     others_share = contention.others_share()
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
 
     program = RankProgram(
         module=engine_of(opened.job).worker, argument=run_file, inherited=(lock,),
-        standby=opened.standby,
+        standby=opened.standby, holds=weights_key(load_plan(run_file), schedule),
         count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages))
     try:
         launcher_of(opened.job, opened.problem).run(

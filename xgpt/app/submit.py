@@ -14,13 +14,13 @@ from xgpt.app.telling import Teller
 from xgpt.app.warning import warned_in_good_order
 from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
-from xgpt.launch.standby import Standby
+from xgpt.launch.launcher import Ahead
 from xgpt.report.table import schedule_table
 from xrunner.io.lock import output_lock
 
 
 @contextmanager
-def _at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
+def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
     """The job as one that works in its output folder, what it says kept there, and the folder's
     lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it."""
     output = opened.job.output
@@ -28,10 +28,10 @@ def _at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
         yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
 
 
-def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
+def submit(job: Job, tell: Teller, standby: Ahead | None = None) -> dict[str, Any]:
     """Profiles, plans and runs the job; returns what metrics.json holds. `standby`: may serve as
-    its only rank. Raises StoppedEarly where it was asked to stop."""
-    with warned_in_good_order(), _at_work(open_to_run(job, tell, standby)) as (opened, lock):
+    its ranks. Raises StoppedEarly where it was asked to stop."""
+    with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
         plan = plan_job(opened)
         opened.tell.say(f"times: {plan.timing.provenance()}")
         opened.tell.say(schedule_table(plan.schedule))
@@ -43,10 +43,10 @@ def planned(job: Job, tell: Teller) -> Plan:
     return plan_job(open_job(job, tell, "lengths"))
 
 
-def run(job: Job, tell: Teller, standby: Standby | None = None,
+def run(job: Job, tell: Teller, standby: Ahead | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
-    with warned_in_good_order(), _at_work(open_to_run(job, tell, standby)) as (opened, lock):
+    with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
         path = schedule_file or opened.job.output / "schedule.json"
         plan = to_run(opened, load_schedule(path), path)
         return execute_locked(plan.opened, plan.timing, plan.schedule, lock)

@@ -1,5 +1,6 @@
 """`xgpt run` executes a schedule; `xgpt submit` does all of it, here or through Slurm."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ import click
 
 from xgpt.cli.options import JobFile, job_arguments, job_options, print_json
 from xgpt.cli.terminal import Terminal
-from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import flat
@@ -17,6 +17,7 @@ from xgpt.launch.standby import standby_for
 
 # Imported when a rank has been started: the two import side by side.
 _USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.finished"
+_SEVERAL = "xgpt.app.several"
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
 
@@ -36,8 +37,9 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     """Profile, schedule, run and report: everything the job file asks for.
 
     A job that is done says so, and runs nothing (`--again` runs it anew).
-    With a section `slurm` the job is handed in to Slurm, in whose allocation the rest happens;
-    several such job files become one array.
+    Several jobs run one after another; those of the same model on the same layout of ranks load
+    it once. With a section `slurm` the job is handed in to Slurm, in whose allocation the rest
+    happens; several such job files become one array.
     """
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
@@ -49,23 +51,18 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         elif dry_run:
             click.echo(shown["script"])
         return
-    if len(wanted) > 1:
-        raise InputError([Mistake(
-            file=str(job.source), line=None, key="slurm", value=None,
-            allowed="one job file at a time, but through Slurm: there several are an array")
-            for job, _ in wanted[1:]])
-    if not dry_run:
-        found = import_module(_FINISHED).done_already(wanted[0][0], Terminal(), is_again=is_again)
-        if found is None:
-            _do("submit", wanted[0][0], as_json)
-        elif as_json:
-            print_json(found)
-        return
-    plan = import_module(_USE_CASES).planned(wanted[0][0], Terminal())
-    if as_json:
-        print_json(flat(plan.schedule))
-    else:
-        click.echo(str(plan))
+    jobs = [job for job, _ in wanted]
+    if dry_run:
+        _show_plans(jobs, as_json)
+    elif len(jobs) > 1:
+        shown = import_module(_SEVERAL).submit_all(jobs, Terminal(), is_again=is_again)
+        if as_json:
+            print_json(shown)
+    elif (found := import_module(_FINISHED).done_already(
+            jobs[0], Terminal(), is_again=is_again)) is None:
+        _do("submit", jobs[0], as_json)
+    elif as_json:
+        print_json(found)
 
 
 @click.command()
@@ -76,6 +73,16 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
         schedule_file: Path | None) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
     _do("run", load_job(job_file, overrides), as_json, schedule_file=schedule_file)
+
+
+def _show_plans(jobs: Sequence[Job], as_json: bool) -> None:
+    plans = [import_module(_USE_CASES).planned(job, Terminal()) for job in jobs]
+    if as_json:
+        shown = [flat(plan.schedule) for plan in plans]
+        print_json(shown[0] if len(jobs) == 1 else {"schedules": shown})
+        return
+    for job, plan in zip(jobs, plans, strict=True):
+        click.echo(str(plan) if len(jobs) == 1 else f"== {job.name}\n{plan}\n")
 
 
 def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,

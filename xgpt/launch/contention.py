@@ -4,20 +4,21 @@ than its prediction."""
 import os
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 NOTICEABLE_SHARE = 0.05  # with a rank on every core, this much slows all of them
 
 
 class Contention:
-    """Starts counting when made. `others_share` is known once child processes have been waited for:
-    their time counts as ours, but for what those that are there already (`children`) have used."""
+    """Starts counting when made. The time of child processes that have been waited for counts as
+    ours, and that of `alive`, which tells those that are there without having been."""
 
-    def __init__(self, stat: Path = Path("/proc/stat"), children: Iterable[int] = ()) -> None:
-        self._stat = stat
+    def __init__(self, stat: Path = Path("/proc/stat"),
+                 alive: Callable[[], Iterable[int]] = lambda: ()) -> None:
+        self._stat, self._alive = stat, alive
         self._busy_s, self._start_s = _busy_s(stat), time.monotonic()
-        self._own_s = _own_s() + sum(_used_s(child) for child in children)
+        self._own_s = self._used_by_us_s()
 
     def others_share(self) -> float | None:
         """Share of all cores that was neither idle nor ours (a host's other guests included); None
@@ -25,8 +26,11 @@ class Contention:
         busy_s, elapsed_s = _busy_s(self._stat), time.monotonic() - self._start_s
         if busy_s is None or self._busy_s is None or elapsed_s <= 0:
             return None
-        others_s = busy_s - self._busy_s - (_own_s() - self._own_s)
+        others_s = busy_s - self._busy_s - (self._used_by_us_s() - self._own_s)
         return max(others_s, 0.0) / elapsed_s / (os.cpu_count() or 1)
+
+    def _used_by_us_s(self) -> float:
+        return _own_s() + sum(_used_s(child) for child in self._alive())
 
 
 def in_words(share: float | None) -> str | None:
@@ -48,14 +52,15 @@ def _busy_s(stat: Path) -> float | None:
 
 
 def _used_s(process: int) -> float:
-    """Seconds of the cores that a process has used; 0 where it has ended, or the system does not
-    say."""
+    """Seconds of the cores that a process and its children have used; 0 where it has ended, or the
+    system does not say."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+        children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8")
     except OSError:
         return 0.0
-    user, system = text.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, text.rpartition(")")[2].split()[11:15]))  # of those waited for, too
+    return own / os.sysconf("SC_CLK_TCK") + sum(_used_s(int(child)) for child in children.split())
 
 
 def _own_s() -> float:

@@ -1,26 +1,43 @@
 """What a launcher is asked to start, and what it promises."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
-from xgpt.launch.standby import Standby
+from xgpt.launch.process import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
-    output folder's lock). `standby`: a process that may serve as the only rank."""
+    output folder's lock). `standby`: who may serve as these ranks. `holds`: what they will have in
+    memory, by what may differ, in words."""
 
     module: str
     argument: Path
     count: int
     inherited: tuple[int, ...] = ()
-    standby: Standby | None = None
+    standby: Ahead | None = None
+    holds: Mapping[str, str] = field(default_factory=dict)
+
+
+class Ahead(Protocol):
+    """Ranks that are there before it is known what they are to run: one started ahead
+    (xgpt.launch.standby), or those of the run before (xgpt.launch.kept)."""
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The processes, with all that they started, whose time is ours."""
+
+    def serves(self, ranks: RankProgram) -> Started | None:
+        """The process at work as these ranks; None where they must be started, for whom there is
+        room then."""
 
 
 class Launcher(Protocol):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.process import Started, start, watch_to_end
-from xgpt.launch.standby import SERVES
+from xgpt.launch.process import start, watch_to_end
 
 
 class LocalLauncher:
@@ -23,18 +22,9 @@ class LocalLauncher:
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
-        started = _serving(ranks) or start(self.command(ranks), inherited=ranks.inherited)
-        watch_to_end(started, watch=watch, ask_to_stop=ask_to_stop)
-
-
-def _serving(ranks: RankProgram) -> Started | None:
-    """The process started ahead, where it can serve; where not, it makes room."""
-    if ranks.standby is None:
-        return None
-    if ranks.count == 1 and ranks.module == SERVES:
-        return ranks.standby.serve(ranks.argument, ranks.inherited)
-    ranks.standby.dismiss()
-    return None
+        started = None if ranks.standby is None else ranks.standby.serves(ranks)
+        watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited),
+                     watch=watch, ask_to_stop=ask_to_stop)
 
 
 def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import IO, NamedTuple
 
@@ -21,10 +22,12 @@ _GRACE_S = 20.0  # between asking a run to stop and ending it
 
 
 class Started(NamedTuple):
-    """A command at work, and what it and its children print."""
+    """A command at work, and what it and its children print. `line`: over which a byte comes when
+    ranks that stay for another run are done with one."""
 
     process: subprocess.Popen[bytes]
     messages: IO[bytes]
+    line: socket.socket | None = None
 
 
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
@@ -47,20 +50,27 @@ def run_watched(command: Sequence[str], *, watch: Callable[[], None],
 
 def watch_to_end(started: Started, *, watch: Callable[[], None],
                  ask_to_stop: Callable[[], None] | None) -> None:
-    """Returns when the ranks have ended, as a Launcher promises."""
-    process, messages = started
-    with messages, _ended(process) as wait:
+    """Returns when the ranks have ended, as a Launcher promises; or when those that stay for
+    another run are done with this one."""
+    process, messages, line = started
+    is_done = False
+    with ExitStack() as stack:
+        stack.enter_context(messages)
         stopper = _Stopper(process, ask_to_stop)
         try:
-            with stopper:
-                while process.poll() is None:
+            with stopper, _ended(process, line) as wait:
+                while process.poll() is None and not is_done:
                     watch()
                     stopper.check()
                     wait(_POLL_S)
+                    is_done = line is not None and _has_word(line)
             watch()
         finally:
-            if process.poll() is None:
+            if process.poll() is None and not is_done:
                 stopper.kill()
+        if is_done:
+            stack.pop_all()  # the next run's messages go there too
+            return
         if stopper.was_asked and ask_to_stop is None:
             raise StoppedEarly("interrupted; nothing was kept of this step")
         if process.returncode != 0 and not stopper.was_asked:
@@ -69,16 +79,27 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
             raise XgptError(f"the ranks failed (exit code {process.returncode}):\n{_tail(text)}")
 
 
+def _has_word(line: socket.socket) -> bool:
+    """Takes a byte that has come over the line; False where none has, or none will."""
+    try:
+        return bool(line.recv(1, socket.MSG_DONTWAIT))
+    except OSError:
+        return False
+
+
 @contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[Callable[[float], object]]:
-    """Waits for so many seconds, or until the process ends where the system tells at once."""
+def _ended(process: subprocess.Popen[bytes],
+           line: socket.socket | None) -> Iterator[Callable[[float], object]]:
+    """Waits for so many seconds, or until the process ends or something comes over the line, where
+    the system tells at once."""
     try:
         file = os.pidfd_open(process.pid)
     except (AttributeError, OSError):  # not Linux
         yield time.sleep
         return
     try:
-        yield lambda seconds: select.select([file], [], [], seconds)
+        files = [file] if line is None else [file, line.fileno()]
+        yield lambda seconds: select.select(files, [], [], seconds)
     finally:
         os.close(file)
 

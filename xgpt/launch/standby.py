@@ -12,24 +12,38 @@ from pathlib import Path
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.job import Job
 from xgpt.core.run_section import LOCAL_CLUSTER
+from xgpt.launch.launcher import RankProgram
 from xgpt.launch.process import Started, start
 
 SERVES = "xrunner.worker"  # whose part it takes, alone in its run
-_PROGRAM = "xrunner.standby"
+PROGRAM = "xrunner.standby"
 
 
 class Standby:
     """A process that waits for its run. It ends by itself when this one does."""
 
-    def __init__(self, program: str = _PROGRAM) -> None:
+    def __init__(self, program: str = PROGRAM) -> None:
         self._line, other_end = socket.socketpair()
         with other_end:
             self._started = start([sys.executable, "-m", program], stdin=other_end.fileno())
         self._is_free = True
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """Those whose time is ours."""
+        return (self.process.pid,)
+
+    @property
     def process(self) -> subprocess.Popen[bytes]:
         return self._started.process
+
+    def serves(self, ranks: RankProgram) -> Started | None:
+        """The process at work as these ranks; None where they must be started, for whom it makes
+        room."""
+        if ranks.count == 1 and ranks.module == SERVES:
+            return self.serve(ranks.argument, ranks.inherited)
+        self.dismiss()
+        return None
 
     def serve(self, argument: Path, inherited: tuple[int, ...]) -> Started | None:
         """The process, which from now on works as `python -m xrunner.worker ARGUMENT` and keeps

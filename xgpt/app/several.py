@@ -1,0 +1,150 @@
+"""Several jobs on this machine, one after another: planned before the first of them starts, run by
+the same ranks as long as they hold the same weights, and none stopped by another one's failure."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from xgpt.app.finished import done_already, shown
+from xgpt.app.plan import Plan, plan_job
+from xgpt.app.run import execute, open_to_run
+from xgpt.app.submit import at_work
+from xgpt.app.telling import Teller
+from xgpt.app.warning import warned_in_good_order
+from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
+from xgpt.core.job import Job
+from xgpt.launch.kept import KeptRanks
+from xgpt.report.table import WIDTH, schedule_table
+from xrunner.io.stop import StopRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One job's turn. `state`: waiting, planned, done, already done, failed or stopped; `facts`:
+    what `--json` says of it."""
+
+    job: Job
+    state: str = "waiting"
+    plan: Plan | None = None
+    error: XgptError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: XgptError) -> None:
+        self.state = "stopped" if isinstance(error, StoppedEarly) else "failed"
+        self.error, self.plan = error, None
+        self.facts = {"name": self.job.name, **error.details, "exit_code": error.exit_code,
+                      "message" if self.state == "stopped" else "error": str(error)}
+
+    def to_dict(self) -> dict[str, Any]:
+        state = "not started" if self.state in ("waiting", "planned") else self.state
+        return {"output": self.job.output, "name": self.job.name, **self.facts, "status": state}
+
+
+class SomeNotDone(XgptError):
+    """Not every job came to its end; carries the exit code of the first that did not."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        left = [turn for turn in turns if not turn.state.endswith("done")]
+        code = next((turn.error.exit_code for turn in left if turn.error), EXIT_RESUMABLE)
+        again = "; the same command goes on with the rest" if code == EXIT_RESUMABLE else ""
+        super().__init__(f"{len(left)} of {len(turns)} jobs did not come to their end{again}")
+        self.exit_code = code
+        self.details = {"jobs": [turn.to_dict() for turn in turns]}
+
+
+def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> dict[str, Any]:
+    """Plans and runs the jobs that are not done, and tells a line of each at the end; what `--json`
+    prints. Raises InputError for jobs that would share a folder, SomeNotDone where one failed or
+    all were stopped."""
+    _refuse_common_folders(jobs)
+    turns = [Turn(job=job) for job in jobs]
+    with _told_at_the_end(turns, tell), warned_in_good_order():
+        ranks = KeptRanks(tell.say)
+        try:
+            for number, turn in enumerate(turns, start=1):
+                tell.say(f"\n== planning job {number} of {len(turns)}: {turn.job.name}")
+                _plan(turn, tell, ranks, is_again=is_again)
+            for number, turn in enumerate(turns, start=1):
+                if not _run(turn, f"{number} of {len(turns)}", tell):
+                    break
+        finally:
+            ranks.dismiss()
+    if any(not turn.state.endswith("done") for turn in turns):
+        raise SomeNotDone(turns)
+    return {"jobs": [turn.to_dict() for turn in turns]}
+
+
+def _plan(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: bool) -> None:
+    """Finds out what is wrong with a job before those before it have taken their hours."""
+    try:
+        found = done_already(turn.job, tell, is_again=is_again)
+        if found is not None:
+            turn.state, turn.facts = "already done", found
+            return
+        with at_work(open_to_run(turn.job, tell, ranks)) as (opened, _):
+            turn.plan = plan_job(opened)
+    except StoppedEarly as stop:
+        if not StopRequest(turn.job.output).is_by_user:
+            raise
+        turn.fail(stop)
+    except XgptError as error:
+        turn.fail(error)
+        tell.say(f"error: {error}")
+    else:
+        turn.state = "planned"
+
+
+def _run(turn: Turn, number: str, tell: Teller) -> bool:
+    """False where all are to stop."""
+    plan = turn.plan
+    if plan is None:
+        return True
+    tell.say(f"\n== running job {number}: {turn.job.name}")
+    plan.opened.tell.say(f"times: {plan.timing.provenance()}")
+    plan.opened.tell.say(schedule_table(plan.schedule))
+    try:
+        turn.facts = execute(plan.opened, plan.timing, plan.schedule)
+    except StoppedEarly as stop:
+        turn.fail(stop)
+        # `xgpt stop` names one job; a signal is for all
+        return StopRequest(turn.job.output).is_by_user
+    except XgptError as error:
+        turn.fail(error)
+        tell.say(f"error: {error}")
+    else:
+        turn.state = "done"
+    turn.plan = None  # its requests, prompts and all, may be large
+    return True
+
+
+@contextmanager
+def _told_at_the_end(turns: Sequence[Turn], tell: Teller) -> Iterator[None]:
+    """A line of each job, whatever came in between. A signal while no ranks run stops all."""
+    try:
+        yield
+    except (KeyboardInterrupt, StoppedEarly):
+        pass  # those whose turn has not come are known by their state
+    finally:
+        tell.say("")
+        for turn in turns:
+            tell.say(textwrap.shorten(_line(turn), 4 * WIDTH, placeholder=" ..."))
+
+
+def _line(turn: Turn) -> str:
+    facts, state = turn.to_dict(), turn.to_dict()["status"]
+    line = f"{turn.job.name}: {state}"
+    if facts.get("queries") is not None:
+        line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
+    return f"{line} ({shown(turn.job.output)})" + (
+        "" if turn.state != "failed" else f": {turn.error}")
+
+
+def _refuse_common_folders(jobs: Sequence[Job]) -> None:
+    outputs = [job.output for job in jobs]
+    mistakes = [Mistake(file=str(job.source), line=None, key="output", value=str(job.output),
+                        allowed="a folder of its own: another of these jobs has it")
+                for index, job in enumerate(jobs) if job.output in outputs[:index]]
+    if mistakes:
+        raise InputError(mistakes)
