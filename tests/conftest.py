@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,10 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // _WORKERS, 1)))
+
+if sys.dont_write_bytecode:  # processes that tests start compile our modules once, elsewhere
+    _compiled = tempfile.TemporaryDirectory()
+    os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=_compiled.name)
 
 # how long an example takes says how busy the machine is
 hypothesis.settings.register_profile("unhurried", deadline=None)
@@ -76,6 +81,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = [str(SUPPORT / "measured_briefly"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "XDG_CACHE_HOME": str(_new_cache(tmp_path_factory.mktemp("cache"))),
             "PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.fixture
+def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay checks each plan: of 8,000 queries it takes longer than most of what is tested."""
+    monkeypatch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
 
 
 @pytest.fixture(scope="session")

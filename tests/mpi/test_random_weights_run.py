@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
+import in_process  # noqa: E402
 from job_folder import XGPT, read_lines  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
@@ -95,14 +96,17 @@ def test_requests_of_tokens_go_to_their_cap(toy_job: Path, tmp_path: Path,
     assert len({tuple(r["output_ids"]) for r in results}) > 1
 
 
-def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path: Path,
-                                                         cache: dict[str, str]) -> None:
+def test_requests_of_text_and_unknown_shapes_are_refused(tmp_path: Path, cache: dict[str, str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
+    monkeypatch.setenv("HF_HUB_CACHE", cache["XDG_CACHE_HOME"] + "/hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "texts.jsonl").write_text('{"tokens": [5]}\n{"prompt": "Hello"}\n')
     job = job_of(tmp_path, model="opt-125m", requests="texts.jsonl")
-    done = xgpt("submit", str(job), cache=cache)
+    done = in_process.xgpt("submit", job)
     assert done.returncode == 2
     assert "run.weights = 'random'" in done.stderr and "line 2" in done.stderr
-    done = xgpt("submit", str(job_of(tmp_path, model="some/model")), cache=cache)
+    done = in_process.xgpt("submit", job_of(tmp_path, model="some/model"))
     assert done.returncode == 2 and "give a catalog name, or a folder" in done.stderr
 
 

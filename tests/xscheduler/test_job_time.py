@@ -20,6 +20,8 @@ from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import Scheduler
 from xscheduler.uncertainty import Doubts
 
+pytestmark = pytest.mark.usefixtures("short_replays")
+
 
 def session_of(folder: Path, count: int, bound: str = "12",
                schedule: str = "policy: rra") -> OpenedJob:

@@ -15,6 +15,7 @@ from xgpt.core.schedule import Status
 from xprofiler.roofline import Roofline
 from xscheduler.planner import Planner, PlanOptions, plan
 
+pytestmark = pytest.mark.usefixtures("short_replays")
 STEADY = PlanOptions(horizon="steady")
 
 

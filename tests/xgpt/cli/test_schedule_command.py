@@ -22,7 +22,6 @@ from xscheduler import drift
 from xscheduler.alternatives import in_the_same_lengths
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import Offer, price
-from xsimulator.replay import predict
 
 OPT_13B = """
 model: opt-13b
@@ -30,12 +29,6 @@ cluster: a40-4
 workload: {requests: {count: 1500}, task: S}
 constraint: {latency_s: 8}
 """
-
-
-@pytest.fixture(autouse=True)
-def _replays_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay checks each plan: of 8,000 queries it takes longer than all that is shown here."""
-    monkeypatch.setattr(predict, "CHECKED_QUERIES", 1500)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from problems_suite import PAPER, TASKS, Case, bounds_of, paper_cases, toy_case
 from xgpt.core.errors import InfeasibleError
 from xscheduler.search import GAP, Scheduler
 
-NUM_TOYS, ALWAYS = 170, 80
+NUM_TOYS, ALWAYS, PAPER_STEP = 170, 48, 4
 SLOW_CHUNK = 50  # problems a test
 NUM_PAPER = len(PAPER) * len(TASKS)
 
@@ -66,7 +66,7 @@ def test_toy(seed):
 
 
 @pytest.mark.parametrize("place", [
-    pytest.param(place, marks=() if place % 2 == 0 else pytest.mark.slow)
+    pytest.param(place, marks=() if place % PAPER_STEP == 0 else pytest.mark.slow)
     for place in range(NUM_PAPER)])
 def test_paper_model(place):
     assert check(paper()[place], place) >= 2
@@ -74,7 +74,7 @@ def test_paper_model(place):
 
 def test_there_are_two_hundred_of_all_kinds():
     assert NUM_TOYS + len(paper()) == NUM_TOYS + NUM_PAPER >= 200
-    always, papers = [toy(seed) for seed in range(ALWAYS)], paper()[::2]
+    always, papers = [toy(seed) for seed in range(ALWAYS)], paper()[::PAPER_STEP]
     assert {case.policy for case in always} == {case.policy for case in papers} == {
         "rra", "waa-c", "waa-m"}
     assert {case.problem.model.name for case in papers} == PAPER.keys()
