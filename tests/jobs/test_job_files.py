@@ -11,7 +11,9 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.job_file import load_job
-from xgpt.core.workload import Request, read_requests
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_files.reader import read_requests
+from xgpt.core.workload import Request
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 JOB_FILES = sorted(JOBS.glob("*.yaml"))
@@ -29,7 +31,8 @@ def test_every_job_file_loads(path: Path) -> None:
     assert job.name == path.stem
     assert job.output == JOBS.parent / "out" / path.stem
     assert 0 < job.constraint.latency_s < math.inf
-    assert job.workload.requests is None or job.workload.requests.is_file()
+    assert job.workload.requests is None or all(
+        path.is_file() for path in job.workload.requests.paths)
 
 
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
@@ -53,12 +56,14 @@ def test_the_readme_lists_every_job_file() -> None:
 
 
 def test_the_quickstart_reads_its_prompts() -> None:
-    assert load_job(JOBS / "quickstart.yaml").workload.requests == PROMPTS
+    files = load_job(JOBS / "quickstart.yaml").workload.requests
+    assert files is not None and files.paths == (PROMPTS,)
 
 
 def test_the_prompts_are_usable_requests_of_five_kinds() -> None:
-    requests = [row for row in read_requests(PROMPTS) if isinstance(row, Request)]
-    assert len(requests) == len(list(read_requests(PROMPTS))) >= 64
+    rows = list(read_requests(RequestFiles(paths=(PROMPTS,))))
+    requests = [row for row in rows if isinstance(row, Request)]
+    assert len(requests) == len(rows) >= 64
     counts = Counter(request.id.rsplit("-", 1)[0] for request in requests)
     assert set(counts) == set(KINDS) and max(counts.values()) - min(counts.values()) <= 2
     prompts = [request.prompt for request in requests]
@@ -70,3 +75,11 @@ def test_a_line_of_the_prompts_has_no_unknown_key() -> None:
     for row in map(json.loads, lines):
         assert {"id", "prompt"} <= set(row) <= {"id", "prompt", "max_tokens"}
         assert 1 <= row.get("max_tokens", 1) <= 160
+
+
+def test_the_reviews_are_rows_of_which_every_one_can_be_asked() -> None:
+    job = load_job(JOBS / "reviews.yaml")
+    assert job.workload.requests is not None and job.results == job.output / "results.csv"
+    requests = list(read_requests(job.workload.requests))
+    assert [row.id for row in requests] == [f"r{number:02}" for number in range(1, 13)]
+    assert all(isinstance(row, Request) for row in requests)

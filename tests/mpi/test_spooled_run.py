@@ -1,7 +1,9 @@
-"""The file of requests is opened by the launcher, once, and by nobody else."""
+"""The file of requests, here a CSV file, is opened by the launcher, once, and by nobody else; its
+results are a CSV file too."""
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 from collections import Counter
@@ -22,7 +24,7 @@ _log = os.open(os.environ["OPENED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 def _opened(event, arguments):
     if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
         name = os.fsdecode(arguments[0])
-        if name.endswith(("requests.jsonl", "tokens.bin")):
+        if name.endswith(("requests.csv", "tokens.bin")):
             os.write(_log, f"{os.getpid()} {os.path.basename(name)}\\n".encode())
 sys.addaudithook(_opened)
 """
@@ -35,6 +37,11 @@ def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
     requests = [*as_requests(queries), {"id": "bad"}]
     job = write_job(tmp_path, directory, requests, ranks=2,
                     schedule="policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1")
+    job.write_text(job.read_text().replace("requests.jsonl", "requests.csv"))
+    with (tmp_path / "requests.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["id", "tokens", "max_tokens", "topic, in words"])
+        table.writeheader()
+        table.writerows({"topic, in words": f"\"{r['id']}\",\n", **r} for r in requests)
     env = profiled("llama")
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -45,15 +52,22 @@ def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
     assert done.returncode == 0, done.stderr
     names = Counter(line.split()[1] for line in opened.read_text().splitlines())
     pids = Counter(line.split()[0] for line in opened.read_text().splitlines())
-    assert names["requests.jsonl"] == 1, opened.read_text()
-    # written by the launcher, read by rank 0 and the report
-    assert names["tokens.bin"] == 3 and len(pids) == 2, opened.read_text()
+    assert names["requests.csv"] == 1, opened.read_text()
+    # written by the launcher, read by rank 0, the report and the table of results
+    assert names["tokens.bin"] == 4 and len(pids) == 2, opened.read_text()
     results = read_lines(out / "results.jsonl")
     assert {r["id"]: r["output_ids"] for r in results} == {
         q.id: toys.generate(reference, q) for q in queries}
     assert all(r["ttft_s"] > 0 and r["ttft_s"] <= r["encode_start_s"] + r["latency_s"] + 1e-6
                for r in results)
     assert [e["id"] for e in read_lines(out / "errors.jsonl")] == ["bad"]
+    with (out / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["id"], row["topic, in words"]) for row in rows] == [
+        (r["id"], f"\"{r['id']}\",\n") for r in requests]
+    assert [int(row["output_tokens"]) for row in rows[:-1]] == [
+        len(r["output_ids"]) for r in results]
+    assert rows[-1]["error"] == "tokens is null: the cell is empty" and not rows[-1]["text"]
     metrics = json.loads((out / "metrics.json").read_text())
     assert 0 < metrics["ttft_p50_s"]["measured"] <= metrics["ttft_p99_s"]["measured"]
     assert metrics["tpot_p50_s"]["measured"] > 0

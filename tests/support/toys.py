@@ -12,6 +12,7 @@ import torch
 from lockstep import Lockstep
 
 from xgpt.core.model import ModelSpec
+from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.schedule import Pool, Role, StageAssignment
 from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.reader import open_weights
@@ -140,7 +141,8 @@ def write_spool(plan: RunPlan, requests: Path) -> None:
     """What the launcher hands on of a file of requests."""
     spec, spool = spec_of(plan.model_dir), SpoolWriter()
     tokeniser = ModelTokeniser(TextTokenizer(plan.model_dir), plan.is_chat, spec.vocab_size)
-    hand_on(take_in(requests, tokeniser, spool), spool, plan, spec)
+    files = RequestFiles(paths=(requests,))
+    hand_on(take_in(files, tokeniser, spool), spool, plan, spec)
 
 
 def random_queries(count: int, seed: int = 1, longest: int = 20) -> list[PreparedQuery]:

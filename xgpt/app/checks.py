@@ -1,6 +1,8 @@
 """What keeps a job from being run: found before anything is planned or measured for it."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
@@ -8,6 +10,8 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
+from xgpt.core.request_files.files import format_of
+from xgpt.core.request_files.parquet import arrow
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.launch.slurm import allocation_here
 from xrunner.checkpoint.source import shape_to_make
@@ -46,7 +50,7 @@ def refuse_what_no_machine_runs(job: Job) -> None:
 def _without_requests(job: Job) -> Iterator[Mistake]:
     if job.workload.requests is None and job.workload.count is None:
         yield mistake(job, "workload.requests", None,
-                      "a run needs a file of requests, or {count: N}")
+                      "a run needs files of requests, or {count: N}")
 
 
 def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
@@ -96,3 +100,19 @@ def make_folder(job: Job) -> None:
     except OSError as cause:
         raise wrong(job.source, "output", str(job.output),
                     f"a folder that can be written to: {cause.strerror}") from None
+    if job.results is not None:
+        _make_place(job, job.results)
+
+
+def _make_place(job: Job, results: Path) -> None:
+    """Finds before the run what would keep its table of results from being written after it."""
+    if format_of(results) == "parquet":
+        arrow(f"writing {results.name}")
+    try:
+        results.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise wrong(job.source, "results", str(results),
+                    f"a file in a folder that can be made: {cause.strerror}") from None
+    if not os.access(results.parent, os.W_OK):
+        raise wrong(job.source, "results", str(results), "a file in a folder that can be "
+                    "written to")

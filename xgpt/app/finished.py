@@ -5,16 +5,19 @@ import hashlib
 import json
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from xgpt.app.run_files import METRICS_FILE, OF_A_RUN, RESULTS_FILE, kept
-from xgpt.app.telling import Teller
+from xgpt.app.standard_input import standard_input
+from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain
+from xgpt.core.request_files.files import STDIN
 from xgpt.core.spool import num_queries
+from xgpt.report.results_file import write_results
 from xrunner.checkpoint.identity import changed_files, model_files
 from xrunner.io.lock import output_lock
 from xrunner.io.results import answered
@@ -22,15 +25,18 @@ from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
 _WIDTH = 80
-_LABELS = ("name", "source", "output", "slurm")  # keys of a job that decide nothing of its results
+_LABELS = ("name", "source", "output", "slurm", "results")  # keys that decide nothing of answers
 
 
-def asked_of(job: Job) -> dict[str, Any]:
+def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
     """All that the job file asks for, and what its requests are: equal for two jobs that are one.
-    Requests that can be read but once have no digest, and are never the same."""
+    Requests that can be read but once have no digest, and are never the same. `digests`: of the
+    files of requests, where they were read."""
     job_keys = {key: value for key, value in plain(job).items() if key not in _LABELS}
-    digests = {str(path): _digest(path) for path in _request_files(job)}
-    return {"job": job_keys, "requests": digests}
+    files = job.workload.requests
+    paths = () if files is None else files.paths
+    found = [_digest(job, path) for path in paths] if digests is None else digests
+    return {"job": job_keys, "requests": dict(zip(map(str, paths), found, strict=True))}
 
 
 def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str, Any] | None:
@@ -56,6 +62,8 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     tell.say(f"already done: {total} of {total} ({shown(results)})"
              + (f"; {errors} could not run (errors.jsonl)" if errors else ""))
     tell.say("`--again` runs it anew and keeps these results")
+    if job.results is not None:
+        tell.say(write_results(job.output, job.results))
     if not (job.output / "report.html").is_file():
         tell.say(f"its page was not written: `xgpt report {shown(job.output)}` does")
     return {**metrics, **kept(job), "status": DONE}
@@ -136,12 +144,11 @@ def _model_changes(output: Path) -> list[str]:
     return changed_files(then.files, model_files(then.directory))
 
 
-def _request_files(job: Job) -> tuple[Path, ...]:
-    requests = job.workload.requests
-    return () if requests is None else (requests,)
-
-
-def _digest(path: Path) -> str | None:
+def _digest(job: Job, path: Path) -> str | None:
+    if path == STDIN:
+        came = standard_input(job, LogTeller(), is_kept=False)
+        came.seek(0)
+        return hashlib.file_digest(came, "sha256").hexdigest()  # type: ignore[arg-type]
     if not path.is_file():
         return None
     with path.open("rb") as file:

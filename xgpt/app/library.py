@@ -15,6 +15,7 @@ from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
 from xgpt.core.job import Job
 from xgpt.report.page import write_report as write_page
+from xgpt.report.results_file import write_results
 from xscheduler.planner import Horizon, PlanOptions
 from xscheduler.search import GAP
 
@@ -63,12 +64,15 @@ def run(job: OpenedJob, plan: Plan | None = None) -> dict[str, Any]:
 
 
 def write_report(job: OpenedJob | Job) -> Path:
-    """Writes report.html from what the job's output folder holds, and returns its path. Raises
-    XgptError where no run has started."""
-    output = (job.job if isinstance(job, OpenedJob) else job).output
-    if not (output / "schedule.json").is_file():
-        raise XgptError(f"{output}: no run has started there")
-    return write_page(output)
+    """Writes report.html from what the job's output folder holds, and returns its path; and, where
+    the job asks for one, the table of its results so far. Raises XgptError where no run has
+    started."""
+    asked = job.job if isinstance(job, OpenedJob) else job
+    if not (asked.output / "schedule.json").is_file():
+        raise XgptError(f"{asked.output}: no run has started there")
+    if asked.results is not None:
+        write_results(asked.output, asked.results)
+    return write_page(asked.output)
 
 
 def _as_yaml(value: object) -> str:

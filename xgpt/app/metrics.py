@@ -16,6 +16,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.page import write_report
+from xgpt.report.results_file import write_results
 from xgpt.report.table import summary_table
 from xprofiler.timing import TimingSource
 
@@ -37,6 +38,8 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
         tell.say(f"note: {warning}")
     tell.say(f"report: {output / 'report.html'}")
+    if opened.job.results is not None and metrics["status"] == "done":
+        tell.say(write_results(output, opened.job.results))
     return metrics
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
 from xgpt.core.errors import wrong
@@ -14,8 +15,10 @@ from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, known_model, resolve
 from xgpt.core.queries import Requests
+from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
+from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import Request
 from xgpt.launch.launcher import Ahead
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
@@ -56,18 +59,25 @@ def open_file(path: Path, overrides: Sequence[str] = (), tell: Teller | None = N
 
 def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     """The job, resolved as far as `need` asks. Raises InputError."""
-    model, path, requests = _Model(job, tell, need), job.workload.requests, None
-    spool = SpoolWriter() if path is not None and need == "run" else None
-    if path is not None:
-        requests = take_in(path, model, spool)
+    model, files, requests, spool = _Model(job, tell, need), job.workload.requests, None, None
+    if files is not None:
+        if need == "run":
+            spool = SpoolWriter(ColumnsWriter())
+        stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
+        requests = take_in(files, model, spool, stdin)
         if not requests:
             bad = requests.bad_lines
-            raise wrong(job.source, "workload.requests", str(path), "holds no usable request" + (
-                f"; line {bad[0].line}: {bad[0].error}" if bad else ""))
-    files = model.files()
-    problem = resolve(job, model=files.spec if files else None, requests=requests)
-    return OpenedJob(job=job, problem=problem, files=files, requests=requests, spool=spool,
+            raise wrong(job.source, "workload.requests", str(files), "holds no usable request" + (
+                f"; {files.place(bad[0].file, bad[0].line)}: {bad[0].error}" if bad else ""))
+    found = model.files()
+    problem = resolve(job, model=found.spec if found else None, requests=requests)
+    return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
                      tell=tell)
+
+
+def _place(files: RequestFiles | None, request: Request) -> str:
+    assert files is not None, "a request came of them"
+    return f"{files.place(request.file, request.line)} of {files}"
 
 
 class _Model:
@@ -100,7 +110,7 @@ class _Model:
             raise wrong(
                 self._job.source, "run.weights", "random",
                 "needs requests of tokens, or {count: N}: random weights come without a tokenizer, "
-                f"and line {texts[0].line} of {workload.requests} is text")
+                f"and {_place(workload.requests, texts[0])} is text")
         self._is_needed |= bool(texts) and workload.input_tokens.kind == "from_requests"
         if self._is_sought and texts and self.files() is None:
             self._seek()

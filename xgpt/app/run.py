@@ -51,7 +51,7 @@ from xsimulator.replay.predict import JobPrediction
 def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJob:
     """The job with its model's files and an output folder. `standby`: may serve as its ranks.
     Raises InputError for one that cannot be run."""
-    asked = asked_of(job)  # before an allocation says where it runs, or the requests are read
+    as_asked = job  # before an allocation says where it runs
     if job.slurm is not None and (allocation := allocation_here()) is not None:
         job = in_allocation(job, allocation, tell)
     refuse_what_cannot_run(job, tell)  # before a model is fetched for it
@@ -60,7 +60,8 @@ def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJ
     tell.say(f"model: {job.model}, served by {opened.files.served_by}")
     check_model(opened)
     make_folder(job)
-    return executable(replace(opened, standby=standby, asked=asked))
+    digests = () if opened.requests is None else opened.requests.file_digests
+    return executable(replace(opened, standby=standby, asked=asked_of(as_asked, digests)))
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
@@ -98,7 +99,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         stop = StoppedEarly("asked to stop before the ranks were started; the same command goes on")
         stop.details = kept(opened.job)
         raise stop
-    make_room(output, plan, opened.tell)
+    make_room(output, plan, opened.tell, opened.job.results)
     hand_on(requests, spool, plan, opened.problem.model)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):

@@ -4,6 +4,7 @@ from typing import Any
 
 from xgpt.app.messages import MESSAGES_FILE
 from xgpt.core.job import Job
+from xgpt.core.request_files.files import TABLES
 from xgpt.core.spool import num_queries
 from xgpt.report.expected import EXPECTED_FILE
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
@@ -16,7 +17,7 @@ RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
             AGREEMENT_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE, MESSAGES_FILE,
-            "report.html")
+            "report.html", *(f"results.{table}" for table in TABLES))
 
 
 def kept(job: Job) -> dict[str, Any]:

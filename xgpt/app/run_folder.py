@@ -80,9 +80,10 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
     return opened.requests, opened.spool
 
 
-def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
+def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name.
-    Raises InputError for a run that was stopped with another model in the folder."""
+    `table`: the file that the job wants its results in besides. Raises InputError for a run that
+    was stopped with another model in the folder."""
     results = output / RESULTS_FILE
     before, total = answered(results), num_queries(output)
     if before.total and (total is None or before.total < total):
@@ -95,7 +96,7 @@ def make_room(output: Path, plan: RunPlan, tell: Teller) -> None:
         if before.total:
             tell.say(f"going on after the {before.total} queries an earlier run answered")
         return
-    for path in (results, output / HELD_FILE):
+    for path in (results, output / HELD_FILE, *(() if table is None else (table,))):
         if path.is_file() and path.stat().st_size > 0:
             kept = _free_name(path)
             path.rename(kept)
@@ -129,7 +130,9 @@ def write_job(opened: OpenedJob) -> None:
     fixed, constraint = asdict(job.schedule), asdict(job.constraint)
     del fixed["others"], constraint["bounds"]  # their parts are keys of their own, as in a job file
     write_json(job.output / "job.json", {
-        "name": job.name, "model": job.model, "cluster": job.cluster, "workload": job.workload,
+        "name": job.name, "model": job.model, "cluster": job.cluster,
+        "workload": {**asdict(job.workload), "requests": None if job.workload.requests is None
+                     else str(job.workload.requests)}, "results": job.results,
         "constraint": {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile,
                        **constraint},
         "schedule": {**fixed, **dict(job.schedule.others)}, "adjustment": job.adjustment,

@@ -1,5 +1,6 @@
 """`xgpt run` executes a schedule; `xgpt submit` does all of it, here or through Slurm."""
 
+import json
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,10 +31,13 @@ _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has non
 @click.option("--again", "is_again", is_flag=True,
               help="Run a job that is done, or half done, from its beginning; what it left is kept "
               "in a folder earlier-DATE of its output.")
+@click.option("--results", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write the results into this file besides: .csv, .tsv, .parquet or .jsonl.")
 @click.option("--dry-run", is_flag=True,
               help="Print the schedule and, for Slurm, the batch script; start nothing.")
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
-           through_slurm: bool, is_again: bool, dry_run: bool) -> None:
+           through_slurm: bool, is_again: bool, results: Path | None,
+           dry_run: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for.
 
     A job that is done says so, and runs nothing (`--again` runs it anew).
@@ -41,6 +45,10 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     it once. With a section `slurm` the job is handed in to Slurm, in whose allocation the rest
     happens; several such job files become one array.
     """
+    if results is not None and len(job_files) > 1:
+        raise click.UsageError("--results is of one job file; give each its own key `results`")
+    if results is not None:  # from where the command is called; the job file's start elsewhere
+        overrides = (*overrides, f"results={json.dumps(str(results.absolute()))}")
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):

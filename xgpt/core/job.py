@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from xgpt.core.constraint import Constraint
 from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.slurm import SlurmSpec
 
 RESCHEDULE = 0.1  # run.reschedule: auto
@@ -30,9 +31,9 @@ class LengthSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """`requests` is a file of prompts, or `count` synthetic queries."""
+    """`requests` are files of prompts, or there are `count` synthetic queries."""
 
-    requests: Path | None
+    requests: RequestFiles | None
     count: int | None
     input_tokens: LengthSpec
     output_tokens: LengthSpec
@@ -107,5 +108,6 @@ class Job:
     slurm: SlurmSpec | None
     output: Path
     source: Path
+    results: Path | None = None  # a file of results besides results.jsonl
     profile: Path | None = None  # a Profile file to plan with
     adjustment: Adjustment = Adjustment()

@@ -17,14 +17,13 @@ from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
+from xgpt.core.requests_section import absolute, is_file, read_requests_key, read_results_key
 from xgpt.core.run_section import LOCAL_CLUSTER, read_run
 from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section
 from xgpt.core.slurm_section import read_slurm
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
-
-MAX_COUNT = 10**8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
@@ -58,24 +57,20 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     top = Section(tree, "", mistakes)
     folder = Path(os.path.abspath(path)).parent
     schedule, adjustment = read_schedule(top)
+    # in the order in which their mistakes are told
+    model, cluster, workload = _read_model(top, folder), _read_cluster(top), _read_workload(
+        top, folder)
+    output = absolute(top.text("output", "out", "a folder"), folder)
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
-        model=_read_model(top, folder), cluster=_read_cluster(top),
-        workload=_read_workload(top, folder), constraint=_read_constraint(top),
+        model=model, cluster=cluster, workload=workload, constraint=_read_constraint(top),
         schedule=schedule, adjustment=adjustment, run=read_run(top),
-        slurm=read_slurm(top, folder),
-        output=_absolute(top.text("output", "out", "a folder"), folder),
+        slurm=read_slurm(top, folder), output=output,
+        results=read_results_key(top, workload.requests, output, folder),
         source=Path(os.path.abspath(path)),
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"))
     top.finish()
     return job
-
-
-def _absolute(text: str, folder: Path) -> Path:
-    """`text` as an absolute path; relative ones start at the job file's folder."""
-    is_home = text == "~" or text.startswith("~/")
-    # NOTE: abspath and not resolve: a link stays what the user called it, a loop of links no error
-    return Path(os.path.abspath(folder / (Path(text).expanduser() if is_home else Path(text))))
 
 
 def _read_model(top: Section, folder: Path) -> str:
@@ -88,8 +83,8 @@ def _read_model(top: Section, folder: Path) -> str:
     known = catalog.names("model")
     if text in known:
         return text
-    local = _absolute(text, folder)
-    if _is_file(local / "config.json"):
+    local = absolute(text, folder)
+    if is_file(local / "config.json"):
         return str(local)
     if text.startswith((".", "/", "~")):
         top.reject("model", f"no config.json in {local}")
@@ -98,13 +93,6 @@ def _read_model(top: Section, folder: Path) -> str:
     elif not _HUB_ID.fullmatch(text):
         top.reject("model", "neither a folder with config.json nor a hub id owner/name")
     return text
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name too long, or one with a null byte
-        return False
 
 
 def _read_cluster(top: Section) -> str | dict[str, Any]:
@@ -122,7 +110,7 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
             top.reject("workload", "required: a mapping with requests and lengths")
         return WorkloadSpec(requests=None, count=None, input_tokens=_NO_DISTRIBUTION,
                             output_tokens=_NO_DISTRIBUTION)
-    requests, count = _read_requests(section, folder)
+    requests, count = read_requests_key(section, folder)
     inputs, outputs = _read_both_lengths(section, folder)
     workload = WorkloadSpec(
         requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
@@ -132,30 +120,19 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
     return workload
 
 
-def _read_requests(section: Section, folder: Path) -> tuple[Path | None, int | None]:
-    """(file of requests, count of synthetic ones): at most one of the two."""
-    inner = section.mapping("requests")
-    if inner is None:
-        return _read_file(section, "requests", folder, "a file of requests, or {count: N}"), None
-    count = inner.integer("count", None, 1, MAX_COUNT)
-    if not inner.has("count"):
-        inner.reject("count", "required: a number of synthetic requests")
-    inner.finish()
-    return None, count
-
-
 def _read_file(section: Section, key: str, folder: Path, allowed: str) -> Path | None:
     text = section.text(key, None, allowed)
     if text is None:
         return None
-    path = _absolute(text, folder)
-    if not _is_file(path):
+    path = absolute(text, folder)
+    if not is_file(path):
         section.reject(key, f"no such file: {path}")
     return path
 
 
 def _read_both_lengths(section: Section, folder: Path) -> tuple[LengthSpec, LengthSpec]:
-    has_file = section.has("requests") and section.mapping("requests") is None
+    inner = section.mapping("requests")
+    has_file = inner.has("file") if inner is not None else section.has("requests")
     given = [key for key in ("input_tokens", "output_tokens") if section.has(key)]
     if section.has("task"):
         task = section.choice("task", None, catalog.names("task"))

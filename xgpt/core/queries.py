@@ -25,7 +25,9 @@ class Requests:
     are_tokenised: bool = True  # False: with no model at hand, `input_tokens` is what they give
     # request -> why it cannot run, whatever the schedule
     unusable: Mapping[int, str] = field(default_factory=dict)
-    digest: str = ""  # of all that was read
+    digest: str = ""  # of all that was read, and how
+    file_digests: tuple[str, ...] = ()  # of the bytes of each file
+    labels: tuple[str, ...] = ()  # of the files, where there are several
 
     def __len__(self) -> int:
         return len(self.caps)

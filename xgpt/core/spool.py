@@ -1,13 +1,15 @@
 """The spool: a job's requests as its launcher read and tokenised them, in the output folder. Ranks,
 report and resume read these files; nobody opens the file of requests again.
 
-    spool/spool.json     version; number of queries, which can run, and of error records
+    spool/spool.json     version; number of queries, which can run, and of error records; what
+                         several files are called
     spool/records.jsonl  a JSON object a request: id and line, what it asks for, and the prompt of
                          the first ones, which the report shows
     spool/tokens.bin     token ids of all requests, one after another, 4 bytes each, little-endian
     spool/places.npy     int64 [requests + 1, 2]: where each begins in records.jsonl (in bytes) and
                          in tokens.bin (in tokens)
-    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens"""
+    spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
+    spool/columns/       what the results take over (xgpt.core.spool_columns), if anything"""
 
 import json
 import os
@@ -23,6 +25,7 @@ from typing import IO, Any, overload
 import numpy as np
 
 from xgpt.core.lengths import IntArray
+from xgpt.core.spool_columns import ColumnsWriter
 
 SPOOL_VERSION = 1
 NUM_PROMPTS = 200  # of the first requests, whose texts are kept
@@ -36,6 +39,7 @@ class Record:
 
     id: str
     line: int  # in the file, from 1
+    file: int = 0  # which of the job's files, in their order
     is_forced: bool = False  # exactly as many tokens as it may generate; end-of-sequence is ignored
     seed: int | None = None
     temperature: float | None = None
@@ -67,7 +71,9 @@ def _temporary() -> IO[bytes]:
 class SpoolWriter:
     """Takes up requests one by one, before there is a folder for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: ColumnsWriter | None = None) -> None:
+        """`columns`: what the results take over of the requests, kept beside them."""
+        self.columns = columns
         self._records, self._tokens = _temporary(), _temporary()
         for file in (self._records, self._tokens):
             weakref.finalize(self, file.close)
@@ -82,8 +88,10 @@ class SpoolWriter:
         self._records.seek(self._places[2 * request])
         return _record(self._records.readline())
 
-    def save(self, output: Path, queries: IntArray, num_errors: int) -> None:
-        """Writes the spool of a folder anew. queries: [queries, 2], as in queries.npy."""
+    def save(self, output: Path, queries: IntArray, num_errors: int,
+             files: Sequence[str] = ()) -> None:
+        """Writes the spool of a folder anew. queries: [queries, 2], as in queries.npy. `files`:
+        what the files of requests are called, where there are several."""
         folder, new = output / "spool", output / f".spool.{os.getpid()}.tmp"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
@@ -93,7 +101,10 @@ class SpoolWriter:
                 shutil.copyfileobj(source, file)
         np.save(new / "places.npy", np.array(self._places).reshape(-1, 2))
         np.save(new / "queries.npy", queries)
-        header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors}
+        if self.columns is not None:
+            self.columns.save(new)
+        header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors,
+                  "files": list(files)}
         (new / "spool.json").write_text(json.dumps(header) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
@@ -135,6 +146,7 @@ class Spool:
         if header["version"] != SPOOL_VERSION:
             raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
         self.num_errors: int = header["errors"]
+        self.files: tuple[str, ...] = tuple(header.get("files", ()))
         self._places = np.load(folder / "places.npy", mmap_mode="r")
         self._queries = np.load(folder / "queries.npy", mmap_mode="r")
         path = folder / "tokens.bin"

@@ -190,7 +190,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
     answers: dict[int, Answer] = {}
     foreign = 0
     for row in _read_lines(path, remarks):
-        flat = _flat_result(row)
+        flat = flat_result(row)
         if (figures := _query_figures(flat)) is None:
             foreign += 1
             continue
@@ -205,7 +205,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
     return queries, answers
 
 
-def _flat_result(row: dict[str, Any]) -> dict[str, Any]:
+def flat_result(row: dict[str, Any]) -> dict[str, Any]:
     """An OpenAI batch line as one of ours (docs/job-file.md); ours as it is."""
     body = _mapping(_mapping(row.get("response")).get("body"))
     if not body:

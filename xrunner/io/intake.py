@@ -9,8 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 
@@ -18,14 +17,17 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.queries import Requests
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_files.reader import read_requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
-from xgpt.core.workload import Request, RequestError, read_requests, synthetic_requests
+from xgpt.core.workload import Request, RequestError, synthetic_requests
 from xrunner.io.results import write_errors
 from xrunner.io.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
 _LINES_AT_A_TIME = 4096
+_FILE_BITS = 40  # no file has as many lines
 
 Tokenised = list[int] | str  # or the sentence that says why there are none
 
@@ -41,11 +43,14 @@ class Tokeniser(Protocol):
     def vocab_size(self) -> int | None: ...
 
 
-def take_in(path: Path, tokeniser: Tokeniser, spool: SpoolWriter | None = None) -> Requests:
-    """Reads the requests of a file. `spool`: where they go, for a run."""
-    rows, digest = _RequestColumns(spool), hashlib.sha256()
+def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
+            stdin: IO[bytes] | None = None) -> Requests:
+    """Reads the requests of a job's files. `spool`: where they go, for a run. `stdin`: what came
+    on standard input, where that is the file."""
+    rows, digests = _RequestColumns(spool), [hashlib.sha256() for _ in files.paths]
     bad_lines, are_tokenised = list[RequestError](), True
-    source = read_requests(path, digest.update)
+    source = read_requests(files, lambda file, raw: digests[file].update(raw),
+                           spool.columns if spool is not None else None, stdin)
     while lines := list(islice(source, _LINES_AT_A_TIME)):
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]
@@ -56,8 +61,17 @@ def take_in(path: Path, tokeniser: Tokeniser, spool: SpoolWriter | None = None) 
             tokenised = [request.tokens for request in requests]
         for request, ids in zip(requests, tokenised, strict=True):
             rows.add(request, ids, tokeniser.vocab_size)
+    found = tuple(digest.hexdigest() for digest in digests)
     return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
-                   digest=digest.hexdigest())
+                   digest=_digest(files, found), file_digests=found,
+                   labels=files.labels if len(files.paths) > 1 else ())
+
+
+def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
+    """Of all that makes the requests what they are."""
+    if len(of_each) == 1 and not files.rules:
+        return of_each[0]
+    return hashlib.sha256("\n".join((files.rules, *of_each)).encode()).hexdigest()
 
 
 def make(lengths: JointLengths, count: int, seed: int, vocab_size: int,
@@ -154,9 +168,10 @@ def _record(request: Request, *, is_shown: bool) -> Record:
     text = request.prompt
     if request.messages is not None:
         text = "\n\n".join(message["content"] for message in request.messages)
-    return Record(id=request.id, line=request.line, is_forced=request.forced_tokens is not None,
-                  seed=request.seed, temperature=request.temperature, top_k=request.top_k,
-                  top_p=request.top_p, stop=request.stop, is_openai=request.is_openai,
+    return Record(id=request.id, line=request.line, file=request.file,
+                  is_forced=request.forced_tokens is not None, seed=request.seed,
+                  temperature=request.temperature, top_k=request.top_k, top_p=request.top_p,
+                  stop=request.stop, is_openai=request.is_openai,
                   is_chat=request.messages is not None, prompt=text if is_shown else None)
 
 
@@ -192,10 +207,11 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
     """Puts the requests that can run into the spool of the output folder, the others into its
     errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
-    errors = [RequestError(line=record.line, id=record.id, error=sentence)
+    errors = [RequestError(line=record.line, file=record.file, id=record.id, error=sentence)
               for request, sentence in why.items() for record in [spool.record(request)]]
-    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors])
-    spool.save(plan.output, queries, len(requests.bad_lines) + len(errors))
+    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors],
+                 requests.labels)
+    spool.save(plan.output, queries, len(requests.bad_lines) + len(errors), requests.labels)
 
 
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
@@ -206,7 +222,8 @@ def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
             top_k=plan.top_k if record.top_k is None else record.top_k,
             top_p=plan.top_p if record.top_p is None else record.top_p,
             # queries without a seed of their own must not all draw the same numbers
-            seed=plan.seed * 1_000_003 + record.line if record.seed is None else record.seed)
+            seed=(plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
+                  if record.seed is None else record.seed))
         yield PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                             max_new_tokens=spool.most_output_tokens(index),
                             is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,

@@ -111,13 +111,15 @@ def _whole(path: Path) -> tuple[int, int]:
     return good_bytes, count
 
 
-def write_errors(path: Path, errors: Sequence[RequestError]) -> None:
-    """Writes errors.jsonl in line order; there is no file when there is none to report."""
+def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[str] = ()) -> None:
+    """Writes errors.jsonl in the order of the lines; there is no file when there is none to report.
+    `labels`: of the files of requests, where there are several."""
     if not errors:
         path.unlink(missing_ok=True)
         return
-    lines = [json.dumps({"line": e.line, "id": e.id, "error": e.error}, ensure_ascii=False)
-             for e in sorted(errors, key=lambda e: e.line)]
+    lines = [json.dumps({**({"file": labels[e.file]} if labels else {}), "line": e.line,
+                         "id": e.id, "error": e.error}, ensure_ascii=False)
+             for e in sorted(errors, key=lambda e: (e.file, e.line))]
     write_atomically(path, "\n".join(lines) + "\n")
 
 

@@ -152,7 +152,7 @@ def test_the_options_are_frozen() -> None:
                 flag for p in own.params for flag in p.opts if flag.startswith("--")}
     shared = {"--set", "--json"}
     assert flags == {
-        "submit": shared | {"--slurm", "--dry-run", "--again"},
+        "submit": shared | {"--slurm", "--dry-run", "--again", "--results"},
         "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
                               "--horizon"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},

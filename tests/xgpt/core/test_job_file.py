@@ -64,7 +64,9 @@ def _mistakes(folder: Path, text: str, *overrides: str) -> list[str]:
 def test_every_key_of_a_full_job_arrives(folder: Path) -> None:
     job = _load(folder, FULL)
     assert (job.name, job.model, job.cluster) == ("news-summaries", "opt-13b", "a40-4")
-    assert job.workload.requests == folder / "prompts.jsonl" and job.workload.count is None
+    files = job.workload.requests
+    assert files is not None and files.paths == (folder / "prompts.jsonl",)
+    assert job.workload.count is None and job.results is None
     assert job.workload.input_tokens == LengthSpec(kind="normal", mean=256, std=252, maximum=512)
     assert (job.workload.max_tokens, job.workload.chat) == (80, False)
     assert job.constraint == latency_constraint(latency_s=11.5, kind="queries", quantile=0.95)

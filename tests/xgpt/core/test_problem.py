@@ -17,7 +17,8 @@ from xgpt.core.job_file import load_job
 from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
 from xgpt.core.problem import Problem, resolve, resolve_dtype
 from xgpt.core.queries import Requests
-from xgpt.core.workload import Request, read_requests
+from xgpt.core.request_files.reader import read_requests
+from xgpt.core.workload import Request
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},

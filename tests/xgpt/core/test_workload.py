@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
-from xgpt.core.workload import Request, RequestError, read_requests, synthetic_requests
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_files.reader import read_requests
+from xgpt.core.workload import Request, RequestError, synthetic_requests
 
 
 def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[
@@ -22,7 +24,7 @@ def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[
         line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
     path = folder / "requests.jsonl"
     path.write_bytes(b"\n".join(raw) + b"\n")
-    lines = list(read_requests(path))
+    lines = list(read_requests(RequestFiles(paths=(path,))))
     return ([line for line in lines if isinstance(line, Request)],
             [line for line in lines if isinstance(line, RequestError)])
 
@@ -137,7 +139,7 @@ def test_blank_lines_windows_ends_and_a_byte_order_mark_are_taken(tmp_path: Path
 def test_an_empty_file_has_no_requests_and_a_missing_one_is_wrong_input(tmp_path: Path) -> None:
     assert _read(tmp_path, "") == ([], [])
     with pytest.raises(InputError, match="cannot be read"):
-        list(read_requests(tmp_path / "none.jsonl"))
+        list(read_requests(RequestFiles(paths=(tmp_path / "none.jsonl",))))
 
 
 _VALUES = st.recursive(
@@ -156,6 +158,8 @@ _RECORDS = st.dictionaries(st.sampled_from(
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(
         tmp_path: Path, lines: list[bytes]) -> None:
+    # what begins so is another kind of file, which is one error of its own
+    assume(not b"\n".join(lines).startswith((b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b")))
     requests, errors = _read(tmp_path, *lines)
     told = [r.line for r in requests] + [e.line for e in errors]
     whole = b"\n".join(lines).removeprefix(b"\xef\xbb\xbf").split(b"\n")

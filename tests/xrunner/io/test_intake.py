@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.lengths import JointLengths, truncated_normal
+from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.core.workload import Request
 from xrunner.io import intake
@@ -57,7 +58,7 @@ def test_every_request_is_tokenised_once_however_the_file_is_cut(
     for at_a_time in (1, 7, 4096):
         monkeypatch.setattr(intake, "_LINES_AT_A_TIME", at_a_time)
         tokeniser, spool = Counting(), SpoolWriter()
-        requests = take_in(path, tokeniser, spool)
+        requests = take_in(RequestFiles(paths=(path,)), tokeniser, spool)
         digests.add(requests.digest)
         assert tokeniser.asked == [f"r{i}" for i in range(COUNT)]
         assert [error.line for error in requests.bad_lines] == [1]
@@ -73,14 +74,14 @@ def test_every_request_is_tokenised_once_however_the_file_is_cut(
         assert Spool(tmp_path).prompts(2) == ["abc", "abcd"]
     assert len(digests) == 1
     path.write_text(path.read_text().replace("abc", "abd"))
-    assert take_in(path, Counting()).digest not in digests
+    assert take_in(RequestFiles(paths=(path,)), Counting()).digest not in digests
 
 
 def test_without_a_model_only_given_tokens_have_lengths(path: Path, tmp_path: Path) -> None:
-    assert take_in(path, Unknown()).input_tokens is None
+    assert take_in(RequestFiles(paths=(path,)), Unknown()).input_tokens is None
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text('{"tokens": [1, 99]}\n{"tokens": [5], "forced_tokens": 2}\n')
-    requests = take_in(tokens, Unknown())
+    requests = take_in(RequestFiles(paths=(tokens,)), Unknown())
     assert requests.input_tokens is not None and requests.input_tokens.tolist() == [2, 1]
     assert not requests.are_tokenised and not requests.unusable
 

@@ -1,0 +1,102 @@
+"""Requests on standard input: read once a process, kept by a run, and found again without."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xgpt.app.opened import open_job
+from xgpt.app.standard_input import KEPT_FILE, standard_input
+from xgpt.app.telling import LogTeller
+from xgpt.core.errors import InputError
+from xgpt.core.job import Job
+from xgpt.core.job_file import load_job
+
+LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
+
+
+class Told(LogTeller):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "job.yaml").write_text("""
+model: opt-13b
+cluster: a40-4
+workload: {requests: '-', output_tokens: {mean: 5, std: 1, max: 9}}
+output: out
+""")
+    return load_job(tmp_path / "job.yaml")
+
+
+def comes(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
+
+
+def test_it_is_read_once_however_often_the_job_is_opened(
+        job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    comes(monkeypatch, LINES)
+    for _ in range(2):
+        requests = open_job(job, Told(), "lengths").requests
+        assert requests is not None and requests.input_tokens is not None
+        assert requests.input_tokens.tolist() == [3, 1] and len(requests.bad_lines) == 1
+    assert not job.output.exists()
+
+
+def test_a_run_keeps_it_and_goes_on_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    comes(monkeypatch, LINES)
+    assert standard_input(job, Told(), is_kept=True).seek(0, 2) == len(LINES)
+    assert (job.output / KEPT_FILE).read_bytes() == LINES
+    told, digests = Told(), []
+    for raw in (b"", LINES):
+        comes(monkeypatch, raw)
+        requests = open_job(job, told, "lengths").requests
+        assert requests is not None
+        digests.append(requests.digest)
+    assert digests[0] == digests[1]
+    assert ["nothing came on standard input" in line for line in told.lines] == [True]
+    comes(monkeypatch, b'{"tokens": [9]}\n')
+    other = open_job(job, told, "lengths").requests
+    assert other is not None and other.digest != digests[0]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_nothing_at_all_is_wrong_input(
+        job: Job, monkeypatch: pytest.MonkeyPatch, is_closed: bool) -> None:
+    comes(monkeypatch, b"")
+    if is_closed:
+        monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match=r"cat prompts.jsonl \| xgpt submit"):
+        open_job(job, Told(), "run")
+
+
+def test_a_terminal_is_not_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Terminal(LINES)))
+    with pytest.raises(InputError, match="nothing came"):
+        open_job(job, Told(), "lengths")
+
+
+def test_a_folder_that_cannot_keep_it_is_named(
+        job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    comes(monkeypatch, LINES)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="a folder that can be written to"):
+        standard_input(replace(job, output=tmp_path / "file"), Told(), is_kept=True)
+
+
+def test_what_is_no_json_names_the_format_key(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    comes(monkeypatch, b"What is it?\n")
+    with pytest.raises(InputError, match="standard input.*format: text"):
+        open_job(job, Told(), "lengths")

@@ -1,0 +1,70 @@
+"""Reading the requests of a job's files, whatever their format: in their order, ids unique over all
+files, what cannot be used as an error record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from xgpt.core.request_files.delimited import read_delimited
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_files.lines import read_array, read_jsonl, read_text
+from xgpt.core.request_files.parquet import read_parquet
+from xgpt.core.request_files.rows import Row
+from xgpt.core.request_files.source import opened
+from xgpt.core.spool_columns import ColumnsWriter
+from xgpt.core.workload import BadRecord, Request, RequestError, id_of, read_record
+
+_FILE_BITS = 40  # above them which file a line is of
+
+
+def read_requests(files: RequestFiles,
+                  see: Callable[[int, bytes], object] = lambda file, raw: None,
+                  columns: ColumnsWriter | None = None, stdin: IO[bytes] | None = None,
+                  ) -> Iterator[Request | RequestError]:
+    """Yields the usable requests, and what is none. An id that is missing is the line's number, or
+    the row's; of several files with the file's name before it. `see` is shown every file's bytes
+    and which file it is, `columns` what the results take over. `stdin`: what came there. Raises
+    InputError for a file that cannot be read at all."""
+    seen: dict[str, int] = {}
+    are_several = len(files.paths) > 1
+    labels = files.labels if are_several else ("",)
+    for index, path in enumerate(files.paths):
+        with opened(path, files, partial(see, index), stdin) as (stream, known):
+            for row in _rows(stream, known, files, path, columns):
+                if columns is not None and row.others is not None:
+                    columns.add(row.others)
+                number = row.line if row.number is None else row.number
+                default = f"{labels[index]}:{number}" if are_several else str(number)
+                yield _taken(row, index, default, seen, files)
+
+
+def _rows(stream: IO[bytes], known: str, files: RequestFiles, path: Path,
+          columns: ColumnsWriter | None) -> Iterator[Row]:
+    if known == "parquet":
+        return read_parquet(stream, files, path, columns)
+    if known in ("csv", "tsv"):
+        return read_delimited(stream, files, path, "," if known == "csv" else "\t")
+    if known == "json":
+        return read_array(stream, files, path)
+    return read_text(stream) if known == "text" else read_jsonl(stream, files)
+
+
+def _taken(row: Row, file: int, default: str, seen: dict[str, int], files: RequestFiles,
+           ) -> Request | RequestError:
+    name: str | None = None
+    try:
+        if isinstance(row.record, str):
+            name = row.name
+            raise BadRecord(row.record)
+        name = id_of(row.record, default)
+        if name in seen:
+            place = files.place(seen[name] >> _FILE_BITS, seen[name] & ((1 << _FILE_BITS) - 1))
+            raise BadRecord(f"id {name!r} is already that of {place}")
+        request = read_record(row.record, row.line, name, file)
+    except BadRecord as cause:
+        return RequestError(line=row.line, id=name, error=str(cause), file=file)
+    seen[name] = file << _FILE_BITS | row.line
+    return request

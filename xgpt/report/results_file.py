@@ -1,0 +1,210 @@
+"""A run's results as one table: CSV, TSV, JSON lines or Parquet, by the file's name. It is made of
+results.jsonl, errors.jsonl and the spool, and can be made again at any time."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import io
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, datetime, time
+from pathlib import Path
+from typing import IO, Any, cast
+
+from xgpt.core.errors import XgptError
+from xgpt.core.request_files.files import COMPRESSED, format_of
+from xgpt.core.request_files.parquet import arrow, values_of
+from xgpt.core.request_files.rows import without_surrogates
+from xgpt.core.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
+from xgpt.core.workload import BadRecord
+from xgpt.report.results_rows import (
+    ANSWER,
+    COUNTS,
+    TIMES,
+    Chunk,
+    carried_names,
+    chunks_of,
+    names_in_results,
+)
+
+_WIDTH = 80
+
+
+def write_results(output: Path, path: Path) -> str:
+    """Writes what the run in `output` has answered so far; a sentence on it. A reader finds the old
+    file or the new one, whole. Raises XgptError."""
+    columns = Columns(output)
+    names = names_in_results(carried_names(columns))
+    chunks, count = _Counted(chunks_of(output, columns)), 0
+    write = _write_parquet if format_of(path) == "parquet" else _write_text
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(path) as file:
+            write(file, path, chunks, columns, names)
+        count = chunks.count
+    except OSError as cause:
+        raise XgptError(f"{path}: the results cannot be written: {cause.strerror or cause}; they "
+                        f"are in {output / 'results.jsonl'}, and `xgpt report` writes this file "
+                        "again") from None
+    renamed = [f"column {old!r} of the requests is {new!r} there" for old, new in names.items()
+               if old != new]
+    return textwrap.fill("; ".join([f"results: {count} rows in {path}", *renamed]), _WIDTH,
+                         break_long_words=False, break_on_hyphens=False)
+
+
+class _Counted:
+    """Chunks, and how many rows went by."""
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks, self.count = chunks, 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._chunks:
+            self.count += len(chunk.answers)
+            yield chunk
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            if path.name.lower().endswith(COMPRESSED):
+                # without name and time, so that the same results are the same bytes
+                with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as compressed:
+                    yield cast(IO[bytes], compressed)
+            else:
+                yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_text(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
+                names: Mapping[str, str]) -> None:
+    text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+    known = format_of(path)
+    # both ends of a line, so that a text with either of them gets quotes
+    table = None if known == "jsonl" else csv.writer(
+        text, delimiter="\t" if known == "tsv" else ",", lineterminator="\r\n")
+    if table is not None:
+        table.writerow([without_surrogates(name) for name in ("id", *names.values(), *ANSWER)])
+    for chunk in chunks:
+        carried = {name: plain_values(column) for name, column in chunk.carried.items()}
+        for place, answer in enumerate(chunk.answers):
+            row = {"id": answer["id"], **{new: carried[old][place] if old in carried else None
+                                          for old, new in names.items()},
+                   **{name: answer[name] for name in ANSWER}}
+            if table is None:
+                line = json.dumps(row, ensure_ascii=False, default=str)
+                text.write(without_surrogates(line) + "\n")
+            else:
+                table.writerow([_cell(value) for value in row.values()])
+    text.flush()
+    text.detach()
+
+
+def plain_values(column: Any) -> list[Any]:
+    """A column of a chunk as values that JSON has. What Arrow has besides becomes text: moments by
+    ISO 8601, bytes by base64."""
+    if isinstance(column, list):
+        return column
+    types = arrow("results of typed columns").pa.types
+    kind = column.type
+    if types.is_timestamp(kind) or types.is_decimal(kind):  # of nanoseconds Python has none
+        return cast("list[Any]", column.cast("string").to_pylist())
+    return [_plain(value) for value in values_of(column)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if isinstance(value, BadRecord):
+        return "\ufffd"
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """A value as text; null is the empty one."""
+    if value is None:
+        return ""
+    return without_surrogates(value if isinstance(value, str) else json.dumps(
+        value, ensure_ascii=False, default=str))
+
+
+def _write_parquet(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
+                   names: Mapping[str, str]) -> None:
+    pa, pq = arrow(f"writing {path.name}")
+    types = _types(pa, columns)
+    ids = pa.int64() if columns.has_whole_ids else pa.string()
+    answer = {name: pa.int64() if name in COUNTS else pa.float64() if name in TIMES
+              else pa.string() for name in ANSWER}
+    schema = pa.schema([("id", ids), *((new, types[old]) for old, new in names.items()),
+                        *answer.items()])
+    with pq.ParquetWriter(file, schema) as writer:
+        for chunk in chunks:
+            rows = chunk.answers
+            arrays = [_array(pa, [_id(row["id"], columns) for row in rows], ids)]
+            arrays += [_array(pa, chunk.carried[old], types[old]) if old in chunk.carried
+                       else pa.nulls(len(rows), types[old]) for old in names]
+            arrays += [_array(pa, [row[name] for row in rows], kind)
+                       for name, kind in answer.items()]
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+
+
+def _id(text: str | None, columns: Columns) -> str | int | None:
+    return int(text) if text is not None and columns.has_whole_ids else text
+
+
+def _types(pa: Any, columns: Columns) -> dict[str, Any]:
+    """The Arrow type of each column: its own, or text where files differ."""
+    known = {BOOLEAN: pa.bool_(), INTEGER: pa.int64(), NUMBER: pa.float64(), TEXT: pa.string(),
+             None: pa.null()}
+    types: dict[str, Any] = {}
+    for segment in columns.segments:
+        own = ({name: known.get(kind, pa.string()) for name, kind in segment.kinds.items()}
+               if segment.kinds is not None else
+               {field.name: field.type for field in segment.schema()})
+        for name in segment.names():
+            types[name] = _wider(pa, types.get(name, pa.null()), own[name])
+    return types
+
+
+def _wider(pa: Any, first: Any, second: Any) -> Any:
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    try:
+        return pa.unify_schemas([pa.schema([("x", first)]), pa.schema([("x", second)])],
+                                promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return pa.string()
+
+
+def _array(pa: Any, column: Any, kind: Any) -> Any:
+    """A list, or an Arrow array of another type, as an array of this one."""
+    if not isinstance(column, list):
+        if column.type == kind:
+            return column
+        if not pa.types.is_string(kind):
+            return column.cast(kind)
+        column = plain_values(column)
+    if pa.types.is_string(kind):
+        return pa.array([None if value is None else _cell(value) for value in column], kind)
+    if pa.types.is_floating(kind):
+        return pa.array([None if value is None else float(value) for value in column], kind)
+    return pa.array(column, kind)
