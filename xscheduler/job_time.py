@@ -29,6 +29,7 @@ WORTH = 0.02  # of the job's time: what another schedule must save to be taken
 NEARLY = 0.9  # of what its steady state would take: no more is hoped for from a replay
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
 FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
+_NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
 class _Entry(NamedTuple):
@@ -38,14 +39,16 @@ class _Entry(NamedTuple):
 
 
 def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
-                selections: Callable[[int], Sequence[Selection]]) -> Schedule:
+                selections: Callable[[int], Sequence[Selection]], *,
+                has_margin: bool = True) -> Schedule:
     """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
-    problem, under this bound or another. selections: what is looked at for so many queries."""
+    problem, under this bound or another. selections: what is looked at for so many queries.
+    has_margin: it keeps the bound with the constraint's confidence."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
     clock = _JobTime(problem, evaluator, schedule)
-    doubts = Doubts(problem, evaluator, replays=True)
+    doubts = Doubts(problem, evaluator, replays=True) if has_margin else None
     entries = _admissible(selections(count), schedule.bound.limit_s, count)
     first = _first_round(entries, clock, count, clock(own, 1))
     replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
@@ -55,7 +58,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     for wall_s, estimate in final:
         if wall_s > (1 - WORTH) * steady_s:
             break
-        margin = doubts.margin(estimate)
+        margin = _NO_MARGIN if doubts is None else doubts.margin(estimate)
         if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule

@@ -4,7 +4,8 @@ Each layout has times of its own and is planned like a cluster of its own; the s
 chooses between two schedules of one layout chooses between the best of two: what the job's own
 queries take where it is short on either, else the throughput of the steady state. A layout whose
 times were derived from others' measurements is never chosen: it is measured first where it may be
-the best, and given up where even times as much better as they may be off would not make it that."""
+the best, and given up where even times as much better as they may be off would not make it that.
+Nor is one chosen that was planned without a margin: where that may be the best, it gets its own."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ _CERTAIN = 1.64  # deviations: 95 % of a normal's lie below
 class LaidOut:
     """A job on one layout: the times it was planned with, and the schedule or why there is none.
     `derived`: from what its times were derived ("": measured), which may be off by the relative
-    `derived_error`."""
+    `derived_error`. `is_rough`: planned without a margin, which takes a third of the time; with one
+    it is no better."""
 
     layout: Layout
     problem: Problem
@@ -36,6 +38,7 @@ class LaidOut:
     planned: Schedule | XgptError
     derived: str = ""
     derived_error: float = 0.0
+    is_rough: bool = False
 
 
 class LayoutComparison:
@@ -75,7 +78,7 @@ class LayoutComparison:
     def chosen(self) -> Schedule:
         """The best one's schedule, which says what it was compared with. Raises as `best`."""
         best = self.best
-        assert isinstance(best.planned, Schedule)
+        assert isinstance(best.planned, Schedule) and not best.is_rough, f"{best.layout = }"
         if len(self.tried) == 1:
             return best.planned
         others = [one for one in self.tried if one is not best]
@@ -134,6 +137,7 @@ class LayoutComparison:
         text = (f"would take {format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
                 if self._is_for_job else
                 f"{self._queries_per_s[one.layout]:.4g} queries/s (-{1 - 1 / ratio:.0%})")
+        text += " even without a margin" if one.is_rough else ""
         if one.derived:
             return f"{text}, {one.derived}"
         return f"{text}, as good within what the times may be off" if self._is_close(

@@ -139,7 +139,8 @@ class Planner:
             if not can_settle(problem) or (begun := beginning(problem, self.timing)) is None:
                 raise
             schedule = begun
-        return for_the_job(problem, self._evaluator, schedule, self._own.selections)
+        return for_the_job(problem, self._evaluator, schedule, self._own.selections,
+                           has_margin=self.options.has_margin)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s

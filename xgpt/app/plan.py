@@ -57,6 +57,7 @@ class JobPlanner:
         self._derived: dict[Layout, Derived] = {}
         self._is_given = timing is not None
         self._refined: set[Layout] = set()  # or not worth it: asked once
+        self._rough: dict[Layout, Planner] = {}  # without margins
         self._planners = {layout: self._planner(layout, times) for layout, times in (
             dict.fromkeys(self._jobs, timing) if timing is not None else self._times()).items()}
 
@@ -64,9 +65,13 @@ class JobPlanner:
         """The best of any layout under the bound (by default the job's), by times that are measured
         for as long as the job is worth it. Raises InfeasibleError, and InputError for what no
         layout can hold."""
-        tried = {layout: self._tried(layout, latency_bound_s) for layout in self._jobs}
+        tried: dict[Layout, LaidOut] = {}
+        for layout in self._jobs:  # a layout that cannot be the best needs no margin
+            tried[layout] = self._tried(layout, latency_bound_s, is_rough=any(
+                isinstance(one.planned, Schedule) for one in tried.values()))
         compared = self._compared(tried)
-        while again := (self._measured(compared.undecided()) or self._improved(compared)):
+        while again := (self._measured(compared.undecided()) or self._roughly_best(compared)
+                        or self._improved(compared)):
             for layout in again:
                 tried[layout] = self._tried(layout, latency_bound_s)
             compared = self._compared(tried)
@@ -88,6 +93,11 @@ class JobPlanner:
                 one.layout, timing_of(self._jobs[one.layout]))
             del self._derived[one.layout]
         return [one.layout for one in undecided]
+
+    def _roughly_best(self, compared: LayoutComparison) -> list[Layout]:
+        """Layouts that may be the best, and were planned without a margin."""
+        return [one.layout for one in compared.contenders() if one.is_rough] if (
+            compared.has_schedule) else []
 
     def _improved(self, compared: LayoutComparison) -> list[Layout]:
         """Measures more of the layouts that may be the best, where the job is long enough for it;
@@ -111,16 +121,23 @@ class JobPlanner:
         return LayoutComparison(tuple(tried.values()), is_steady=self._options.horizon == "steady")
 
     def _planner(self, layout: Layout, timing: TimingSource) -> Planner:
+        self._rough.pop(layout, None)  # of other times
         return planner_of(self._jobs[layout], timing, self._options)
 
-    def _tried(self, layout: Layout, latency_bound_s: float | None) -> LaidOut:
+    def _tried(self, layout: Layout, latency_bound_s: float | None, *,
+               is_rough: bool = False) -> LaidOut:
         planner, known = self._planners[layout], self._derived.get(layout)
+        if is_rough:
+            if layout not in self._rough:
+                self._rough[layout] = planner_of(self._jobs[layout], planner.timing, replace(
+                    self._options, has_margin=False, is_brief=True))
+            planner = self._rough[layout]
         try:
             planned: Schedule | XgptError = planner.plan(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
             planned = refusal
         one = LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,
-                      planned=planned)
+                      planned=planned, is_rough=is_rough)
         return one if known is None else replace(
             one, derived=known.profile.metadata.origin, derived_error=known.error)
 

@@ -16,11 +16,12 @@ from xgpt.app.plan import JobPlanner, plan_job, settled
 from xgpt.app.run import to_run
 from xgpt.core import layout, local
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.launch import launcher
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
-from xscheduler.planner import PlanOptions
+from xscheduler.planner import Planner, PlanOptions
 
 STEADY = PlanOptions(horizon="steady")
 
@@ -86,6 +87,7 @@ def test_threads_that_divide_all_work_leave_one_rank_the_best(
     assert "1 rank x 2 threads" in note and "2 ranks x 1 thread would take" in note
     (row,) = [row for row in plan.schedule.rejected if row.label.startswith("layout ")]
     assert row.label == "layout 2 ranks x 1 thread" and "+" in row.reason
+    assert row.reason.endswith("even without a margin")
     assert "\nlayout       1 rank x 2 threads" in str(plan)
     assert max(map(len, str(plan).splitlines())) <= 80
 
@@ -97,6 +99,23 @@ def test_threads_that_bring_nothing_leave_a_rank_a_core_the_best(
     assert plan.schedule.deployment.num_devices == 2
     assert "in steady state" in plan.schedule.estimate.notes[-1]
     assert plan.opened.problem.cluster.num_devices == 2
+
+
+@pytest.mark.parametrize(("part", "ranks"), [(0.0, 1), (1.0, 2)])
+def test_only_a_layout_that_may_be_the_best_is_given_a_margin(
+        part: float, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, 2, amdahl(part), spread=0.05)
+    planned: list[tuple[int, bool]] = []
+    plan = Planner.plan
+
+    def noting(planner: Planner, latency_bound_s: float | None = None) -> Schedule:
+        planned.append((planner.problem.cluster.num_devices, planner.options.has_margin))
+        return plan(planner, latency_bound_s)
+
+    monkeypatch.setattr(Planner, "plan", noting)
+    best = plan_job(job_of(tmp_path, count=None, bound="20"), options=STEADY)
+    assert best.schedule.deployment.num_devices == ranks and best.schedule.margin.factor > 1
+    assert planned == [(1, True), (2, False), (2, True)][:ranks + 1]
 
 
 def test_a_layout_whose_derived_times_cannot_win_is_not_measured(
