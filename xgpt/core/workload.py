@@ -4,9 +4,10 @@ Forms of a record, OpenAI's batch and ours:
     {"custom_id", "method", "url", "body": {"messages" | "prompt", "max_tokens", ...}}
     {"id", "prompt" | "messages" | "tokens", "max_tokens", ...}
 A record that cannot be used becomes a RequestError: one bad line of 200,000 must not cost the
-others. Keys that mean nothing to us are ignored (an OpenAI body has many, a data set has columns of
-its own), except those that look like a misspelt option of ours: silently ignoring `max_new_tokens`
-would cost cluster hours."""
+others. Of an OpenAI body every key counts: what it asks for and would not get is refused
+(xgpt.core.openai_body). Elsewhere keys that mean nothing to us are ignored (a data set has columns
+of its own), except those that look like a misspelt option of ours: silently ignoring
+`max_new_tokens` would cost cluster hours."""
 
 import difflib
 import math
@@ -19,11 +20,13 @@ import numpy as np
 
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
+from xgpt.core.openai_body import not_honoured
 
 Message: TypeAlias = "dict[str, str]"  # role, content
 ROLES = ("system", "developer", "user", "assistant", "tool")
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_INT = 2**31 - 1
+_FOREIGN = {"/v1/chat/completions": "prompt", "/v1/completions": "messages"}
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
 _OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # missing one is dear
@@ -151,6 +154,12 @@ def _openai_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
         raise BadRecord(f"url = {url!r}: known: {', '.join(URLS)}")
     if body.get("n", 1) not in (1, None):
         raise BadRecord(f"n = {body['n']!r}: only one choice a request is supported")
+    foreign = _FOREIGN.get(str(url))
+    if foreign is not None and body.get(foreign) is not None:
+        raise BadRecord(f"url = {url!r} takes no {foreign}")
+    if asked := sorted(not_honoured(body)):
+        raise BadRecord(f"{', '.join(asked)}: not supported, and an answer without would look like "
+                        "one with; leave it out to have the line answered")
     return body
 
 

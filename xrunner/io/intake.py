@@ -104,7 +104,8 @@ class ModelTokeniser:
         for i, request in enumerate(requests):
             if request.tokens is not None:
                 continue
-            if request.messages is None and not is_chat:
+            # OpenAI's prompts are completed as they are: its chats are messages
+            if request.messages is None and not (is_chat and not request.is_openai):
                 plain.append((i, request.prompt or ""))
                 continue
             messages = request.messages or ({"role": "user", "content": request.prompt or ""},)

@@ -47,7 +47,7 @@ def test_our_three_forms_are_read(tmp_path: Path) -> None:
                 max_tokens=5, stop=(".",))]
 
 
-def test_openai_batch_lines_are_read_and_their_other_keys_ignored(tmp_path: Path) -> None:
+def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_path: Path) -> None:
     request = _one(tmp_path, {
         "custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": {
             "model": "gpt-4o", "messages": [
@@ -55,7 +55,7 @@ def test_openai_batch_lines_are_read_and_their_other_keys_ignored(tmp_path: Path
                 {"role": "user", "content": [{"type": "text", "text": "Hi "},
                                              {"type": "text", "text": "you"}]}],
             "max_tokens": 5, "max_completion_tokens": 9, "temperature": 0, "top_p": 1,
-            "seed": -3, "stop": ["a", "b"], "logprobs": True, "n": 1, "user": "x"}})
+            "seed": -3, "stop": ["a", "b"], "logprobs": False, "n": 1, "user": "x"}})
     assert request.is_openai and request.id == "r-1" and request.messages is not None
     assert request.messages[1] == {"role": "user", "content": "Hi you"}
     assert (request.max_tokens, request.temperature, request.top_p) == (9, 0.0, 1.0)
@@ -102,6 +102,9 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"custom_id": "a", "body": {"input": "x"}, "url": "/v1/embeddings"}, "url"),
     ({"custom_id": "a", "body": {"prompt": "x"}, "method": "GET"}, "method"),
     ({"custom_id": "a", "body": {"prompt": "x", "n": 2}}, "one choice"),
+    ({"custom_id": "a", "body": {"prompt": "x", "tools": [{}], "logprobs": 2}}, "logprobs, tools"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "no messages"),
+    ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "no prompt"),
     ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "max_token": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "temprature": 5}, "did you mean 'temperature'")])

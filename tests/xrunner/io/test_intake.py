@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.core.workload import Request
 from xrunner.io import intake
-from xrunner.io.intake import Tokenised, make, take_in
+from xrunner.io.intake import ModelTokeniser, Tokenised, make, take_in
+from xrunner.io.tokenizer import TextTokenizer
 
 COUNT = 25
 
@@ -97,3 +99,22 @@ def test_made_requests_have_the_lengths_that_are_planned_for(tmp_path: Path) -> 
         ("0", 1, True), ("1", 2, True)]
     again, other = (make(lengths, 30, seed, 50)[0].digest for seed in (4, 5))
     assert again == requests.digest != other
+
+
+def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
+    class Templated:
+        template = "chat"
+
+        def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+            return f"<{messages[0]['content']}>"
+
+        def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+            return [[ord(c) for c in text] for text in texts]
+
+    tokeniser = ModelTokeniser(cast(TextTokenizer, Templated()), True, 256)
+    asked = [Request(line=1, id="own", prompt="a"),
+             Request(line=2, id="completion", prompt="a", is_openai=True),
+             Request(line=3, id="chat", messages=({"role": "user", "content": "a"},),
+                     is_openai=True)]
+    assert ["".join(map(chr, ids)) for ids in tokeniser.tokenise(asked) or () if ids] == [
+        "<a>", "a", "<a>"]
