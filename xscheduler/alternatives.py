@@ -122,8 +122,8 @@ def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool)
     crowded = min((one.tight.latency_s for one in easy if one.tight.limit is Limit.MEMORY),
                   default=math.inf)
     text = (f"{start} the bound of {format_seconds(latency_bound_s)} for a query of "
-            f"{longest} output tokens (quantile {problem.constraint.quantile:g}); latency binds. "
-            f"The tightest that can be met is {_rounded_up(tight.latency_s)} s, by policy "
+            f"{longest} output tokens (quantile {problem.constraint.quantile:g}): every one takes "
+            f"longer. The tightest that can be met is {_rounded_up(tight.latency_s)} s, by policy "
             f"{space.name}, {words_of(space, tight.plan, tight.point)} "
             f"({tight.throughput_qps:.3g} queries/s): {_binding(estimate)}")
     if crowded < tight.latency_s:
@@ -136,10 +136,10 @@ def _binding(estimate: Estimate) -> str:
     """What most of a tightest latency goes into."""
     figures, depth = estimate.figures, len(estimate.deployment.decoding.stages)
     if (share := figures.encode_s / figures.latency_s) > MOSTLY:
-        return f"encoding time binds, {share:.0%} of it"
+        return f"{share:.0%} of it is encoding"
     iteration = f"{format_seconds(figures.decode_iteration_s)} an iteration"
-    return f"decoding binds, {iteration}" if depth == 1 else (
-        f"pipeline depth binds: each token passes {depth} stages, {iteration}")
+    return f"most of it is decoding, {iteration}" if depth == 1 else (
+        f"most of it is decoding, where each token passes {depth} stages, {iteration}")
 
 
 def _rounded_up(seconds: float) -> str:
@@ -163,8 +163,8 @@ def _without_room(easy: Sequence[_Easy]) -> str:
         return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "
                 f"values keep {present:.0f} present at a time")
     held = min(max(estimate.figures.memory_bytes) for estimate in estimates)
-    return (f"no schedule: memory binds. {problem.model.name} needs at least {format_bytes(held)} "
-            "on its fullest device, of which "
+    return (f"no schedule: there is too little memory. {problem.model.name} needs at least "
+            f"{format_bytes(held)} on its fullest device, of which "
             f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes "
             "more devices, or a smaller model, dtype or maximum output")
 

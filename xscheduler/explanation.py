@@ -135,13 +135,15 @@ def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | Non
     binding = (binding_limits(schedule, problem, limit_s) if timing is None
                else next_batch_breaks(schedule, problem, timing, limit_s))
     if binding:
-        words = f"{_and(binding)} {'binds' if len(binding) == 1 else 'bind'}"
-        proof = ": one query more in the encode batch would not be admissible" if timing else ""
+        words = f"{_and(binding)} {'limits' if len(binding) == 1 else 'limit'} the speed"
+        proof = ": with one query more encoded at a time it would be exceeded" if timing else ""
+        if len(binding) > 1:
+            proof = proof.replace("it would", "they would")
         return f"{words[0].upper()}{words[1:]}{proof} ({state})"
     if timing is None:
         return f"No limit is reached within {FULL:.0%}: {state}"
-    return ("No limit binds: one query more in the encode batch would be admissible but not bring "
-            f"more, the devices are as busy as batches make them ({state})")
+    return ("Only the devices limit the speed: one query more encoded at a time would be allowed, "
+            f"but bring nothing ({state})")
 
 
 def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list[str]:

@@ -128,10 +128,10 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
     before, words = schedule.figures, _words(schedule.estimate)
-    note = (f"Chosen for this job's {count} queries, which it is expected to answer in "
-            f"{format_seconds(wall_s)}, ramp and drain included: the quickest of {replayed} "
-            f"replayed. The highest throughput in steady state ({before.throughput_qps:.4g} "
-            f"queries/s by {words}) would take {format_seconds(steady_s)}.")
+    note = (f"Chosen for this job's {count} queries: they should take {format_seconds(wall_s)} "
+            f"from the first to the last, the least of {replayed} schedules that were simulated. "
+            f"What is fastest in a job without end ({before.throughput_qps:.4g} queries/s by "
+            f"{words}) would take {format_seconds(steady_s)} for them.")
     row = Rejected(label=f"highest in steady state: {words}", latency_s=before.latency_s,
                    throughput_qps=before.throughput_qps,
                    reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} queries")

@@ -181,27 +181,27 @@ class Doubts:
             return replace(parts, sentence="there is no bound, so none can be broken")
         causes = []
         if self._errors:
-            causes.append(f"{parts.timing - 1:.1%} for what the profile may be off")
+            causes.append(f"{parts.timing - 1:.1%} since measured times may be off")
             if any(error.is_brief for error in self._errors.values()):
-                causes[-1] += " (it was measured briefly, at few sizes)"
+                causes[-1] += " (they were measured briefly, at few sizes)"
             if unmeasured > 0.01:
                 causes[-1] += (f" ({unmeasured:.0%} of the latency is not measured, and its error "
                                "not covered)")
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._counts:
-            causes.append(f"{parts.lengths - 1:.1%} for lengths known from {min(self._counts)} "
-                          "queries")
+            causes.append(f"{parts.lengths - 1:.1%} since only {min(self._counts)} queries tell "
+                          "how long they are")
         if constraint.drift:
             causes.append(f"{parts.drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer "
-                          "or shorter in the mean")
+                          "or shorter on average")
         if parts.model > 1:
-            causes.append(f"{parts.model - 1:.1%} by which a replay takes longer than the closed "
-                          "form")
+            causes.append(f"{parts.model - 1:.1%} that simulating every step takes longer than the "
+                          "formula says")
         text = "no margin: lengths are given and taken as true" if not causes else (
-            f"planned for {format_seconds(constraint.latency_s / parts.factor)}, so that the bound "
-            f"of {format_seconds(constraint.latency_s)} is kept with a confidence of "
-            f"{constraint.confidence:.0%}: {', '.join(causes)}")
+            f"planned for {format_seconds(constraint.latency_s / parts.factor)}, to be "
+            f"{constraint.confidence:.0%} sure that the bound of "
+            f"{format_seconds(constraint.latency_s)} is kept: {', '.join(causes)}")
         return replace(parts, sentence=text if self._errors else (
             f"{text}; the times are computed, not measured: how far they are off is not covered"))
 

@@ -151,7 +151,7 @@ def test_with_times_the_next_batch_is_looked_at(policy):
         schedule = schedule_of(bounded, estimate)
         assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken
         words = explain_choice(schedule, bounded, timing)[2]
-        assert words.startswith("The latency bound binds" if broken else "No limit binds")
+        assert words.startswith("The latency bound limits" if broken else "Only the devices limit")
     schedule = schedule_of(
         problem, estimate, memory_capacity_bytes=max(estimate.figures.memory_bytes)
     )
@@ -162,5 +162,5 @@ def test_a_margin_is_a_limit_of_its_own():
     problem = toy_problem(latency_s=2.0)
     schedule = schedule_of(problem, latency_s=1.79)
     words = explain_choice(schedule, problem, latency_limit_s=1.8)[2]
-    assert words.startswith("The latency bound binds") and "1.80 s with its margin" in words
+    assert words.startswith("The latency bound limits") and "1.80 s with its margin" in words
     assert explain_choice(schedule, problem)[2].startswith("No limit is reached")

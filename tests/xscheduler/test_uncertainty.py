@@ -181,7 +181,8 @@ def test_a_profile_that_was_measured_briefly_has_a_least_error_and_says_so() -> 
         assert whole.table_errors()[key].interpolation == pytest.approx(0, abs=1e-9)
         assert with_model.table_errors()[key] == TableError(least, 0.0, 0.0, is_brief=True)
     found = profile_margin(with_model)
-    assert 1.01 < found.factor < 1.1 and "(it was measured briefly, at few sizes)" in found.sentence
+    assert 1.01 < found.factor < 1.1
+    assert "(they were measured briefly, at few sizes)" in found.sentence
     assert "briefly" not in profile_margin(whole).sentence
 
 
