@@ -12,7 +12,7 @@ from xgpt.app.messages import doing, last_messages
 from xgpt.app.place import Place
 from xgpt.app.status import how_to_go_on
 from xgpt.core.units import format_seconds
-from xgpt.report.table import fact, table
+from xgpt.report.table import fact, shown_width, table
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress
 
@@ -94,7 +94,7 @@ class Glance:
         if self.remark:
             lines += ["", fact("note", self.remark)]
         if self.messages:
-            lines += ["", "last messages", *(f"  {line}"[:80] for line in self.messages)]
+            lines += ["", "last messages", *(f"  {line}"[:shown_width()] for line in self.messages)]
         return "\n".join(lines)
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 from xgpt.app.laid_out import derived_times, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
+from xgpt.app.telling import told_while
 from xgpt.app.timing import refined_timing, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.report.table import choice_table, fact, schedule_table, stage_table
+from xgpt.report.table import choice_table, fact, paragraph, schedule_table, stage_table
 from xgpt.report.words import counted
 from xprofiler.derived import Derived
 from xprofiler.profile_timing import ProfileTiming
@@ -33,12 +34,13 @@ class Plan:
 
     def __str__(self) -> str:
         problem, cluster = self.opened.problem, self.opened.problem.cluster
-        head = (f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
-                f"{cluster.device.name}), {problem.dtype}\ntimes: {self.timing.provenance()}")
+        head = paragraph(f"{problem.model.name} on {cluster.name} ({cluster.num_devices} x "
+                         f"{cluster.device.name}), {problem.dtype}")
+        times = paragraph(f"times: {self.timing.provenance()}")
         count = problem.num_queries
         horizon = fact("horizon", f"this job's {counted(count, 'query')}"
                        if self.horizon == "job" and count else "steady state, a job without end")
-        tables = (head, horizon, schedule_table(self.schedule),
+        tables = (head, times, horizon, schedule_table(self.schedule),
                   choice_table(self.schedule), stage_table(self.schedule))
         return "\n".join(filter(None, tables))
 
@@ -133,7 +135,8 @@ class JobPlanner:
                     self._options, has_margin=False, is_brief=True))
             planner = self._rough[layout]
         try:
-            planned: Schedule | XgptError = planner.plan(latency_bound_s)
+            with told_while(self._jobs[layout].tell, "finding the best schedule"):
+                planned: Schedule | XgptError = planner.plan(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
             planned = refusal
         one = LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,

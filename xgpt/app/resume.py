@@ -2,7 +2,6 @@
 results, and no metrics.json. Nothing is run again."""
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import num_queries
-from xgpt.report.table import WIDTH
+from xgpt.report.table import paragraph
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.results import ResultWriter, answered, count_results
@@ -73,7 +72,7 @@ def _times_s(results: Path) -> dict[str, list[float]]:
 def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
     """What `execute` returns, of results that are all there."""
     output = opened.job.output
-    opened.tell.say(textwrap.fill(TAKEN_OVER, WIDTH))
+    opened.tell.say(paragraph(TAKEN_OVER))
     measured, executed = _account(output), load_schedule(output / "schedule.json")
     is_same = _executed(executed) == _executed(schedule) and engine_of(opened.job).is_predicted
     # of another schedule, or by other times, it would not be what this run was expected to take

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from xgpt.launch.launcher import Ahead, RankProgram
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.expected import EXPECTED_FILE, write_expected
-from xgpt.report.table import WIDTH
+from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -141,7 +140,7 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
     expected = opened.job.output / EXPECTED_FILE
     expected.unlink(missing_ok=True)
     if (beginning := said_of(schedule)) is not None:
-        opened.tell.say(textwrap.fill(f"note: {beginning}", WIDTH))
+        opened.tell.say(paragraph(f"note: {beginning}"))
         return None
     if not engine_of(opened.job).is_predicted:
         return None
@@ -160,7 +159,7 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
         tell_run(tell, output / "progress.json", schedule.bound.limit_s)
         if rescheduler is not None and rescheduler.update():
             tell.end_progress()  # what it has to say gets lines of its own
-            tell.say(textwrap.fill(rescheduler.decisions[-1].sentence, WIDTH))
+            tell.say(paragraph(rescheduler.decisions[-1].sentence))
 
     program = RankProgram(
         module=engine_of(opened.job).worker, argument=run_file, inherited=(lock,),

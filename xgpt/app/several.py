@@ -16,7 +16,7 @@ from xgpt.app.warning import warned_in_good_order
 from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.launch.kept import KeptRanks
-from xgpt.report.table import WIDTH, schedule_table
+from xgpt.report.table import WIDTH, paragraph, schedule_table
 from xrunner.io.stop import StopRequest
 
 
@@ -102,7 +102,7 @@ def _run(turn: Turn, number: str, tell: Teller) -> bool:
     if plan is None:
         return True
     tell.say(f"\n== running job {number}: {turn.job.name}")
-    plan.opened.tell.say(f"times: {plan.timing.provenance()}")
+    plan.opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
     plan.opened.tell.say(schedule_table(plan.schedule))
     try:
         turn.facts = execute(plan.opened, plan.timing, plan.schedule)

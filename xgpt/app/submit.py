@@ -15,7 +15,7 @@ from xgpt.app.warning import warned_in_good_order
 from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
 from xgpt.launch.launcher import Ahead
-from xgpt.report.table import schedule_table
+from xgpt.report.table import paragraph, schedule_table
 from xrunner.io.lock import output_lock
 
 
@@ -33,7 +33,7 @@ def submit(job: Job, tell: Teller, standby: Ahead | None = None) -> dict[str, An
     its ranks. Raises StoppedEarly where it was asked to stop."""
     with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
         plan = plan_job(opened)
-        opened.tell.say(f"times: {plan.timing.provenance()}")
+        opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
         opened.tell.say(schedule_table(plan.schedule))
         return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
 

@@ -3,6 +3,10 @@ them), and how far a profile or a run is, in one line, as the files tell that it
 
 import logging
 import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +15,7 @@ from xrunner.io.sink import Progress, read_progress
 
 _LOG = logging.getLogger("xgpt")
 _BAR_WIDTH = 16
+SILENT_S, _STILL_S = 2.0, 0.5  # before something that is silent is told of, and between words
 
 
 class Teller(Protocol):
@@ -38,6 +43,28 @@ class LogTeller:
 
     def end_progress(self) -> None:
         return
+
+
+@contextmanager
+def told_while(tell: Teller, what: str) -> Iterator[None]:
+    """Tells that something silent goes on, once that has taken two seconds, until it ends."""
+    is_over = threading.Event()
+
+    def say_so() -> None:
+        begin_s, wait_s = time.monotonic(), SILENT_S
+        while not is_over.wait(wait_s):
+            wait_s = _STILL_S
+            tell.progress(f"{what}, {format_seconds(round(time.monotonic() - begin_s))} so far")
+        if wait_s == _STILL_S:
+            tell.end_progress()
+
+    thread = threading.Thread(target=say_so, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def tell_share(tell: Teller, label: str, path: Path) -> None:

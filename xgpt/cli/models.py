@@ -8,7 +8,7 @@ from xgpt.app.model_check import UnsupportedModel, check_model_named
 from xgpt.cli.options import json_option, print_json
 from xgpt.core import catalog
 from xgpt.core.units import format_bytes
-from xgpt.report.table import WIDTH, table
+from xgpt.report.table import shown_width, table
 
 
 @click.command()
@@ -49,7 +49,7 @@ def _tables() -> str:
         table(("cluster", "nodes x devices", "memory", "in a node", "between nodes"),
               [*map(_cluster, catalog.names("cluster")),
                ("local", "this machine's", "detected", "", "")], right=(2,)),
-        textwrap.fill(f"devices, for a cluster of your own: {devices}", WIDTH,
+        textwrap.fill(f"devices, for a cluster of your own: {devices}", shown_width(),
                       subsequent_indent="  ", break_on_hyphens=False),
         table(("task", "tokens: mean, std, max", "input", "output"),
               [_task(name) for name in catalog.names("task")], right=())))

@@ -13,7 +13,7 @@ from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
 from xgpt.cli.options import print_json, run_arguments
 from xgpt.core.errors import XgptError
-from xgpt.report.table import WIDTH
+from xgpt.report.table import paragraph
 
 
 @click.command()
@@ -38,6 +38,6 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         click.echo(progress_line(run.progress, place.bound_s))
     words = None if run is None or status.is_active else how_to_go_on(run, output)
     for sentence in filter(None, (status.in_words, words)):
-        click.echo(textwrap.fill(sentence, WIDTH, break_on_hyphens=False))
+        click.echo(paragraph(sentence))
     if (cause := status.cause) is not None:
         click.echo(textwrap.indent(cause, "  "))

@@ -38,6 +38,9 @@ class Terminal:
         self._last_s, self._width, self._shown = -math.inf, 0, ""
 
     def say(self, message: str) -> None:
+        if self._width and is_terminal():  # the line of progress makes way, and is drawn again
+            click.echo("\r" + " " * self._width + "\r", err=True, nl=False)
+            self._width, self._last_s, self._shown = 0, -math.inf, ""
         say(message)
 
     def progress(self, line: str, *, is_last: bool = False) -> None:

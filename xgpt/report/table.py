@@ -1,6 +1,8 @@
 """Plain tables for the terminal: ASCII, at most 80 columns, no dependency."""
 
 import math
+import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +16,8 @@ from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
 
-WIDTH = 80
+WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
+_LEAST_WIDTH = 40
 _GAP = "  "
 _LEAST_WRAPPED = 20  # columns
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
@@ -65,7 +68,7 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
                words.agreement_words(metrics),
                text_at(metrics, "attribution", "sentence")]
     return "\n".join([_ascii(first), table(header, body, right=(1, 2, 3)),
-                      *(textwrap.fill(_ascii(text), WIDTH) for text in remarks if text)])
+                      *(paragraph(text) for text in remarks if text)])
 
 
 def choice_table(schedule: Schedule) -> str:
@@ -194,13 +197,21 @@ def _memory(e: Estimate) -> str:
     return f"{spread} of {format_bytes(e.figures.memory_capacity_bytes)} per rank{fits}"
 
 
-def paragraph(text: str, width: int = WIDTH) -> str:
-    """The text in lines of at most `width` columns."""
-    return textwrap.fill(_ascii(text), width, break_on_hyphens=False)
+def shown_width() -> int:
+    """Columns of what is shown: 80, or those of a terminal that has fewer."""
+    if not (sys.stdout.isatty() or sys.stderr.isatty()):
+        return WIDTH
+    return max(min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH), _LEAST_WIDTH)
 
 
-def fact(label: str, value: str, width: int = WIDTH) -> str:
-    return textwrap.fill(_ascii(value), width, initial_indent=label.ljust(_LEFT_OF_FACTS),
+def paragraph(text: str, width: int | None = None) -> str:
+    """The text in lines of at most `width` columns; None: as wide as is shown."""
+    return textwrap.fill(_ascii(text), width or shown_width(), break_on_hyphens=False)
+
+
+def fact(label: str, value: str, width: int | None = None) -> str:
+    return textwrap.fill(_ascii(value), width or shown_width(),
+                         initial_indent=label.ljust(_LEFT_OF_FACTS),
                          subsequent_indent=" " * _LEFT_OF_FACTS, break_on_hyphens=False)
 
 
@@ -209,7 +220,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     own, or else the widest column is shortened."""
     cells = [[_ascii(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - WIDTH
+    excess = sum(widths) + len(_GAP) * (len(widths) - 1) - shown_width()
     last = len(header) - 1
     if excess > 0 and last not in right and widths[last] - excess >= _LEAST_WRAPPED:
         widths[last] -= excess

@@ -11,7 +11,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
 from xgpt.report.policy_words import value_of
-from xgpt.report.table import WIDTH, fact, table
+from xgpt.report.table import fact, paragraph, shown_width, table
 from xscheduler.drift import DriftRow
 from xscheduler.live.pinned import Way
 from xscheduler.live.reschedule import Reschedule, variables
@@ -23,7 +23,7 @@ _INDENT = "  "
 def offers_table(offers: Sequence[Offer]) -> str:
     """What a little more of each limit would bring."""
     return "\n".join(["What more would bring", *(
-        textwrap.fill(offer.sentence, WIDTH, initial_indent=_INDENT, break_on_hyphens=False,
+        textwrap.fill(offer.sentence, shown_width(), initial_indent=_INDENT, break_on_hyphens=False,
                       subsequent_indent=2 * _INDENT) for offer in offers)])
 
 
@@ -93,7 +93,7 @@ def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
              f"lengths, without a margin. all: the latency that {share} of all queries keep. one "
              f"query: the mean latency of one as long as the planned {share} quantile. over: over "
              f"the bound by more than the replay's scatter of 2 %.")
-    return f"When output lengths change\n{text}\n{textwrap.fill(words, WIDTH)}"
+    return f"When output lengths change\n{text}\n{paragraph(words)}"
 
 
 def _change(row: DriftRow) -> str:

@@ -130,10 +130,10 @@ def _described(directory: Path, name: str, served_by: str) -> ModelFiles:
 
 def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | None:
     """Snapshot directory, or None with the reason appended."""
-    # the hub's client reads its limits when it is imported
+    # the hub's client reads its limits when it is imported; its bars are for who watches
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from xgpt.cli import terminal
 from xgpt.cli.main import COMMANDS, cli
 from xgpt.core.errors import Mistake
-from xgpt.report.table import table
+from xgpt.report.table import fact, paragraph, table
 
 
 def invoke(*arguments: object) -> Result:
@@ -65,3 +65,24 @@ def test_what_is_said_fits_the_terminal_and_a_file_keeps_whole_lines(
 def test_a_mistake_of_a_whole_file_has_no_empty_key() -> None:
     assert str(Mistake(file="p.json", line=None, key="", value=None, allowed="no profile")) == (
         "p.json: no profile")
+
+
+@pytest.mark.parametrize("columns", [48, 60, 200])
+def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(
+        columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    words = "the schedule uses 4.772 s of the bound of 5.90 s " * 4
+    assert max(map(len, fact("why", words).splitlines())) > 70, "a pipe has no width"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for text in (fact("why", words), paragraph(words), table(
+            ("policy", "queries/s", "words"), [("RRA", "1.5", words)], right=(1,))):
+        assert max(map(len, text.splitlines())) <= min(columns, 80), text
+
+
+def test_a_message_clears_the_line_of_progress(monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    shown = terminal.Terminal()
+    shown.progress("searching, 2.00 s so far")
+    shown.say("found")
+    assert capsys.readouterr().err.endswith("\r" + " " * 24 + "\rfound\n")
