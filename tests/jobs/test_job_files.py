@@ -11,12 +11,15 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.job_file import load_job
+from xgpt.core.policies import policy_names
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.reader import read_requests
+from xgpt.core.sweep_file import load_sweep
 from xgpt.core.workload import Request
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
-JOB_FILES = sorted(JOBS.glob("*.yaml"))
+SWEEPS = [JOBS / "paper-scenarios.yaml"]
+JOB_FILES = sorted({*JOBS.glob("*.yaml")} - {*SWEEPS})
 PROMPTS = JOBS / "prompts" / "quickstart.jsonl"
 KINDS = ("summarise", "translate", "code", "question", "classify")
 
@@ -52,7 +55,16 @@ def test_the_jobs_for_slurm_are_those_that_are_called_so() -> None:
 
 def test_the_readme_lists_every_job_file() -> None:
     text = (JOBS / "README.md").read_text(encoding="utf-8")
-    assert all(f"| `{path.name}` |" in text for path in JOB_FILES)
+    assert all(f"| `{path.name}` |" in text for path in (*JOB_FILES, *SWEEPS))
+
+
+def test_the_paper_s_sweep_is_twenty_scenarios_under_four_bounds_by_every_policy() -> None:
+    spec = load_sweep(SWEEPS[0])
+    assert spec.output == JOBS.parent / "out" / "paper-scenarios" and not spec.has_margin
+    assert len(spec.points) == 20 * 4 * len(policy_names())
+    assert len({point.values for point in spec.points}) == len(spec.points)
+    assert len({point.values[:3] for point in spec.points}) == 20
+    assert all(point.job.run.dtype == "float16" for point in spec.points)
 
 
 def test_the_quickstart_reads_its_prompts() -> None:

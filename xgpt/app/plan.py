@@ -88,6 +88,11 @@ class JobPlanner:
                       if plan is None or job is plan.opened)
         return self._jobs[layout], self._planners[layout]
 
+    @property
+    def times(self) -> tuple[TimingSource, ...]:
+        """What it plans with, on each layout."""
+        return tuple(planner.timing for planner in self._planners.values())
+
     def _measured(self, undecided: Sequence[LaidOut]) -> list[Layout]:
         """Measures layouts whose times were derived; returns them."""
         for one in undecided:

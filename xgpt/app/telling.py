@@ -74,7 +74,7 @@ def tell_share(tell: Teller, label: str, path: Path) -> None:
         return
     share, left_s = float(text[0]), float(text[1])
     left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
-    tell.progress(f"{label} {_bar(round(share * 100), 100)} {share:.0%}{left}", is_last=share >= 1)
+    tell.progress(f"{label} {bar(round(share * 100), 100)} {share:.0%}{left}", is_last=share >= 1)
 
 
 def tell_run(tell: Teller, path: Path, bound_s: float) -> None:
@@ -91,7 +91,7 @@ def progress_line(progress: Progress, bound_s: float) -> str:
     if progress.state == "loading":
         return "loading the model"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
-    text = (f"{_bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
+    text = (f"{bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
             f"{rate:.0f} tok/s")
     done_here = progress.done - progress.done_before
     if (progress.state == "running" and done_here > 0 and progress.done < progress.total
@@ -104,6 +104,7 @@ def progress_line(progress: Progress, bound_s: float) -> str:
     return text
 
 
-def _bar(done: int, total: int) -> str:
+def bar(done: int, total: int) -> str:
+    """How much of it is done, as `[####----]`."""
     filled = round(_BAR_WIDTH * done / total) if total else 0
     return "[" + "#" * filled + "-" * (_BAR_WIDTH - filled) + "]"

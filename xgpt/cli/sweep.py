@@ -1,43 +1,54 @@
-"""`xgpt sweep`: the best throughput at several latency bounds, the trade-off a user chooses on."""
+"""`xgpt sweep`: the best schedules over a grid of bounds, policies, models, clusters and more."""
 
 from pathlib import Path
 
 import click
 
-from xgpt.app.opened import open_file
-from xgpt.app.sweep import sweep_job
-from xgpt.cli.options import job_arguments, print_json
+from xgpt.app.sweeps.formats import FORMATS
+from xgpt.app.sweeps.sweep import refuse_empty, sweep_points
+from xgpt.cli.options import job_options, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import wrong
-from xgpt.core.json_values import flat
-from xgpt.core.schedule import Schedule
-from xgpt.core.units import parse_seconds
+from xgpt.core.sweep_file import SweepFlags, load_sweep
 
 
 @click.command()
-@job_arguments
-@click.option("--bounds", metavar="S,S,...", help="Latency bounds in seconds, e.g. 5,10,inf; "
-              "default: shares of the latency at the highest throughput.")
-def sweep(job_file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None) -> None:
-    """Throughput against the latency bound."""
-    given = None if bounds is None else _parse(bounds)
-    trade_off = sweep_job(open_file(job_file, overrides, Terminal()), given)
-    if not as_json:
-        click.echo(str(trade_off))
-        return
-    print_json({"bounds": [
-        {"bound_s": bound_s, **(flat(answer) if isinstance(answer, Schedule)
-                                else {"infeasible": answer})}
-        for bound_s, answer in trade_off.rows]})
+@click.argument("file", type=click.Path(path_type=Path), metavar="JOB.yaml|SWEEP.yaml")
+@job_options
+@click.option("--bounds", metavar="B,B,...", help="Latency bounds: seconds, inf, or shares of the "
+              "latency at the highest throughput, e.g. 5,10,50%,inf.")
+@click.option("--over", multiple=True, metavar="AXIS=V,V,...",
+              help="Vary model, cluster, gpus, task, engine, profile, policy (policy=all: every "
+              "one), or any dotted key of the job file; may be repeated.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
+              help="Folder of the results; a job file's default: sweep/ in its output folder.")
+@click.option("--format", "formats", metavar="csv,parquet", default="",
+              help="Write sweep.csv and sweep.parquet, too.")
+@click.option("--horizon", type=click.Choice(("steady", "job")),
+              help="Plan for a job without end (default), or for the job's own queries.")
+@click.option("--cores", type=click.IntRange(min=1), metavar="N",
+              help="Processes that plan side by side; default: one for each core.")
+@click.option("--run", "runs", is_flag=True,
+              help="Then run every point on this machine, one after the other.")
+def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None,
+          over: tuple[str, ...], out: Path | None, formats: str, horizon: str | None,
+          cores: int | None, runs: bool) -> None:
+    """Throughput against the latency bound, over policies, models, clusters...
 
-
-def _parse(text: str) -> list[float]:
-    bounds = []
-    for part in text.split(","):
-        try:
-            bounds.append(parse_seconds(part))
-        except ValueError as cause:
-            raise wrong("--bounds", "bound", part, str(cause)) from None
-        if not bounds[-1] > 0:
-            raise wrong("--bounds", "bound", part, "more than 0 seconds")
-    return bounds
+    The same command goes on where it was stopped.
+    """
+    chosen = [name.strip() for name in formats.split(",") if name.strip()]
+    for name in set(chosen) - set(FORMATS):
+        raise wrong("command line", "--format", name, f"{', '.join(FORMATS)}")
+    spec = load_sweep(file, SweepFlags(overrides=overrides, over=over, bounds=bounds, out=out,
+                                       horizon=horizon))
+    terminal = Terminal()
+    swept = sweep_points(spec, terminal, cores=cores, formats=chosen, runs=runs)
+    if as_json:
+        print_json({"name": swept.name, "folder": swept.folder, "files": swept.files,
+                    "points": len(swept.rows), "rows": swept.rows})
+    else:
+        click.echo(str(swept))
+        for path in swept.files:
+            terminal.say(f"written: {path}")
+    refuse_empty(swept)

@@ -25,6 +25,8 @@ from xgpt.core.slurm_section import read_slurm
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
 
+SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
 
@@ -49,6 +51,9 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> F
         what = "the file is empty" if tree.value is None else "not a mapping of keys to values"
         raise wrong(path, "job file", None, f"{what}; required keys: model, cluster, workload",
                     tree.line)
+    if keys := [key for key in SWEEP_KEYS if key in tree.value]:
+        raise wrong(path, keys[0], None, "a key of a sweep file, not of a job file: `xgpt sweep` "
+                    "takes it", tree.value[keys[0]].line)
     return tree
 
 

@@ -124,16 +124,20 @@ def test_running_elsewhere_than_here_is_refused_in_words(job: Path) -> None:
 
 def test_sweep_rises_with_the_bound(job: Path) -> None:
     done = xgpt("sweep", job, "--json", "--bounds", "0.01,5,20,inf")
-    rows = json.loads(done.stdout)["bounds"]
-    assert "infeasible" in rows[0]
+    rows = json.loads(done.stdout)["rows"]
+    assert rows[0]["status"] == "infeasible" and "tightest" in rows[0]["reason"]
     rates = [row["throughput_qps"] for row in rows[1:]]
     assert rates == sorted(rates) and rates[0] < rates[-1]
     shown = xgpt("sweep", job, "--bounds", "0.01,5")
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     lines = shown.stdout.splitlines()
-    assert lines[2].split()[2:4] == ["infeasible", "-"] and "tightest" in shown.stdout
-    assert lines[3].split()[2:4] == [rows[1]["policy"], f"{rates[0]:.4g}"]
+    assert lines[2].split()[2:4] == ["auto", "-"] and "tightest" in shown.stdout
+    assert lines[3].split()[2:4] == [rows[1]["chosen"], f"{rates[0]:.4g}"]
+    assert "..." not in shown.stdout and "going on: 2 of 2 points" in shown.stderr
     assert xgpt("sweep", job, "--bounds", "soon").returncode == 2
+    assert xgpt("sweep", job, "--format", "xls").returncode == 2
+    none = xgpt("sweep", job, "--bounds", "0.01")
+    assert none.returncode == 3 and "no schedule" in none.stdout
 
 
 def test_the_options_are_frozen() -> None:
@@ -159,7 +163,8 @@ def test_the_options_are_frozen() -> None:
         "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},
         "simulate": shared | {"--schedule", "--timeline", "--baselines"},
-        "sweep": shared | {"--bounds"},
+        "sweep": shared | {"--bounds", "--over", "--out", "--format", "--horizon", "--cores",
+                           "--run"},
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "stop": shared,
         "models": {"--check", "--json"},
         "top": set(), "completion": set(),

@@ -1,0 +1,254 @@
+"""A sweep's points: planned as `xgpt schedule` plans them, kept, gone on with, and written out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xgpt.app.opened import open_file
+from xgpt.app.plan import plan_job
+from xgpt.app.sweeps import identity, runs, sweep
+from xgpt.app.sweeps.sweep import Swept, sweep_points
+from xgpt.app.telling import LogTeller
+from xgpt.core.errors import InputError, StoppedEarly, XgptError
+from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.report.sweep_rows import COLUMNS, read_sweep
+from xscheduler.planner import PlanOptions
+
+JOB = "{model: opt-13b, cluster: a40-4, workload: {requests: {count: 60}, task: S}}\n"
+EFFORT = ("nodes", "search_s")  # what planning took, which depends on what was planned before
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A sweep file of one job, without margins: quickly planned."""
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"base: {JOB}margin: false\n")
+    return path
+
+
+class Told(LogTeller):
+    """Keeps what a sweep says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def swept(path: Path, *over: str, bounds: str = "5,inf", tell: Told | None = None,
+          **more: Any) -> Swept:
+    spec = load_sweep(path, SweepFlags(over=over, bounds=bounds))
+    return sweep_points(spec, tell or Told(), cores=1, **more)
+
+
+def planned_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the points that are planned from now on."""
+    keys: list[str] = []
+    plan = sweep.rows_of
+
+    def rows_of(unit: Any, tell: Any) -> Any:
+        keys.extend(unit.keys)
+        return plan(unit, tell)
+
+    monkeypatch.setattr(sweep, "rows_of", rows_of)
+    return keys
+
+
+def without_effort(rows: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in EFFORT} for row in rows]
+
+
+def test_a_point_is_what_schedule_says_of_it(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    rows = swept(job, "policy=rra,ft", bounds="0.01,5").rows
+    assert [(row["policy"], row["bound"], row["status"]) for row in rows] == [
+        ("rra", "0.01 s", "infeasible"), ("rra", "5 s", "ok"),
+        ("ft", "0.01 s", "infeasible"), ("ft", "5 s", "ok")]
+    assert {*rows[0]} == {column.name for column in COLUMNS}
+    assert "tightest" in rows[0]["reason"] and rows[0]["throughput_qps"] is None
+    for row in (rows[1], rows[3]):
+        plan = plan_job(open_file(job, ("constraint.latency_s=5",
+                                        f"schedule.policy={row['policy']}")),
+                        options=PlanOptions(horizon="steady"))
+        figures = plan.schedule.figures
+        assert (row["throughput_qps"], row["latency_s"]) == (
+            figures.throughput_qps, figures.latency_s)
+        assert row["memory_bytes"] == max(figures.memory_bytes) and row["gpus"] == 4
+        assert row["gpu_s_per_query"] == pytest.approx(4 / figures.throughput_qps)
+        assert row["margin"] == plan.schedule.margin.factor
+    assert rows[1]["decode_iterations"] and rows[3]["decode_iterations"] is None
+
+
+def test_a_share_is_of_the_latency_at_the_highest_throughput_of_any_policy(job: Path) -> None:
+    rows = swept(job, "policy=auto,ft", bounds="50%,inf").rows
+    free_s = rows[1]["latency_s"]
+    assert rows[1]["bound_s"] == "inf"
+    assert rows[0]["bound_s"] == rows[2]["bound_s"] == float(f"{free_s / 2:.3g}")
+
+
+def test_a_combination_that_cannot_be_planned_is_a_row_with_the_reason(job: Path) -> None:
+    rows = swept(job, "policy=sarathi,ft", "cluster=a40-8", "model=t5-11b", bounds="inf").rows
+    assert [row["status"] for row in rows] == ["refused", "ok"]
+    assert "encoder" in rows[0]["reason"]
+    again = Told()
+    swept(job, "policy=sarathi,ft", "cluster=a40-8", "model=t5-11b", bounds="inf", tell=again)
+    assert again.lines == ["going on: 2 of 2 points are there"]
+
+
+def test_the_job_s_horizon_says_how_long_the_job_takes(job: Path) -> None:
+    spec = load_sweep(job, SweepFlags(over=("policy=waa-c",), bounds="20",
+                                      horizon="job"))
+    (row,) = sweep_points(spec, Told()).rows
+    assert row["makespan_s"] > 0 and row["ttft_p99_s"] > 0
+    assert row["job_throughput_qps"] == pytest.approx(60 / row["makespan_s"], rel=0.01)
+
+
+def test_a_changed_grid_keeps_what_is_still_in_it(job: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    first = swept(job, "policy=ft,waa-c").rows
+    keys = planned_again(monkeypatch)
+    assert swept(job, "policy=ft,waa-c").rows == first and not keys
+    second = swept(job, "policy=waa-c,waa-m").rows
+    assert len(keys) == 2 and second[:2] == first[2:]
+    third = swept(job, "policy=ft,waa-c", bounds="inf,5")  # back from where it was kept
+    assert len(keys) == 2 and without_effort(third.rows) == without_effort(
+        [first[1], first[0], first[3], first[2]])
+
+
+def test_another_planner_s_points_are_planned_anew_and_kept(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, told = swept(job, "policy=ft"), Told()
+    monkeypatch.setattr(identity, "_code", lambda: "another")
+    keys = planned_again(monkeypatch)
+    second = swept(job, "policy=ft", tell=told)
+    assert len(keys) == 2 and "2 points were planned by another xgpt" in told.lines[0]
+    assert [row["fingerprint"] for row in second.rows] != [
+        row["fingerprint"] for row in first.rows]
+    earlier = (first.folder / "earlier.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in earlier] == list(first.rows)
+
+
+def test_half_a_line_counts_for_nothing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = swept(job, "policy=ft")
+    lines = (whole.folder / "sweep.jsonl").read_text()
+    (whole.folder / "sweep.jsonl").write_text(lines[:-40])
+    assert len(read_sweep(whole.folder).rows) == 1
+    keys = planned_again(monkeypatch)
+    again = swept(job, "policy=ft")
+    assert keys == [whole.rows[1]["key"]]
+    assert without_effort(again.rows) == without_effort(whole.rows)
+
+
+def test_a_stopped_sweep_says_so_and_keeps_its_rows(job: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = sweep.rows_of
+
+    def interrupted(unit: Any, tell: Any) -> Any:
+        yield next(plan(unit, tell))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(sweep, "rows_of", interrupted)
+    with pytest.raises(StoppedEarly, match="stopped after 1 of 2 points"):
+        swept(job, "policy=ft")
+    kept = read_sweep(job.parent / "out" / "sweep")
+    assert kept.meta["state"] == "stopped" and kept.meta["done"] == len(kept.rows) == 1
+
+
+def started(path: Path, least_rows: int) -> subprocess.Popen[str]:
+    """A sweep by two processes that has planned so many points."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xgpt.cli.main", "sweep", str(path), "--cores", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rows, deadline = path.parent / "out" / "killed" / "sweep.jsonl", time.monotonic() + 100
+    while time.monotonic() < deadline and process.poll() is None:
+        if rows.is_file() and rows.read_text().count("\n") >= least_rows:
+            break
+        time.sleep(0.02)
+    return process
+
+
+def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    path = tmp_path / "killed.yaml"
+    path.write_text("base: {model: opt-13b, cluster: a40-4, workload: {task: S}}\nmargin: false\n"
+                    "grid: {task: [S, T], policy: [rra, waa-c, ft, dsi], bound: [30%, 60%, inf]}\n")
+    interrupted = started(path, 1)
+    interrupted.send_signal(signal.SIGINT)
+    _, said = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 75 and "the same command goes on" in said, said
+    killed = started(path, read_sweep(tmp_path / "out" / "killed").meta["done"] + 2)
+    killed.kill()
+    killed.communicate(timeout=60)
+    kept = len(read_sweep(tmp_path / "out" / "killed").rows)
+    assert 3 <= kept < 24
+    ended = sweep_points(load_sweep(path), told := Told(), cores=1)
+    assert told.lines[0] == f"going on: {kept} of 24 points are there"
+    fresh = sweep_points(load_sweep(path, SweepFlags(out=tmp_path / "fresh")), Told(), cores=1)
+    assert without_effort(ended.rows) == without_effort(fresh.rows)
+    assert len({row["key"] for row in ended.rows}) == len(ended.rows) == 24
+    assert (ended.folder / "sweep.jsonl").read_text().count("\n") == 24
+
+
+def test_rows_go_through_csv_and_parquet(job: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    done = swept(job, "policy=ft,orca", bounds="0.01,inf", formats=("csv", "parquet"))
+    assert [path.name for path in done.files] == ["sweep.jsonl", "sweep.csv", "sweep.parquet"]
+    table = parquet.read_table(done.files[2]).to_pylist()
+    with done.files[1].open() as file:
+        lines = list(csv.DictReader(file))
+    assert [*table[0]] == [*lines[0]] == [
+        column["name"] for column in read_sweep(done.folder).meta["columns"]]
+    for row, exact, line in zip(done.rows, table, lines, strict=True):
+        for name, value in row.items():
+            wanted = math.inf if value == "inf" and name not in ("bound",) else value
+            assert exact[name] == wanted, name
+            assert line[name] == ("" if value is None else str(value)), name
+
+
+def test_parquet_without_pyarrow_is_refused_before_anything_is_planned(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(XgptError, match="pip install"):
+        swept(job, "policy=ft", formats=("parquet",))
+    assert not (job.parent / "out").exists()
+
+
+def test_points_are_run_once_each_and_measured_beside_predicted(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str | None, float]] = []
+
+    def submit(own: Any, tell: Any) -> None:
+        ran.append((own.schedule.policy, own.constraint.latency_s))
+        if own.schedule.policy == "ft" and len(ran) == 1:
+            raise XgptError("no memory")
+        own.output.mkdir(parents=True)
+        (own.output / "metrics.json").write_text(json.dumps({
+            key: {"measured": 2.5, "predicted": 2.0} for key in runs._MEASURED.values()}))
+
+    monkeypatch.setattr(runs, "submit", submit)
+    monkeypatch.setattr(runs, "refuse_what_cannot_run", lambda own, tell: None)
+    rows = swept(job, "policy=ft,waa-c", bounds="0.01,20", runs=True).rows
+    assert ran == [("ft", 20.0), ("waa-c", 20.0)]  # none without a schedule
+    assert rows[1]["measured_status"] == "failed" and rows[1]["measured_reason"] == "no memory"
+    assert rows[3]["measured_qps"] == 2.5 and rows[3]["folder"] == f"points/{rows[3]['key']}"
+    again = swept(job, "policy=ft,waa-c", bounds="0.01,20", runs=True).rows
+    assert ran[2:] == [("ft", 20.0)] and again[1]["measured_status"] == "done"
+
+
+def test_what_cannot_run_here_is_told_before_anything_is_planned(job: Path) -> None:
+    with pytest.raises(InputError, match="local"):
+        swept(job, "policy=ft", runs=True)
+    assert not (job.parent / "out").exists()
