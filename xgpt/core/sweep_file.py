@@ -222,8 +222,12 @@ def _point(asked: _Asked, chosen: Mapping[Axis, AxisValue], mistakes: list[Mista
                 tree = with_value(tree, keys, Field(value=None, file="", line=None))
     for axis, value in chosen.items():
         tree = with_value(tree, axis.key.split("."), value.field)
-    bound = chosen.get(BOUND)
-    return SweepPoint(job=job_of(tree, asked.base_path, mistakes),
+    bound, job = chosen.get(BOUND), job_of(tree, asked.base_path, mistakes)
+    if job.workload.requests is not None and job.workload.requests.is_stdin:
+        mistakes.append(Mistake(
+            file=str(asked.base_path), line=None, key="workload.requests", value="-",
+            allowed="a file: a sweep reads requests more than once"))
+    return SweepPoint(job=job,
                       values=tuple((axis.name, value.shown) for axis, value in chosen.items()),
                       share=None if bound is None else bound.share)
 

@@ -32,7 +32,8 @@ def common_key(point: SweepPoint) -> str:
 def fingerprint_of(job: Job, times: str = "") -> str:
     """Of the planning code, and of the files that the job is planned by. `times`: a digest of what
     was measured here."""
-    files = (job.profile, job.workload.requests, job.workload.input_tokens.path,
+    requests = () if job.workload.requests is None else job.workload.requests.paths
+    files = (job.profile, *requests, job.workload.input_tokens.path,
              job.workload.output_tokens.path, Path(job.model) / "config.json")
     return _digest([_code(), times, *(_file_digest(path) for path in files if path is not None)])
 

@@ -56,8 +56,10 @@ def rows_of(unit: Unit, tell: Teller | None = None) -> Iterator[Row]:
             row["fingerprint"] = fingerprint_here(point, tell)
             yield row | _refused(planner, point.job.constraint.latency_s)
             continue
+        row |= _answer(point, planner, options, tell)
+        # by the times it was planned with in the end: planning may have measured more of them
         row["fingerprint"] = fingerprint_of(point.job, _digest_of(planner.times))
-        yield row | _answer(point, planner, options, tell)
+        yield row
 
 
 def fingerprint_here(point: SweepPoint, tell: Teller) -> str:
