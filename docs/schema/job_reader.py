@@ -32,6 +32,7 @@ SAMPLES: tuple[Json, ...] = (
         "inter_link": _LINK},
      "workload": {"requests": {"count": 9}, "input_tokens": {"mean": 9, "std": 1, "max": 20},
                   "output_tokens": {"mean": 9, "std": 1, "max": 20}}},
+    {"model": "opt-13b", "cluster": "local", "workload": {"requests": {"file": "requests.jsonl"}}},
     {"model": "opt-13b", "cluster": {
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},
@@ -118,7 +119,7 @@ def _value(key: str, asked: Asked, required: set[str], words: dict[str, str]) ->
         forms.append(_object(key, asked, set() if _has_forms(key, asked) else required, words))
     described = {"description": words[key]} if key in words else {}
     if {} in asked[key] and has_keys:
-        forms.append({"type": "string"})  # a word instead of the mapping
+        forms.append({"type": ["string", "array"]})  # a word, or several, instead of the mapping
     elif {} in asked[key] and not (forms and all({"enum", "minLength"} & {*f} for f in forms)):
         return described  # any value: the reader looks at it itself
     if key in required:

@@ -70,7 +70,8 @@ OPENAI_RESULT = of_keys({
     words="A batch response object of OpenAI's format, with our figures under `xgpt`.")
 REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
                          "id": or_none(text("of the request, where it has one")),
-                         "error": text("why it cannot run")})
+                         "file": text("where there are several"),
+                         "error": text("why it cannot run")}, without=("file",))
 ROLE = {"enum": ["both", "encode", "decode"]}
 PLACE = {"stage": whole("its number"), "pool": text("its pool"), "role": ROLE}
 WORK = {"busy_s": number("at work"), "load_s": number("to load the model's part"),
