@@ -136,6 +136,8 @@ def _files(section: Section, key: str, folder: Path, allowed: str) -> RequestFil
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, list) and [item.value for item in value] == [None]:
+        return (STDIN.name,)  # `--set workload.requests=-`: to YAML a list of nothing
     texts = [item.value for item in value] if isinstance(value, list) else [value]
     return tuple(text.strip() for text in texts) if texts and all(map(is_text, texts)) else None
 

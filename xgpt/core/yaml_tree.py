@@ -74,6 +74,8 @@ def parse_tree(text: str, file: str, mistakes: list[Mistake]) -> Field:
         mark = cause.problem_mark or cause.context_mark
         line = mark.line + 1 if mark else None
         why = ", ".join(part for part in (cause.context, cause.problem) if part)
+        if "alias" in why or "sequence entries are not allowed" in why:
+            why += "; what begins with * or - needs quotes: '*.csv', '-'"
     except yaml.YAMLError as cause:
         line, why = None, " ".join(str(cause).split())
     except RecursionError:

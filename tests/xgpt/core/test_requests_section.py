@@ -63,6 +63,8 @@ def test_files_lists_and_patterns_are_found(folder: Path) -> None:
     assert names(folder, "[c.jsonl, '?.jsonl']") == ["c.jsonl", "a.jsonl"]
     assert names(folder, "{file: '[ab].*'}") == ["a.jsonl", "b.csv"]
     assert files(folder, "'-'").paths == (STDIN,) and files(folder, "'-'").is_stdin
+    bare = load_job(folder / "job.yaml", ["workload.requests=-"]).workload.requests
+    assert bare is not None and bare.is_stdin
 
 
 def test_columns_and_format_are_told_beside_the_file(folder: Path) -> None:
@@ -90,6 +92,7 @@ def test_requests_are_the_same_only_if_read_alike(folder: Path) -> None:
                     "there: a.jsonl, b.csv, c.jsonl"]),
     ("b.cvs", ["did you mean 'b.csv'?"]), ("'*.txt'", ["no file matches", "*.txt"]),
     ("deep", ["is a folder: name its files, for example deep/*.jsonl"]),
+    ("-", ["needs quotes: '*.csv', '-'"]), ("*.csv", ["needs quotes: '*.csv', '-'"]),
     ("['-', a.jsonl]", ["standard input) stands alone"]), ("[]", ["a list of files"]),
     ("[a.jsonl, none.csv]", ["no such file", "none.csv"]), ("[[a]]", ["a list of files"]),
     ("{file: b.csv, count: 3}", ["either file or count"]),

@@ -60,7 +60,8 @@ def _batches(pa: Any, pq: Any, stream: IO[bytes], path: Path) -> Iterator[Any]:
             count += batch.num_rows
     except (pa.ArrowException, OSError) as cause:
         where = f" after row {count}" if count else ""
-        raise unreadable(path, f"no whole Parquet file{where}: {cause}. Is it cut off? Copy it "
+        why = str(cause).rstrip(".")
+        raise unreadable(path, f"no whole Parquet file{where}: {why}. Is it cut off? Copy it "
                          "again") from None
 
 

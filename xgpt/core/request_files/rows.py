@@ -70,8 +70,8 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
         content = next((name for name in CONTENTS if name in names), None)
         if content is None:
             raise wrong(path, "workload.requests.prompt", None, _missing("prompt", names)
-                        + ". Say which one has the prompts: requests: {file: "
-                        f"{path.name}, prompt: {names[0]}}}", 1)
+                        + (". Say which one has the prompts: `requests: {file: ..., prompt: "
+                           "COLUMN}`" if len(names) > 1 else ""), 1)
         roles[content] = content
     if "id" in names:
         roles.setdefault("id", "id")

@@ -17,6 +17,7 @@ See = Callable[[bytes], object]
 
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _CHUNK_BYTES = 2**20
 
@@ -96,7 +97,8 @@ def _by_content(start: bytes, path: Path, known: str | None) -> str:
     if known is not None:
         raise unreadable(path, "it is no JSON: it should begin with [ (an array) or { (an object "
                          "a line)")
-    hint = " (a spreadsheet? save it as CSV)" if start.startswith(_ZIP) else ""
+    is_sheet = start.startswith(_ZIP) or path.suffix.lower() in _SHEETS
+    hint = " (a spreadsheet? save it as CSV)" if is_sheet else ""
     raise unreadable(
         path, f"nothing tells its format{hint}; give it in the job file, `requests: {{file: "
         f"{path}, format: text}}`; known: {', '.join(SUFFIXES)}")

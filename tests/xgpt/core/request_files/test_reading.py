@@ -219,7 +219,7 @@ def test_a_compressed_file_that_is_cut_off_is_one_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("header", "said", "words"), [
     ("id,question,topic", {}, ["no column 'prompt'", "columns there: id, question, topic",
-                              "requests: {file: r.csv, prompt: id}"]),
+                              "prompt: COLUMN}"]),
     ("id,Prompt", {}, ["did you mean 'Prompt'?"]),
     ("id,prompt", {"prompt": "text"}, ["workload.requests.prompt = 'text'", "no column 'text'"]),
     ("nr,prompt", {"id": "id"}, ["workload.requests.id", "columns there: nr, prompt"]),
