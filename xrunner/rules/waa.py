@@ -88,7 +88,7 @@ class WaaEncodeRule:
 
     def _batch(self) -> int:
         """Queries to encode now; 0 until a whole batch (or all that are left) has room."""
-        lean = self._lean()
+        lean = self._lean() if self._target_active else 0
         if self._next is None or lean != self._next_lean:
             self._next_lean = lean
             most = min(self._sizer.most(self.encode_batch), len(self._waiting))
@@ -105,8 +105,6 @@ class WaaEncodeRule:
 
     def _lean(self) -> int:
         """Queries more, or fewer, that would bring the decode batch back to its mean."""
-        if not self._target_active:
-            return 0
         decoding = len(self._in_system) - len(self._encoding)
         return self._sizer.lean(decoding - self._target_active, self._target_active)
 

@@ -54,6 +54,7 @@ class PoolProcess:
         self._durations: list[list[float]] = []
         self._ends: list[list[float]] = []
         self._memory: list[tuple[float, int]] = []  # (from when on, tokens held)
+        self._held = -1
 
     def wake(self, now: float) -> None:
         """There may be work: a head with nothing to do looks for it."""
@@ -64,7 +65,8 @@ class PoolProcess:
     def note_memory(self, now: float) -> None:
         """The rule may hold more of the KV budget, or less, from `now` on."""
         held = self.rule.reserved_tokens
-        if not self._memory or self._memory[-1][1] != held:
+        if held != self._held:
+            self._held = held
             self._memory.append((now, held))
 
     def records(self) -> PoolRecords:
