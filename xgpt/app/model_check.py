@@ -197,11 +197,17 @@ def _memory(spec: ModelSpec) -> Iterator[MemoryRow]:
             kv_bytes=_TOKENS * spec.num_layers * spec.kv_elements_per_token_layer * own)
 
 
+def parameters_in_words(spec: ModelSpec) -> str:
+    """"135 million parameters"."""
+    count, word = (1e9, "billion") if spec.num_params >= 1e9 else (1e6, "million")
+    return f"{spec.num_params / count:.3g} {word} parameters"
+
+
 def _shape_words(spec: ModelSpec) -> str:
     layers = (f"{spec.num_encoder_layers} + {spec.num_layers} layers (encoder-decoder)"
               if spec.is_encoder_decoder else f"{spec.num_layers} layers")
     positions = "" if spec.max_positions is None else f", {spec.max_positions:,} positions"
-    return (f"{spec.family}, {spec.num_params / 1e9:.3g} billion parameters, {layers} of width "
+    return (f"{spec.family}, {parameters_in_words(spec)}, {layers} of width "
             f"{spec.hidden_size:,}, vocabulary of {spec.vocab_size:,}{positions}")
 
 

@@ -15,6 +15,7 @@ from xgpt.core.plugins import load_row
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("xgpt.cli.init:init", "Write a job file for your model, prompts and machine."),
     "submit": ("xgpt.cli.run:submit", "Do all of it: profile, schedule, run, report."),
     "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
     "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule within the latency bound."),
@@ -53,7 +54,8 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Constraint-aware scheduler and runner for offline LLM batch inference.
 
-    Start with:  xgpt submit jobs/quickstart.yaml"""
+    Start with:  xgpt submit jobs/quickstart.yaml
+    Your own:    xgpt init, which asks, and then xgpt submit job.yaml"""
 
 
 def main() -> None:

@@ -168,5 +168,7 @@ def test_the_options_are_frozen() -> None:
         "run": shared | {"--schedule"}, "report": shared, "status": shared, "stop": shared,
         "models": {"--check", "--json"},
         "top": set(), "completion": set(),
+        "init": {"--prompts", "--column", "--model", "--max-tokens", "--latency", "--force",
+                 "--yes", "--json"},
         "doctor": {"--gpu", "--json"},
     }

@@ -1,0 +1,185 @@
+"""`xgpt init`: a job file from options alone, from questions, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import xgpt.cli.init as module
+from xgpt.app import new_job
+from xgpt.app.prompts_look import columns_of, likeliest, look_at, needs_column
+from xgpt.cli.main import cli
+from xgpt.core.errors import InputError, XgptError
+from xgpt.core.job_file import load_job
+
+REVIEWS = 'id,stars,review\n1,5,"Lovely, ""quiet"" hotel.\nAgain!"\n2,1,Cold rooms all week.\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "reviews.csv").write_text(REVIEWS)
+    return tmp_path
+
+
+def init(*arguments: str, answers: str | None = None) -> Result:
+    return CliRunner().invoke(cli, ["init", *arguments], input=answers)
+
+
+def done(result: Result) -> Result:
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result
+
+
+def test_without_a_word_it_takes_what_is_here(folder: Path) -> None:
+    result = done(init("--model", "opt-125m"))
+    assert "column 'review' of reviews.csv" in " ".join(result.stderr.split())
+    assert result.stdout.endswith("Next:  xgpt submit job.yaml\n")
+    job = load_job(folder / "job.yaml")
+    assert (job.name, job.model, job.cluster) == ("reviews", "opt-125m", "local")
+    files = job.workload.requests
+    assert files is not None and files.paths == (folder / "reviews.csv",)
+    assert files.prompt == "review" and job.output == folder / "out" / "reviews"
+    assert math.isinf(job.constraint.latency_s) and job.workload.max_tokens == 256
+    text = (folder / "job.yaml").read_text()
+    assert "2 prompts" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_every_question_has_an_option(folder: Path) -> None:
+    done(init("jobs/mine.yaml", "--prompts", "reviews.csv", "--column", "id", "--model", "opt-125m",
+              "--max-tokens", "32", "--latency", "90s"))
+    job = load_job(folder / "jobs" / "mine.yaml")
+    assert job.workload.requests is not None and job.workload.requests.prompt == "id"
+    assert job.workload.requests.paths == (folder / "reviews.csv",), "named from the job's folder"
+    assert (job.name, job.constraint.latency_s, job.workload.max_tokens) == ("mine", 90.0, 32)
+
+
+def test_the_job_is_planned_as_it_is(folder: Path) -> None:
+    (folder / "q.jsonl").write_text("".join(
+        json.dumps({"tokens": [5] * (20 + i)}) + "\n" for i in range(30)))
+    done(init("--prompts", "q.jsonl", "--model", "opt-125m"))
+    text = (folder / "job.yaml").read_text()
+    assert "requests: q.jsonl\n" in text and "characters" not in text
+    planned = CliRunner().invoke(cli, ["schedule", "job.yaml", "--set", "cluster=a40-4", "--json"],
+                                 catch_exceptions=False)
+    assert planned.exit_code == 0 and json.loads(planned.stdout)["throughput_qps"] > 0
+
+
+def test_on_a_terminal_it_asks_and_proposes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "can_ask", lambda: True)
+    monkeypatch.setattr(module, "model_here", lambda: "opt-125m")
+    # the file, a column that is none, the column, the model, the cap, a bound that is none, a bound
+    result = done(init(answers="\nnope\n\n\n100\nsoon\n3\n"))
+    asked = result.output
+    assert "stars" in asked and "Lovely" in asked and "[review]" in asked
+    assert "it does not matter" in asked and "is not an amount of seconds" in asked
+    job = load_job(folder / "job.yaml")
+    assert job.workload.max_tokens == 100 and job.constraint.latency_s == 10.0
+    assert max(map(len, asked.splitlines())) <= 120
+
+
+def test_it_writes_over_nothing_without_being_told(folder: Path) -> None:
+    (folder / "job.yaml").write_text("mine")
+    result = init("--model", "opt-125m")
+    assert isinstance(result.exception, InputError) and "--force" in str(result.exception)
+    assert (folder / "job.yaml").read_text() == "mine"
+    done(init("--model", "opt-125m", "--force"))
+    assert load_job(folder / "job.yaml").model == "opt-125m"
+
+
+def test_wrong_input_names_the_remedy(folder: Path) -> None:
+    for arguments, words in (
+            (("--prompts", "none.csv"), "no such file"),
+            (("--column", "nope"), "columns there: id, stars, review"),
+            (("--model", "opt-126m"), "did you mean 'opt-125m'")):
+        result = init(*arguments)
+        assert isinstance(result.exception, XgptError) and words in str(result.exception)
+    assert "for example 30s" in init("--latency", "-1").output
+    (folder / "more.txt").write_text("a prompt\n")
+    result = init("--model", "opt-125m")
+    assert "here are more.txt, reviews.csv" in str(result.exception)
+    (folder / "empty.jsonl").write_text("")
+    assert "it is empty" in str(init("--prompts", "empty.jsonl").exception)
+    assert not (folder / "job.yaml").exists()
+
+
+def test_a_model_that_is_only_planned_is_said_to_be(folder: Path) -> None:
+    result = done(init("--model", "gpt3-175b"))
+    assert "not run here" in " ".join(result.stderr.split()) and "xgpt schedule" in result.stdout
+    assert "It can be planned for, but not run here" in " ".join(
+        (folder / "job.yaml").read_text().replace("# ", "").split())
+
+
+def test_as_json_it_asks_nothing(folder: Path) -> None:
+    told = json.loads(done(init("--model", "opt-125m", "--json")).stdout)
+    assert told["job"] == "job.yaml" and told["prompts"] == 2 and told["latency_s"] is None or (
+        told["latency_s"] in ("inf", math.inf))
+
+
+@pytest.mark.parametrize("name", ["odd: name #1.csv", "caf\u00e9 'x' \"y\".csv", "-.csv"])
+def test_names_that_yaml_would_misread(folder: Path, name: str) -> None:
+    (folder / name).write_text('no,"a: b # c"\n1,What is it?\n')
+    done(init("--prompts", name, "--model", "opt-125m"))
+    files = load_job(folder / "job.yaml").workload.requests
+    assert files is not None and files.paths == (folder / name,) and files.prompt == "a: b # c"
+
+
+def test_columns_of_every_format(folder: Path) -> None:
+    columns = columns_of(folder / "reviews.csv")
+    assert [c.name for c in columns] == ["id", "stars", "review"]
+    assert [bool(c.mean_chars) for c in columns] == [False, False, True]
+    best = likeliest(columns)
+    assert best is not None and best.name == "review"
+    (folder / "a.json").write_text('[{"q": 1, "question": "Why?"}, {"prompt": "p"}]')
+    assert not needs_column(folder / "a.json", columns_of(folder / "a.json"))
+    (folder / "b.jsonl").write_text('{"no": 1, "question": "Why so?"}\nnot json\n')
+    b = columns_of(folder / "b.jsonl")
+    assert needs_column(folder / "b.jsonl", b)
+    look = look_at(folder / "b.jsonl", "question")
+    assert (look.count, len(look.errors), look.most_chars) == (1, 1, 7)
+    (folder / "c.txt").write_text("one\ntwo\n")
+    assert columns_of(folder / "c.txt") == [] and look_at(folder / "c.txt", None).count == 2
+    (folder / "h.csv").write_text("only,header\n")
+    assert [c.name for c in columns_of(folder / "h.csv")] == ["only", "header"]
+
+
+def test_columns_of_parquet(folder: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
+    pq = pytest.importorskip("pyarrow.parquet", reason="Parquet needs the extra `parquet`")
+    pq.write_table(pa.table({"n": [1, 2], "text": ["a b c", "d"]}), folder / "t.parquet")
+    columns = columns_of(folder / "t.parquet")
+    assert [(c.name, bool(c.mean_chars)) for c in columns] == [("n", False), ("text", True)]
+    done(init("--prompts", "t.parquet", "--model", "opt-125m"))
+
+
+def test_a_cap_leaves_room_for_the_longest_prompt(folder: Path) -> None:
+    spec = new_job.catalog.model("opt-125m")  # of 2,048 positions
+    (folder / "long.txt").write_text("x" * 5700 + "\n")
+    assert new_job.usual_max_tokens(spec, look_at(folder / "long.txt", None)) == 2048 - 1900
+    (folder / "longer.txt").write_text("x" * 9000 + "\n")
+    assert new_job.usual_max_tokens(spec, look_at(folder / "longer.txt", None)) == 256
+    assert new_job.usual_max_tokens(spec, look_at(folder / "reviews.csv", "review")) == 256
+
+
+def test_ctrl_c_at_a_question_leaves_no_file(folder: Path) -> None:
+    head, tail = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "xgpt.cli.main", "init"], stdin=tail,
+                               stdout=tail, stderr=tail, cwd=folder, start_new_session=True)
+    os.close(tail)
+    seen = b""
+    while b"Which file" not in seen:
+        seen += os.read(head, 4096)
+    os.write(head, b"\x04")  # the end of the input
+    assert process.wait(timeout=30) == 1
+    os.close(head)
+    assert not (folder / "job.yaml").exists()

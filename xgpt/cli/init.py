@@ -1,0 +1,198 @@
+"""`xgpt init`: writes a job file for a model, a file of prompts and this machine."""
+
+import math
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from xgpt.app.model_check import ModelCheck, UnsupportedModel, check_model_named
+from xgpt.app.new_job import (
+    USUAL_FILE,
+    NewJob,
+    model_here,
+    refuse_existing,
+    usual_max_tokens,
+    write_new_job,
+)
+from xgpt.app.prompts_look import (
+    PromptsLook,
+    columns_of,
+    files_here,
+    likeliest,
+    look_at,
+    needs_column,
+)
+from xgpt.cli.options import json_option, print_json
+from xgpt.cli.terminal import is_terminal, say
+from xgpt.core.errors import wrong
+from xgpt.core.units import parse_seconds
+from xgpt.report.table import paragraph, table
+from xgpt.report.words import counted
+
+_BOUNDS = {"1": math.inf, "2": 60.0, "3": 10.0}
+_BOUND_QUESTION = """\
+How long may one answer take?
+  1  it does not matter: be done with all prompts as soon as possible
+  2  a minute
+  3  ten seconds
+  or a time of your own, such as 30s or 2min"""
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path), default=USUAL_FILE,
+                metavar="[JOB.yaml]")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
+              help="CSV, Parquet, JSON, JSON lines or a prompt a line; default: the only such "
+              "file here.")
+@click.option("--column", metavar="NAME", help="Which column of it holds the prompts.")
+@click.option("--model", metavar="NAME|DIR|ID",
+              help="A name of `xgpt models`, a folder, or a hub id; default: one that is on this "
+              "machine, else a small one.")
+@click.option("--max-tokens", type=click.IntRange(min=1), metavar="N",
+              help="Most tokens of an answer.")
+@click.option("--latency", metavar="TIME", help="How long one answer may take: 30s, 2min, inf.")
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option("--yes", is_flag=True, help="Ask nothing: take what is found here.")
+@json_option
+def init(job_file: Path, prompts: Path | None, column: str | None, model: str | None,
+         max_tokens: int | None, latency: str | None, force: bool, yes: bool,
+         as_json: bool) -> None:
+    """Write a job file for your model, your prompts and this machine.
+
+    On a terminal it asks for what no option says, and proposes an answer to every question.
+    """
+    if not force:
+        refuse_existing(job_file)
+    asks = can_ask() and not yes and not as_json
+    latency_s = None if latency is None else _latency(latency)
+    look = _look(_prompts(prompts, asks), column, asks)
+    check = _model(model, asks)
+    assert check.spec is not None
+    cap = max_tokens or _max_tokens(usual_max_tokens(check.spec, look), look, asks)
+    if latency_s is None:
+        latency_s = _ask_latency() if asks else math.inf
+    write_new_job(NewJob(path=job_file, model=check.name, check=check, look=look, max_tokens=cap,
+                         latency_s=latency_s))
+    if as_json:
+        print_json({"job": job_file, "model": check.name, "prompts": look.count,
+                    "max_tokens": cap, "latency_s": latency_s, "is_executed": check.is_executed})
+        return
+    click.echo(f"{job_file} is written: look at it, every key is explained.")
+    if check.is_executed:
+        click.echo(f"Next:  xgpt submit {_word(job_file)}")
+    else:
+        click.echo(f"Next:  xgpt schedule {_word(job_file)}   (this model is not run here: "
+                   f"xgpt models --check {_word(check.name)})")
+
+
+def can_ask() -> bool:
+    """Whether somebody is there to answer."""
+    return sys.stdin.isatty() and is_terminal()
+
+
+def _prompts(given: Path | None, asks: bool) -> Path:
+    if given is None:
+        here = files_here(Path.cwd())
+        shown = [path.name for path in here[:20]]
+        if asks:
+            if shown:
+                say(paragraph("Files here: " + ", ".join(shown)))
+            given = Path(click.prompt("Which file holds the prompts", err=True,
+                                      default=shown[0] if len(shown) == 1 else None))
+        elif len(here) == 1:
+            given = Path(shown[0])
+            say(f"prompts: {given}, the only such file here")
+        else:
+            raise wrong("command line", "--prompts", None, "required: a file of prompts" + (
+                f"; here are {', '.join(shown)}" if shown else "; there is none in this folder"))
+    if not given.is_file():
+        raise wrong("command line", "--prompts", str(given), "no such file")
+    return given
+
+
+def _look(path: Path, column: str | None, asks: bool) -> PromptsLook:
+    """What is in the file, with the prompts in the column that is given, chosen or plain."""
+    columns = columns_of(path)
+    if column is None and needs_column(path, columns):
+        best = likeliest(columns)
+        if asks:
+            say(table(("column", "characters", "its first entry"), [
+                (c.name, f"{c.mean_chars:,.0f}" if c.mean_chars else "-", c.sample[:120])
+                for c in columns], right=(1,)))
+            column = click.prompt("Which column holds the prompts", err=True,
+                                  type=click.Choice([c.name for c in columns]), show_choices=False,
+                                  default=None if best is None else best.name)
+        elif best is None:
+            raise wrong(path, "--column", None, "required: which column holds the prompts; it has "
+                        f"{', '.join(c.name for c in columns)}")
+        else:
+            column = best.name
+            say(paragraph(f"prompts: from the column {column!r} of {path.name} (it has "
+                          f"{', '.join(c.name for c in columns)}); --column names another"))
+    look = look_at(path, column)
+    if not look.count:
+        first = look.errors[0] if look.errors else None
+        raise wrong(path, "--prompts", None, "holds no usable prompt" + (
+            f"; line {first.line}: {first.error}" if first else ": it is empty"))
+    count = counted(look.count, "prompt")
+    say(f"prompts: {count if look.is_all else 'more than ' + count} in {path}")
+    if look.errors:
+        say(paragraph(f"note: {counted(len(look.errors), 'entry')} cannot be used, the first in "
+                      f"line {look.errors[0].line}: {look.errors[0].error}"))
+    return look
+
+
+def _model(given: str | None, asks: bool) -> ModelCheck:
+    if given is None:
+        here = model_here()
+        given = click.prompt("Which model (a name of `xgpt models`, a folder, a hub id)", err=True,
+                             default=here) if asks else here
+    check = check_model_named(given)
+    if not check.is_planned:
+        raise UnsupportedModel(check)
+    say(paragraph(f"model: {given}, {check.found}"))
+    if check.weights:
+        say(paragraph(f"note: {given} can be planned for, but not run here: {check.weights}"))
+    return check
+
+
+def _max_tokens(usual: int, look: PromptsLook, asks: bool) -> int:
+    if not asks:
+        return usual
+    if look.capped == look.count:
+        return min(usual, look.most_cap)  # every prompt names its own
+    return int(click.prompt("Most tokens of an answer (256 is about 190 English words)", err=True,
+                            type=click.IntRange(min=1), default=usual))
+
+
+def _ask_latency() -> float:
+    say(_BOUND_QUESTION)
+    while True:
+        text = click.prompt("Your choice", err=True, default="1")
+        if text in _BOUNDS:
+            return _BOUNDS[text]
+        try:
+            return _seconds(text)
+        except ValueError as cause:
+            say(f"{cause}; or 1, 2 or 3")
+
+
+def _latency(text: str) -> float:
+    try:
+        return _seconds(text)
+    except ValueError as cause:
+        raise click.BadParameter(f"{cause}; for example 30s", param_hint="--latency") from None
+
+
+def _seconds(text: str) -> float:
+    seconds = parse_seconds(text)
+    if not seconds > 0:
+        raise ValueError(f"{text!r} is no time above 0")
+    return seconds
+
+
+def _word(name: object) -> str:
+    """For the shell."""
+    return shlex.quote(str(name))
