@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_tutorial_has_files_and_commands() -> None:
-    assert {"prompts.jsonl", "job.yaml", "bounded.yaml", "elsewhere.yaml", "slurm.yaml"} <= {*FILES}
+    assert {"job.yaml", "bounded.yaml", "reviews.yaml", "elsewhere.yaml", "slurm.yaml"} <= {*FILES}
     assert len(PLANNED) == 3
 
 
