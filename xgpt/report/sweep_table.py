@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from xgpt.core.units import format_seconds
-from xgpt.report.sweep_rows import INFEASIBLE, OK, Row, number_of
-from xgpt.report.table import WIDTH, fact, table
+from xgpt.report.sweep_rows import INFEASIBLE, OK, REFUSED, Row, number_of
+from xgpt.report.table import fact, shown_width, table
 from xgpt.report.words import counted
 
 MANY_POINTS, MANY_POLICIES = 40, 3  # from which on only the best policy gets a line
@@ -23,7 +23,8 @@ def sweep_text(rows: Sequence[Row]) -> str:
     is_brief = len(rows) >= MANY_POINTS and len(policies) >= MANY_POLICIES
     parts = []
     for scenario, own in by_scenario.items():
-        text = _best_table(own) if is_brief else f"{_full_table(own)}{_reasons(own)}"
+        text = _best_table(own) if is_brief else _full_table(own)
+        text += _reasons([row for row in own if not is_brief or row["status"] == REFUSED])
         parts.append(f"{scenario}\n{text}" if len(by_scenario) > 1 else text)
     if len(by_scenario) > 1:
         parts.append(_summary(rows, is_brief))
@@ -76,10 +77,11 @@ def _reasons(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["status"] != OK:
             points.setdefault(" ".join(str(row["reason"]).split()), []).append(
+                row["policy"] if row["status"] == REFUSED else
                 f"{row['policy']} at {bound_text(row)}")
     return "".join("\n" + textwrap.fill(
-        f"{', '.join(own)}: {reason}", WIDTH, break_on_hyphens=False, break_long_words=False,
-        subsequent_indent="  ") for reason, own in points.items())
+        f"{', '.join(dict.fromkeys(own))}: {reason}", shown_width(), break_on_hyphens=False,
+        break_long_words=False, subsequent_indent="  ") for reason, own in points.items())
 
 
 def schedule_words(row: Row) -> str:
@@ -112,6 +114,8 @@ def _summary(rows: Sequence[Row], is_brief: bool) -> str:
         wins = Counter(row["policy"] for row in best.values())
         text += "; the best is " + ", ".join(
             f"{policy} {counted(count, 'time')}" for policy, count in wins.most_common())
+        if len(solved) < len(rows):
+            text += ". Why a point has none is told in its row, as `reason`"
     return fact("sweep", text)
 
 

@@ -11,7 +11,7 @@ from xgpt.app.plan import JobPlanner, Plan
 from xgpt.app.sweeps.identity import common_key, digest_of, fingerprint_of
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.app.timing import timing_of
-from xgpt.core.errors import InfeasibleError, StoppedEarly, XgptError
+from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.run_section import LOCAL_CLUSTER
@@ -171,7 +171,11 @@ _FREE_S: dict[tuple[str, PlanOptions], float] = {}
 
 def _refused(refusal: XgptError, bound_s: float | None) -> Row:
     status = INFEASIBLE if isinstance(refusal, InfeasibleError) else REFUSED
-    return plain({"status": status, "reason": str(refusal), "bound_s": bound_s})  # type: ignore[no-any-return]
+    reason = str(refusal)
+    if isinstance(refusal, InputError):  # in which file it stands is known of a sweep
+        reason = "; ".join(str(replace(mistake, file=mistake.key, key="", value=None, line=None))
+                           for mistake in refusal.mistakes)
+    return plain({"status": status, "reason": reason, "bound_s": bound_s})  # type: ignore[no-any-return]
 
 
 def _planned(plan: Plan) -> Row:

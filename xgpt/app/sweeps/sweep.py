@@ -51,14 +51,14 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
         check_runs(spec, tell)
     folder, began = SweepFolder(spec), time.monotonic()
     with output_lock(folder.path), _asked_to_stop():
-        progress = _Progress(spec, tell)
+        progress, once = _Progress(spec, tell), _Once(tell)
         keys = [key_of(point, spec) for point in spec.points]
-        fingerprints = _fingerprints(spec, keys, tell)
+        fingerprints = _fingerprints(spec, keys, once)
         known, outdated = folder.take_up(fingerprints)
         progress.begin(known, outdated)
         folder.describe("running", list(known.values()), 0.0, is_run=runs)
         try:
-            with closing(_planned(spec, keys, known, cores, tell)) as planned:
+            with closing(_planned(spec, keys, known, cores, once)) as planned:
                 for row in planned:
                     folder.append(row)
                     known[row["key"]] = row
@@ -125,6 +125,24 @@ def _units(spec: SweepSpec, keys: Sequence[str], known: dict[str, Row]) -> list[
                              has_margin=spec.has_margin) if unit is None else replace(
             unit, points=(*unit.points, point), keys=(*unit.keys, key))
     return list(units.values())
+
+
+class _Once:
+    """Says nothing twice: every point that is planned tells of the same profile."""
+
+    def __init__(self, tell: Teller) -> None:
+        self._tell, self._said = tell, set[str]()
+
+    def say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._tell.say(message)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self._tell.progress(line, is_last=is_last)
+
+    def end_progress(self) -> None:
+        self._tell.end_progress()
 
 
 class _Progress:
