@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
                  "Estimate a given schedule: closed form and replay."),
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
-    "report": ("xgpt.cli.report:report", "Write report.html for a finished or stopped run."),
+    "report": ("xgpt.cli.report:report", "Report a run or a sweep; compare runs."),
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
     "top": ("xgpt.cli.top:top", "Watch a running job live."),
     "stop": ("xgpt.cli.stop:stop", "End a run in good order, here or under Slurm."),

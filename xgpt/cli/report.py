@@ -1,20 +1,41 @@
-"""`xgpt report`: the page of a finished or stopped run."""
+"""`xgpt report`: the page of a run, a sweep, or several runs beside one another."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from xgpt.app.library import write_report
-from xgpt.cli.options import job_arguments, print_json
-from xgpt.core.job_file import load_job
+from xgpt.app.place import place_of
+from xgpt.app.report import write_reports
+from xgpt.cli.options import check_writable, job_options, print_json
+from xgpt.cli.terminal import say
+from xgpt.core.errors import wrong
+from xgpt.report.image import can_draw
 
 
 @click.command()
-@job_arguments
-def report(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Write report.html from what the job's output folder holds."""
-    path = write_report(load_job(job_file, overrides))
+@click.argument("where", nargs=-1, required=True, type=click.Path(path_type=Path),
+                metavar="DIR|JOB.yaml ...")
+@click.option("--format", "form", type=click.Choice(["html", "md", "png"]), default="html",
+              help="A page (the default), Markdown with pictures, or pictures alone.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="Where to write (pictures: a folder); default: report.html in the folder, and "
+              "for several ./compare.html.")
+@job_options
+def report(where: tuple[Path, ...], form: Any, out: Path | None, overrides: tuple[str, ...],
+           as_json: bool) -> None:
+    """Report what lies in a run's or a sweep's folder; compare several runs."""
+    folders = [place_of(one, overrides).output for one in where]
+    if out is not None and form == "png":
+        if out.exists() and not out.is_dir():
+            raise wrong("command line", "--out", str(out), "a folder: there is a picture a chart")
+    elif out is not None:
+        check_writable(out, "--out")
+    paths = write_reports(folders, form, out)
+    if form == "md" and not can_draw():
+        say("no pictures: they need matplotlib (pip install -c constraints.txt -e '.[report]')")
     if as_json:
-        print_json({"report": path})
+        print_json({"report": paths[0], "files": paths})
     else:
-        click.echo(str(path))
+        for path in paths:
+            click.echo(str(path))

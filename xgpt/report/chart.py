@@ -9,7 +9,7 @@ from typing import Literal
 
 Kind = Literal["line", "steps", "dots", "line+dots", "bars", "boxes"]
 Value = float | str | None  # None breaks a line
-PALETTE = ("decode", "encode", "good", "bad", "violet", "teal", "muted")
+PALETTE = ("decode", "encode", "good", "bad", "violet", "teal", "muted", "fair", "ink")
 KIND_COLOURS = {"encode": "encode", "decode": "decode", "mixed": "violet"}  # of a step
 
 

@@ -22,7 +22,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 # the page's light mode (style.html.j2)
 COLOURS = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
            "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227",
-           "violet": "#7a4fa3", "teal": "#1f8a8c"}
+           "violet": "#7a4fa3", "teal": "#1f8a8c", "fair": "#94660a"}
 _MARKERS = ("o", "s", "D", "^", "P", "X", "*")
 _PIXELS = 100  # an inch
 _NARROW, _WIDE = 620, 1060  # pixels

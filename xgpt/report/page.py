@@ -29,13 +29,14 @@ MAX_ERRORS = 100
 _MAX_FACTS = 24
 
 
-def write_report(output_dir: Path) -> Path:
-    """Write `report.html` into `output_dir` from what a run left there, and return its path.
+def write_report(output_dir: Path, path: Path | None = None) -> Path:
+    """Write the page of what a run left in `output_dir` to `path`, by default its `report.html`,
+    and return that.
 
     Works on a run that was cut off. Raises InputError if `output_dir` is no folder, and
     MissingExtraError without jinja2."""
     page = render(read_output(output_dir, MAX_ANSWERS))
-    path = output_dir / REPORT_NAME
+    path = path or output_dir / REPORT_NAME
     write_atomically(path, page)
     return path
 

@@ -41,6 +41,9 @@
     var isNarrow = width < 480;
     var data = figure.data.map(function (trace, i) { return chosen(box, figure, coloured(trace, style), i); });
     var layout = coloured(figure.layout, style);
+    if (box.choices && box.choices.x && box.choices.x.selectedIndex) {  // marks are of the first
+      layout.shapes = layout.annotations = [];
+    }
     var grid = { gridcolor: style.getPropertyValue("--line").trim(),
                  zerolinecolor: style.getPropertyValue("--line").trim() };
     ["xaxis", "yaxis"].forEach(function (name) {

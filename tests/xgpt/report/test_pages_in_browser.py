@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from fake_run import HOSTILE_TEXTS, write_fake_run
+from fake_sweep import write_fake_sweep
 
+from xgpt.report.comparison import write_comparison
 from xgpt.report.page import write_report
+from xgpt.report.sweep_page import write_sweep_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (dev)")
 pytestmark = pytest.mark.browser
@@ -32,7 +35,10 @@ def browser() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of each kind, by name."""
     folder = tmp_path_factory.mktemp("pages")
-    return {"run": write_report(write_fake_run(folder / "run", num_queries=24))}
+    runs = [write_fake_run(folder / name, num_queries=24) for name in ("run", "other")]
+    return {"run": write_report(runs[0]), "sweep": write_sweep_page(
+        write_fake_sweep(folder / "sweep")), "comparison": write_comparison(
+            runs, folder / "compare.html")}
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def opened(browser: Any, pages: dict[str, Path], request: pytest.FixtureRequest)
     assert said == []
 
 
-KINDS = ("run",)
+KINDS = ("run", "sweep", "comparison")
 
 
 @pytest.mark.parametrize("opened", [
@@ -142,6 +148,20 @@ def test_without_scripts_every_chart_has_its_data(opened: Any) -> None:
     assert charts >= 3 and page.locator("details.data").count() == charts
     page.locator("details.data summary").first.click()
     assert page.locator("details.data table").first.is_visible()
+
+
+@pytest.mark.parametrize("opened", [("sweep", 1400, {})], indirect=True, ids=str)
+def test_an_axis_shows_what_is_chosen(opened: Any) -> None:
+    page = opened
+    figure = page.locator("figure:has([data-chart=scenario-0])")
+    figure.locator("select").nth(1).select_option("device-seconds a query")
+    chart = "document.querySelector('[data-chart=scenario-0]')"
+    assert page.evaluate(f"{chart}.data[1].y") == pytest.approx([4 / 12, 4 / 24, 4 / 26], rel=1e-4)
+    assert page.evaluate(f"{chart}._fullLayout.yaxis.title.text") == "device-seconds a query"
+    assert page.evaluate(f"{chart}.layout.shapes.length") == 1
+    figure.locator("select").first.select_option("expected latency, seconds")
+    assert page.evaluate(f"{chart}.data[1].x") == [1.5, 4.5, 7.5]
+    assert page.evaluate(f"{chart}.layout.shapes.length") == 0, "no bound is on this axis"
 
 
 def test_the_pages_policy_stops_requests_and_scripts_that_escaping_let_through(

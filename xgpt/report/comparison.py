@@ -1,0 +1,157 @@
+"""Several runs beside one another: their figures, their queries, and what their jobs differ in."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xgpt.core.schedule import Schedule
+from xgpt.core.units import GIB
+from xgpt.core.whole_file import write_atomically
+from xgpt.report import figures
+from xgpt.report.chart import PALETTE, Axis, Chart, Series
+from xgpt.report.figures import quantity
+from xgpt.report.html_page import render_page
+from xgpt.report.output import Output, number, read_output, text_at
+from xgpt.report.policy_words import controls_cell, row_of
+
+_FIGURES = (("throughput_qps", "Throughput", "queries/s"),
+            ("output_tokens_per_s", "Output tokens", "tokens/s"),
+            ("latency_p50_s", "Latency P50", "s"), ("latency_p99_s", "Latency P99", "s"),
+            ("ttft_p99_s", "First token P99", "s"), ("tpot_p99_s", "Time per token P99", "s"),
+            ("wall_s", "Time of the run", "s"))
+_CURVE = 200
+
+
+class Run(NamedTuple):
+    """A run under a name that no other of the comparison has."""
+
+    name: str
+    output: Output
+    metrics: Mapping[str, Any]
+
+    def measured(self, key: str) -> float | None:
+        return number(self.metrics, key, "measured")
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Writes a page that compares the runs of `folders`. Raises InputError where one is no
+    folder, MissingExtraError without jinja2."""
+    runs = read_runs(folders)
+    drawn = comparison_charts(runs)
+    write_atomically(path, render_page(
+        "comparison.html.j2", path.name, drawn, charts=drawn, headers=[run.name for run in runs],
+        rows=figure_rows(runs), differences=differences(runs),
+        missing=[run.name for run in runs if not run.output.queries]))
+    return path
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs, each named by its folder, with as much of the path as tells them apart."""
+    resolved = [folder.resolve() for folder in folders]
+    deepest = max(len(folder.parts) for folder in resolved)
+    depth = next((n for n in range(1, deepest) if len(
+        {folder.parts[-n:] for folder in resolved}) == len(resolved)), deepest)
+    made = []
+    for folder, whole in zip(folders, resolved, strict=True):
+        output = read_output(folder, 0)
+        metrics = output.metrics or figures.metrics_so_far(output.queries, len(output.errors))
+        made.append(Run("/".join(whole.parts[-depth:]), output, metrics))
+    return made
+
+
+def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """(label, a cell a run): what was run, what came of it, and what was predicted."""
+    rows = [("Model", [text_at(run.output.job, "model") or "-" for run in runs]),
+            ("Policy", [_of(run.output.schedule, lambda s: row_of(s.estimate).title)
+                        for run in runs]),
+            ("Control variables", [_of(run.output.schedule, lambda s: controls_cell(s.estimate))
+                                   for run in runs]),
+            ("Engine", [text_at(run.metrics, "engine") or "-" for run in runs]),
+            ("Queries", [f"{number(run.metrics, 'queries') or 0:,.0f}" for run in runs])]
+    for key, label, unit in _FIGURES:
+        if any(run.measured(key) is not None for run in runs):
+            rows.append((label, [_figure(run, key, unit) for run in runs]))
+    return [*rows, ("Bound", [figures.check_bound(run.output).sentence for run in runs])]
+
+
+def _figure(run: Run, key: str, unit: str) -> str:
+    predicted = number(run.metrics, key, "predicted")
+    text = quantity(run.measured(key), unit)
+    return text if predicted is None else f"{text} (predicted {quantity(predicted, unit)})"
+
+
+def _of(schedule: Schedule | None, words: Any) -> str:
+    return "-" if schedule is None else str(words(schedule))
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """(key of the job, its value in each run) where they are not all the same."""
+    flat = [dict(_flat(run.output.job)) for run in runs]
+    keys = dict.fromkeys(key for job in flat for key in job)
+    return [(key, [job.get(key, "-") for job in flat]) for key in keys
+            if len({job.get(key) for job in flat}) > 1 and key not in ("output", "name")]
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        return [(prefix, "-" if value is None else str(value))]
+    return [pair for key, inner in value.items()
+            for pair in _flat(inner, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Of the runs that have answered something."""
+    done = [run for run in runs if run.output.queries]
+    if not done:
+        return []
+    names = [run.name for run in done]
+    return [_rates(done, names), _latencies(done), _done(done), _memory(done)]
+
+
+def _rates(runs: Sequence[Run], names: list[str]) -> Chart:
+    columns = {f"{label}, {unit}": (key, label) for key, label, unit in _FIGURES
+               if any(run.measured(key) is not None for run in runs)}
+    series = [Series(
+        label=kind, kind="bars", colour=colour, x=names, y=[
+            number(run.metrics, "throughput_qps", kind) for run in runs],
+        columns={"run": names, **{words: [number(run.metrics, key, kind) for run in runs]
+                                  for words, (key, _) in columns.items()}})
+        for kind, colour in (("measured", "decode"), ("predicted", "encode"))]
+    first = next(iter(columns), "Throughput, queries/s")
+    return Chart(name="rates", title="Figures", series=series, x=Axis(label="", names=names),
+                 y=Axis(label=first, from_zero=True), x_choices=["run"], y_choices=list(columns))
+
+
+def _latencies(runs: Sequence[Run]) -> Chart:
+    shares = np.linspace(0, 1, _CURVE + 1)
+    return Chart(
+        name="latency", title="Latency",
+        x=Axis(label="seconds from a query's encoding to its last token", from_zero=True),
+        y=Axis(label="share of the queries", as_percent=True, from_zero=True),
+        series=[Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
+                       x=np.quantile([q.latency_s for q in run.output.queries], shares).tolist(),
+                       y=shares.tolist()) for place, run in enumerate(runs)])
+
+
+def _done(runs: Sequence[Run]) -> Chart:
+    series = []
+    for place, run in enumerate(runs):
+        origin_s = min(query.encode_start_s for query in run.output.queries)
+        ends_s = np.sort([query.end_s - origin_s for query in run.output.queries])
+        shown = np.unique(np.linspace(0, len(ends_s) - 1, 400).astype(np.int64))
+        series.append(Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
+                             x=[0.0, *ends_s[shown].tolist()], y=[0.0, *(shown + 1.0).tolist()]))
+    return Chart(name="done", title="Queries done", series=series,
+                 x=Axis(label="seconds since the first encoding", from_zero=True),
+                 y=Axis(label="queries done", from_zero=True))
+
+
+def _memory(runs: Sequence[Run]) -> Chart:
+    names = [run.name for run in runs]
+    return Chart(name="memory", title="Memory of the fullest rank", x=Axis(label="", names=names),
+                 y=Axis(label="GiB, predicted", from_zero=True), series=[Series(
+                     label="predicted", kind="bars", x=names, y=[
+                         max(run.output.schedule.figures.memory_bytes, default=0) / GIB
+                         if run.output.schedule else None for run in runs])])

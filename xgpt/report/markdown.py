@@ -1,0 +1,84 @@
+"""A run, a sweep or several runs as Markdown: the tables of their pages, and links to pictures."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from xgpt.report import figures
+from xgpt.report.chart import Chart
+from xgpt.report.comparison import Run, differences, figure_rows
+from xgpt.report.next_steps import next_steps
+from xgpt.report.output import Output, text_at
+from xgpt.report.policy_words import schedule_sentences
+from xgpt.report.sweep_charts import by_scenario
+from xgpt.report.sweep_page import lacking, winners
+from xgpt.report.sweep_rows import SweepRows
+from xgpt.report.words import clean, headline
+
+_SPECIAL = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#~"})
+
+
+def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
+    """The report of one run."""
+    metrics = dict(output.metrics or figures.metrics_so_far(output.queries, len(output.errors)))
+    check = figures.check_bound(output)
+    parts = [f"# {_text(headline(output, metrics))}", _text(f"{check.sentence}."),
+             "## Predicted against measured",
+             _table(("quantity", "predicted", "measured", "ratio", ""), [
+                 (row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
+                 for row in figures.comparisons(metrics)])]
+    if (why := text_at(metrics, "attribution", "sentence")) is not None:
+        parts.append(_text(f"Why: {why}."))
+    if (schedule := output.schedule) is not None:
+        parts += ["## The schedule", *map(_text, (
+            *schedule_sentences(schedule.estimate), *schedule.explanation))]
+        parts += ["## Considered and not chosen", _table(
+            ("alternative", "queries/s", "why not"), [
+                (row.label, "-" if row.throughput_qps is None else figures.plain(
+                    row.throughput_qps), row.reason) for row in schedule.rejected])]
+    steps = next_steps(output, metrics, check)
+    parts += ["## What to try next", "\n".join(
+        f"- {_text(step.why)}\n\n      xgpt {step.command}\n" for step in steps)] if steps else []
+    return _joined([*parts, *_pictures(pictures)])
+
+
+def comparison_markdown(runs: Sequence[Run], pictures: Sequence[tuple[Chart, Path]]) -> str:
+    """Several runs beside one another."""
+    header = ("", *(run.name for run in runs))
+    return _joined([
+        f"# {len(runs)} runs",
+        _table(header, [(name, *cells) for name, cells in figure_rows(runs)]),
+        "## What the jobs differ in",
+        _table(header, [(key, *cells) for key, cells in differences(runs)]),
+        *_pictures(pictures)])
+
+
+def sweep_markdown(sweep: SweepRows, pictures: Sequence[tuple[Chart, Path]]) -> str:
+    """A sweep: the best policy of each scenario and bound, and what has no schedule."""
+    best = [winner for name, rows in by_scenario(sweep.rows).items()
+            for winner in winners(name, rows)]
+    return _joined([
+        f"# {_text(str(sweep.meta.get('name')))}", "## The best policy, and where it changes",
+        _table(("scenario", "bound", "best", "queries/s", "ahead of the next", "control variables",
+                "why another than under the tighter bound"), best),
+        "## Without a schedule", _table(("scenario", "policy", "bound", "why"),
+                                        lacking(sweep.rows)), *_pictures(pictures)])
+
+
+def _pictures(pictures: Sequence[tuple[Chart, Path]]) -> list[str]:
+    return [f"![{_text(chart.title)}]({path.as_posix().replace(' ', '%20')})"
+            + (f"\n\n{_text(chart.caption)}" if chart.caption else "") for chart, path in pictures]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in (header, *rows)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines) if len(lines) > 2 else "None."
+
+
+def _text(text: str) -> str:
+    """As words that Markdown takes for nothing else, in one line."""
+    return " ".join(clean(text).split()).translate(_SPECIAL)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n\n".join(parts) + "\n"
