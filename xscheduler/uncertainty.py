@@ -11,6 +11,8 @@ the constraint's `confidence`, as far as the causes below are known:
   measured nothing: its error is not covered, and said not to be.
 - *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
   bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
+- *inputs*: where they were estimated from characters, all of them may be longer or shorter by
+  one factor, log-normal (xrunner.io.estimated); its effect adds to that of the times.
 - *model*: a replay of the schedule (xsimulator.replay, fixed seed) may show a longer latency than
   the closed form; by so much it is taken to be wrong.
 - *drift*: the mean output length may differ by up to the constraint's `drift`, the std kept: the
@@ -30,7 +32,13 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from scipy import optimize, special
 
-from xgpt.core.lengths import FloatArray, JointLengths, bootstrap, with_output_moments
+from xgpt.core.lengths import (
+    FloatArray,
+    JointLengths,
+    bootstrap,
+    with_longer_inputs,
+    with_output_moments,
+)
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
@@ -62,6 +70,7 @@ class MarginParts:
     sentence: str
     timing: float = 1.0
     lengths: float = 1.0
+    inputs: float = 1.0
     drift: float = 1.0
     model: float = 1.0
 
@@ -89,14 +98,16 @@ class Doubts:
         """Nothing is known to be uncertain, or there is no bound to break."""
         constraint = self.problem.constraint
         return math.isinf(constraint.latency_s) or not (
-            self._errors or constraint.drift or self._counts)
+            self._errors or constraint.drift or self._counts or self.problem.input_error)
 
     def margin(self, estimate: Estimate) -> MarginParts:
         confidence, model = self.problem.constraint.confidence, self._model_factor(estimate)
         if self.is_certain:
             return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0)
         expected_s = self._evaluator.latency_s(estimate)
-        spread, unmeasured = self._timing_spread(estimate, expected_s)
+        of_times, unmeasured = self._timing_spread(estimate, expected_s)
+        of_inputs = self._input_spread(estimate, expected_s)
+        spread = math.hypot(of_times, of_inputs)
         ratios = np.array([shrunk * math.log(
             self._variant(index, lengths).latency_s(estimate) / expected_s)
             for index, (lengths, shrunk) in enumerate(self._replicates)] or [0.0])
@@ -104,7 +115,8 @@ class Doubts:
                      for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
             factor=model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0),
-            timing=math.exp(upper_limit(np.zeros(1), spread, confidence)), drift=drift, model=model,
+            timing=math.exp(upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
+            inputs=math.exp(upper_limit(np.zeros(1), of_inputs, confidence)), model=model,
             lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
             unmeasured)
 
@@ -147,6 +159,13 @@ class Doubts:
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2
         return math.sqrt(square), max(1 - explained, 0.0)
+
+    def _input_spread(self, estimate: Estimate, expected_s: float) -> float:
+        """Standard deviation of the latency's logarithm, for what the inputs may be off."""
+        if not (error := self.problem.input_error):
+            return 0.0
+        longer = self._variant("inputs", with_longer_inputs(self.problem.lengths, math.exp(error)))
+        return max(math.log(longer.latency_s(estimate) / expected_s), 0.0)
 
     @cached_property
     def _replicates(self) -> list[tuple[JointLengths, float]]:
@@ -192,6 +211,9 @@ class Doubts:
         if self._counts:
             causes.append(f"{parts.lengths - 1:.1%} since only {min(self._counts)} queries tell "
                           "how long they are")
+        if self.problem.input_error:
+            causes.append(f"{parts.inputs - 1:.1%} since prompts' lengths are estimated from "
+                          f"characters, {self.problem.input_error:.0%} off")
         if constraint.drift:
             causes.append(f"{parts.drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer "
                           "or shorter on average")

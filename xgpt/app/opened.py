@@ -2,15 +2,16 @@
 model's files as far as a command needs them. The file of requests is opened here alone."""
 
 import importlib.util
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
-from xgpt.core.errors import wrong
+from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, known_model, resolve
@@ -21,7 +22,9 @@ from xgpt.core.spool import SpoolWriter
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import Request
 from xgpt.launch.launcher import Ahead
+from xgpt.report.table import WIDTH
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
+from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
 from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
 from xrunner.io.tokenizer import TextTokenizer
 
@@ -70,6 +73,8 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
             raise wrong(job.source, "workload.requests", str(files), "holds no usable request" + (
                 f"; {files.place(bad[0].file, bad[0].line)}: {bad[0].error}" if bad else ""))
     found = model.files()
+    if requests is not None:
+        requests = replace(requests, input_error=model.input_error)
     problem = resolve(job, model=found.spec if found else None, requests=requests)
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
                      tell=tell)
@@ -92,16 +97,43 @@ class _Model:
         self._files: ModelFiles | None = None
         self._known: ModelTokeniser | None = None
         self._is_sought = need == "lengths"
+        self._estimate: CharacterTokens | None = None
 
     def files(self) -> ModelFiles | None:
         """The model's files; None where neither the job nor a request needs them."""
         job = self._job
-        if self._is_needed and self._files is None:
+        if self._is_needed and self._files is None and self._estimate is None:
             # a folder of random weights is written by execution
-            self._files = find_model(job.model, self._tell.say) if not self._is_random else (
+            self._files = self._find() if not self._is_random else (
                 ModelFiles(directory=job.output / "model", spec=known_model(job),
                            served_by=SERVED_BY))
         return self._files
+
+    def _find(self) -> ModelFiles | None:
+        """The files, fetched; None where planning goes on without them. Raises XgptError."""
+        try:
+            return find_model(self._job.model, self._tell.say)
+        except InputError:
+            raise
+        except XgptError as cause:
+            if self._need == "run":
+                raise
+            if catalog.model_named(self._job.model) is None:
+                raise XgptError(f"{cause}. Planning can do without its files where its shape is "
+                                "known: a model of `xgpt models`, or a folder with its "
+                                "config.json") from cause
+            self._estimates(cause if isinstance(cause, MissingExtraError) else
+                            "it is not on this machine, and the hub cannot be reached")
+            return None
+
+    def _estimates(self, why: object) -> None:
+        self._estimate = CharacterTokens()
+        self._tell.say(textwrap.fill(
+            f"note: the tokenizer of {self._job.model} is not to be had ({why}). The lengths "
+            f"of the prompts are estimated from their characters ({ASCII_PER_TOKEN} of ASCII a "
+            f"token, {OTHERS_PER_TOKEN:.0f} of others; a chat template is not counted), which may "
+            f"be {SPREAD:.0%} off either way: the margin counts with it. A run counts tokens.",
+            WIDTH, break_on_hyphens=False, break_long_words=False))
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised] | None:
         workload = self._job.workload
@@ -112,15 +144,28 @@ class _Model:
                 "needs requests of tokens, or {count: N}: random weights come without a tokenizer, "
                 f"and {_place(workload.requests, texts[0])} is text")
         self._is_needed |= bool(texts) and workload.input_tokens.kind == "from_requests"
-        if self._is_sought and texts and self.files() is None:
+        if self._is_sought and texts and self.files() is None and self._estimate is None:
             self._seek()
         files = self.files()
+        if self._estimate is not None:
+            return self._estimate.tokenise(requests)
         if files is None:
             return None if texts or self._need == "shape" else [
                 list(request.tokens or ()) for request in requests]
-        self._known = self._known or ModelTokeniser(
-            TextTokenizer(files.directory), workload.chat, files.spec.vocab_size)
-        return self._known.tokenise(requests)
+        try:
+            self._known = self._known or ModelTokeniser(
+                TextTokenizer(files.directory), workload.chat, files.spec.vocab_size)
+            return self._known.tokenise(requests)
+        except XgptError as cause:
+            if self._need == "run":
+                raise
+            self._estimates(cause)
+            return CharacterTokens().tokenise(requests)
+
+    @property
+    def input_error(self) -> float:
+        """By how much the lengths may be off (xgpt.core.queries)."""
+        return 0.0 if self._estimate is None else SPREAD
 
     def _seek(self) -> None:
         """Looks on this machine for what would tell the lengths."""

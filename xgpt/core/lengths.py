@@ -175,6 +175,16 @@ def with_output_moments(lengths: JointLengths, *, mean_factor: float = 1.0, std_
     return replace(lengths, outputs=outputs, pairs=pairs)
 
 
+def with_longer_inputs(lengths: JointLengths, factor: float) -> JointLengths:
+    """Every input longer by this factor; outputs, and what ties them to inputs, stay."""
+    if lengths.pairs is None:
+        return replace(lengths, inputs=with_moments(
+            lengths.inputs, mean_factor=factor, std_factor=factor, moves=True))
+    longer = np.maximum(np.rint(lengths.pairs[:, 0] * factor), 1).astype(np.int64)
+    return replace(lengths, inputs=empirical(longer, lengths.inputs.note),
+                   pairs=np.stack([longer, lengths.pairs[:, 1]], axis=1))
+
+
 def bootstrap(lengths: JointLengths, rng: np.random.Generator, *, most: int | None = None,
               smooth: bool = False) -> JointLengths:
     """A distribution as it might have been observed instead: as many lengths as each one rests on

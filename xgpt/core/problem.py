@@ -55,6 +55,8 @@ class Problem:
     seed: int = 0  # of the order in which queries are taken up, and of those that are made
     observes: bool = False
     is_revised: bool = False
+    # standard deviation of the logarithm by which all inputs may be longer: they were estimated
+    input_error: float = 0.0
     weight_dtype: str = ""  # as which weights are held and multiplied; "": as `dtype`
 
     def __post_init__(self) -> None:
@@ -95,7 +97,9 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         queries=_query_lengths(requests, most_outputs, shape),
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
-        is_revised=job.run.reschedule is not None)
+        is_revised=job.run.reschedule is not None,
+        input_error=requests.input_error if requests is not None and (
+            job.workload.input_tokens.kind == "from_requests") else 0.0)
 
 
 def _query_lengths(requests: Requests | None, most_outputs: int,

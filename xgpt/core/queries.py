@@ -23,6 +23,8 @@ class Requests:
     may_stop: NDArray[np.bool_]  # whether it names strings that end its output
     bad_lines: tuple[RequestError, ...] = ()  # what else is in the file
     are_tokenised: bool = True  # False: with no model at hand, `input_tokens` is what they give
+    # standard deviation of the logarithm by which all inputs may be off; 0: they were counted
+    input_error: float = 0.0
     # request -> why it cannot run, whatever the schedule
     unusable: Mapping[int, str] = field(default_factory=dict)
     digest: str = ""  # of all that was read, and how

@@ -29,7 +29,7 @@ from xrunner.query import PreparedQuery, Sampling
 _LINES_AT_A_TIME = 4096
 _FILE_BITS = 40  # no file has as many lines
 
-Tokenised = list[int] | str  # or the sentence that says why there are none
+Tokenised = Sequence[int] | str  # or the sentence that says why there are none
 
 
 class Tokeniser(Protocol):

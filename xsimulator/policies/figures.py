@@ -86,6 +86,8 @@ class Assembler:
             encode_batch=max(round(figures["encode_batch"]), 1),
             decode_iterations=max(round(figures["decode_iterations"]), 1),
             memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)))
+        if error := self._problem.input_error:
+            notes = (f"inputs: estimated from characters, which may be {error:.0%} off", *notes)
         return Estimate(controls=controls, deployment=deployment, figures=held,
                         notes=(f"times: {self._timing.provenance()}", *notes))
 
