@@ -133,16 +133,22 @@ def _has_forms(key: str, asked: Asked) -> bool:
 
 
 def _words(folder: Path, asked: Asked) -> dict[str, str]:
-    """What is said to be allowed where a key holds what it may not."""
+    """What is said to be allowed where a key holds what it may not: of all keys at once, then one
+    at a time of those of which nothing was said."""
     words: dict[str, str] = {}
     for sample in SAMPLES:
-        for key in asked:
-            path = key.split(".")
-            if key in words or not isinstance(_at(sample, path[:-1]), dict):
+        open_keys = [key for key in asked if key not in words and isinstance(
+            _at(sample, key.split(".")[:-1]), dict)]
+        lowest = [key for key in open_keys if not isinstance(_at(sample, key.split(".")), dict)]
+        for keys in (lowest, *([key] for key in open_keys)):
+            if len(keys) == 1 and keys[0] in words:
                 continue
-            for name, allowed in _mistakes(folder, _with(sample, path, [["?"]])):
-                if name == key and not allowed.startswith("give either"):
-                    words[key] = allowed.removesuffix(", not a list")
+            wrong = sample
+            for key in keys:
+                wrong = _with(wrong, key.split("."), [["?"]])
+            for name, allowed in _mistakes(folder, wrong):
+                if name in keys and name not in words and not allowed.startswith("give either"):
+                    words[name] = allowed.removesuffix(", not a list")
     return words
 
 

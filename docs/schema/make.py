@@ -21,6 +21,8 @@ from xgpt.app.attribution import Attribution  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import Estimate, Figures, Proof, Rejected, Schedule  # noqa: E402
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
+from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
+from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
 from xrunner.engine.stage import StepRecord  # noqa: E402
@@ -144,6 +146,33 @@ def schedule_schema() -> Json:
                    words=" ".join((Schedule.__doc__ or "").split()))
 
 
+def sweep_schema(job: Json) -> Json:
+    """`job`: the schema of a job file, of which the base need not have all that is required."""
+    value: Json = {"type": ["string", "number", "integer", "boolean", "object", "array", "null"]}
+    axes = {"type": "object", "additionalProperties": False,
+            "description": "axis -> a value, or a list of values",
+            "properties": {axis.name: {"description": axis.title, **value}
+                           for axis in AXES_OF_SWEEP},
+            "patternProperties": {r"^[a-z]\w*(\.\w+)*$": value}}
+    return of_keys({
+        "name": text("by default the file's name"),
+        "base": {"anyOf": [text("a job file"), {**job, "required": []}]},
+        "cases": array(axes), "grid": axes, "horizon": {"enum": ["steady", "job"]},
+        "margin": {"type": "boolean"}, "output": text("a folder")},
+        words="A sweep file: a base job, cases, and a grid.",
+        without=("name", "cases", "grid", "horizon", "margin", "output"))
+
+
+def sweep_row() -> Json:
+    kinds: dict[str, Json] = {"text": {"type": "string"}, "whole": {"type": "integer"},
+                              "number": NUMBER}
+    return {**of_keys({column.name: {"description": " ".join(filter(None, (
+        column.title, f"({column.unit})" if column.unit else ""))),
+        **or_none(kinds[column.kind])} for column in COLUMNS},
+        words="A line of sweep.jsonl: a point. Other axes have a key of their own."),
+        "additionalProperties": True}
+
+
 def schedule_json() -> Json:
     """What `--json` prints of a schedule: flat, with the control variables of its policy."""
     figures = {**of_fields(Figures)["properties"], **of_fields(Proof)["properties"]}
@@ -179,7 +208,9 @@ def schemas(folder: Path) -> dict[str, Json]:
     """By the file's name. `folder`: where sample files may be written."""
     steps = of_fields(StepRecord, stage=whole("its number"), rank=whole("its first rank"),
                       pool=text("its pool"), role=ROLE)
-    return {"job": job_schema(folder), "schedule": schedule_schema(),
+    job = job_schema(folder)
+    return {"job": job, "sweep": sweep_schema(job), "sweep-line": sweep_row(),
+            "schedule": schedule_schema(),
             "schedule-json": schedule_json(), "profile": profile_schema(),
             "results-line": {"anyOf": [RESULT, OPENAI_RESULT]}, "errors-line": REQUEST_ERROR,
             "steps-line": steps, "metrics": METRICS, "measured": MEASURED, "progress": PROGRESS,

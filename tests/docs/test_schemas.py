@@ -15,6 +15,7 @@ from in_process import xgpt
 from schemas import OF_FILE, SCHEMAS, faults
 
 ROOT = Path(__file__).resolve().parents[2]
+SWEEP_KEYS = {"base", "cases", "grid"}
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 
 
@@ -47,7 +48,8 @@ def test_the_page_names_every_schema(made: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_a_job_file_is_of_its_schema(path: Path) -> None:
-    assert not faults("job", yaml.safe_load(path.read_text("utf-8")))
+    read = yaml.safe_load(path.read_text("utf-8"))
+    assert not faults("sweep" if SWEEP_KEYS & read.keys() else "job", read)
 
 
 def test_a_wrong_job_file_is_not_of_the_schema() -> None:
@@ -74,6 +76,11 @@ def test_what_commands_print_as_json_is_of_its_schema(tmp_path: Path) -> None:
     planned = xgpt("schedule", ROOT / "jobs" / "opt-13b-summarise.yaml", "--json", "--out", out)
     assert not faults("schedule-json", json.loads(planned.stdout))
     assert not faults("schedule", json.loads(out.read_text("utf-8")))
+    swept = xgpt("sweep", ROOT / "jobs" / "opt-13b-summarise.yaml", "--bounds", "2,inf", "--cores",
+                 1, "--set", "schedule.policy=ft", "--out", tmp_path / "sweep")
+    assert swept.returncode == 0, swept.stderr
+    rows = (tmp_path / "sweep" / "sweep.jsonl").read_text("utf-8").splitlines()
+    assert len(rows) == 2 and not [f for row in rows for f in faults("sweep-line", json.loads(row))]
     (tmp_path / "job.yaml").write_text("model: opt-13b\n")
     for command in (("schedule", tmp_path / "job.yaml"), ("status", tmp_path / "nowhere")):
         failed = xgpt(*command, "--json")
