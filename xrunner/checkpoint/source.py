@@ -135,6 +135,11 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(int(_HUB_TIMEOUT_S)))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
     try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        kept = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+        if local_only and not kept.is_dir():
+            return None  # before the client is imported, which takes a fifth of a second
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             HfHubHTTPError,

@@ -6,6 +6,7 @@ goes through transformers once."""
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ class TextTokenizer:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._backend = _load_backend(directory)
+        self._backend = _backend_of(directory, tuple(
+            (path.name, status.st_mtime_ns, status.st_size) for name in _VOCABULARIES
+            if (path := directory / name).is_file() and (status := path.stat())))
         settings = _read_json(directory / "tokenizer_config.json")
         self.template = _find_template(directory, settings)  # of a chat, if there is one
         self._special_tokens = {  # a token is its text, or has it as its content
@@ -110,9 +113,11 @@ def _environment() -> Any:
     return environment
 
 
-def _load_backend(directory: Path) -> Any:
-    """The `tokenizers` object; None where the directory has no vocabulary. Raises XgptError."""
-    if not any((directory / name).is_file() for name in _VOCABULARIES):
+@lru_cache(maxsize=1)
+def _backend_of(directory: Path, files: tuple[tuple[str, int, int], ...]) -> Any:
+    """The `tokenizers` object, read once; None where the directory has no vocabulary. `files`: the
+    (name, time, size) of what there is, by which another version is told. Raises XgptError."""
+    if not files:
         return None
     try:
         from tokenizers import Tokenizer
@@ -140,10 +145,10 @@ def _load_backend(directory: Path) -> Any:
 def _from_file(library: Any, path: Path) -> Any:
     """Raises ValueError for a file that is no tokenizer."""
     text = path.read_text(encoding="utf-8")
-    json.loads(text)  # says where it breaks off
     try:
         return library.from_str(text)
     except Exception as cause:  # the library raises nothing more precise
+        json.loads(text)  # says where it breaks off
         raise ValueError(cause) from None
 
 
