@@ -29,6 +29,7 @@ WORTH = 0.02  # of the job's time: what another schedule must save to be taken
 NEARLY = 0.9  # of what its steady state would take: no more is hoped for from a replay
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
 FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
+ROUGHLY = 3  # one in so many configurations is replayed for a comparison
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
@@ -40,18 +41,20 @@ class _Entry(NamedTuple):
 
 def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 selections: Callable[[int], Sequence[Selection]], *,
-                has_margin: bool = True) -> Schedule:
+                has_margin: bool = True, is_rough: bool = False) -> Schedule:
     """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
     problem, under this bound or another. selections: what is looked at for so many queries.
-    has_margin: it keeps the bound with the constraint's confidence."""
+    has_margin: it keeps the bound with the constraint's confidence. is_rough: as few replays as
+    tell how it compares with a schedule elsewhere."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
     clock = _JobTime(problem, evaluator, schedule)
     doubts = Doubts(problem, evaluator, replays=True) if has_margin else None
     entries = _admissible(selections(count), schedule.bound.limit_s, count)
-    first = _first_round(entries, clock, count, clock(own, 1))
-    replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
+    entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
+    first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1))
+    replays = 1 if is_rough else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
     final = sorted(((clock(estimate, replays), estimate) for estimate in first),
                    key=lambda pair: pair[0])
@@ -115,7 +118,7 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
     """The quickest by one replay each, of all that may be quicker than what was seen."""
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
-    for entry in entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]:
+    for entry in entries:
         if NEARLY * count / entry.throughput_qps > least_s:
             break
         estimate = entry.selection.closed_form.estimate(entry.config)

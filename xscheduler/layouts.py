@@ -5,7 +5,7 @@ chooses between two schedules of one layout chooses between the best of two: wha
 queries take where it is short on either, else the throughput of the steady state. A layout whose
 times were derived from others' measurements is never chosen: it is measured first where it may be
 the best, and given up where even times as much better as they may be off would not make it that.
-Nor is one chosen that was planned without a margin: where that may be the best, it gets its own."""
+Nor is one chosen that was planned roughly: where it may be the best, it is planned in full."""
 
 import math
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, is_short
 from xscheduler.uncertainty import Doubts
 
 LAYOUT_NOTE, LAYOUT_ROW = "layout: ", "layout "
+ROUGH = 0.05  # by which a rough plan may miss what a full one would find
 _CERTAIN = 1.64  # deviations: 95 % of a normal's lie below
 
 
@@ -29,8 +30,8 @@ _CERTAIN = 1.64  # deviations: 95 % of a normal's lie below
 class LaidOut:
     """A job on one layout: the times it was planned with, and the schedule or why there is none.
     `derived`: from what its times were derived ("": measured), which may be off by the relative
-    `derived_error`. `is_rough`: planned without a margin, which takes a third of the time; with one
-    it is no better."""
+    `derived_error`. `is_rough`: planned without a margin and by few replays, in a fourth of the
+    time; for all that is known, it may be better by ROUGH."""
 
     layout: Layout
     problem: Problem
@@ -73,7 +74,7 @@ class LayoutComparison:
         least = max((self._queries_per_s[one.layout] for one in self.tried if not one.derived),
                     default=0.0)
         return [one for one in self.tried if one.derived and least < self._queries_per_s[
-            one.layout] * math.exp(_CERTAIN * self._doubts[one.layout])]
+            one.layout] * math.exp(ROUGH * one.is_rough + _CERTAIN * self._doubts[one.layout])]
 
     def chosen(self) -> Schedule:
         """The best one's schedule, which says what it was compared with. Raises as `best`."""
@@ -120,7 +121,7 @@ class LayoutComparison:
 
     def _is_close(self, one: LaidOut, best: LaidOut) -> bool:
         ratio = self._queries_per_s[best.layout] / max(self._queries_per_s[one.layout], 1e-12)
-        return math.log(ratio) < _CERTAIN * math.hypot(
+        return math.log(ratio) < ROUGH * one.is_rough + _CERTAIN * math.hypot(
             self._doubts[one.layout], self._doubts[best.layout])
 
     def _figure(self, one: LaidOut) -> str:
@@ -134,10 +135,10 @@ class LayoutComparison:
             return ("has no schedule within the bound" if isinstance(one.planned, InfeasibleError)
                     else "cannot run it")
         ratio = self._queries_per_s[best.layout] / self._queries_per_s[one.layout]
-        text = (f"would take {format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
+        about = "about " if one.is_rough else ""
+        text = (f"would take {about}{format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
                 if self._is_for_job else
-                f"{self._queries_per_s[one.layout]:.4g} queries/s (-{1 - 1 / ratio:.0%})")
-        text += " even without a margin" if one.is_rough else ""
+                f"{about}{self._queries_per_s[one.layout]:.4g} queries/s (-{1 - 1 / ratio:.0%})")
         if one.derived:
             return f"{text}, {one.derived}"
         return f"{text}, as good within what the times may be off" if self._is_close(

@@ -44,7 +44,8 @@ class PlanOptions:
     `untimed`: why the times are not those of what will run ("" where they are). `has_margin`: the
     bound is kept with the constraint's confidence, which a replay of every candidate is part of;
     else as the closed form has it. `is_brief`: not explained, and not compared with what there
-    would be without a bound."""
+    would be without a bound. `is_rough`: for a comparison, by fewer replays; all that is seen of it
+    is about how good it is."""
 
     gap: float = GAP
     max_nodes: int | None = None
@@ -52,6 +53,7 @@ class PlanOptions:
     untimed: str = ""
     has_margin: bool = True
     is_brief: bool = False
+    is_rough: bool = False
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -140,7 +142,7 @@ class Planner:
                 raise
             schedule = begun
         return for_the_job(problem, self._evaluator, schedule, self._own.selections,
-                           has_margin=self.options.has_margin)
+                           has_margin=self.options.has_margin, is_rough=self.options.is_rough)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s

@@ -59,7 +59,7 @@ class JobPlanner:
         self._derived: dict[Layout, Derived] = {}
         self._is_given = timing is not None
         self._refined: set[Layout] = set()  # or not worth it: asked once
-        self._rough: dict[Layout, Planner] = {}  # without margins
+        self._rough: dict[Layout, Planner] = {}  # without margins, by few replays
         self._planners = {layout: self._planner(layout, times) for layout, times in (
             dict.fromkeys(self._jobs, timing) if timing is not None else self._times()).items()}
 
@@ -68,7 +68,7 @@ class JobPlanner:
         for as long as the job is worth it. Raises InfeasibleError, and InputError for what no
         layout can hold."""
         tried: dict[Layout, LaidOut] = {}
-        for layout in self._jobs:  # a layout that cannot be the best needs no margin
+        for layout in self._jobs:  # of one that is behind, its place is enough
             tried[layout] = self._tried(layout, latency_bound_s, is_rough=any(
                 isinstance(one.planned, Schedule) for one in tried.values()))
         compared = self._compared(tried)
@@ -102,7 +102,7 @@ class JobPlanner:
         return [one.layout for one in undecided]
 
     def _roughly_best(self, compared: LayoutComparison) -> list[Layout]:
-        """Layouts that may be the best, and were planned without a margin."""
+        """Layouts that may be the best, and were planned roughly."""
         return [one.layout for one in compared.contenders() if one.is_rough] if (
             compared.has_schedule) else []
 
@@ -137,7 +137,7 @@ class JobPlanner:
         if is_rough:
             if layout not in self._rough:
                 self._rough[layout] = planner_of(self._jobs[layout], planner.timing, replace(
-                    self._options, has_margin=False, is_brief=True))
+                    self._options, has_margin=False, is_brief=True, is_rough=True))
             planner = self._rough[layout]
         try:
             with told_while(self._jobs[layout].tell, "finding the best schedule"):
