@@ -1,5 +1,6 @@
 """How a job is: what its files say, joined with what Slurm says of it, where it was handed in."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,14 @@ class JobStatus:
                 **({} if self.said is None else asdict(self.said))}
 
 
-def job_status(output: Path) -> JobStatus | None:
-    """How the job is that writes into this folder; None where there has been none."""
+def job_status(output: Path, ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask,
+               ) -> JobStatus | None:
+    """How the job is that writes into this folder; None where there has been none. `ask`: Slurm,
+    about a job that was handed in."""
     record, said, trouble = load_record(output), None, None
     if record is not None:
         try:
-            said = record.ask()
+            said = ask(record)
         except XgptError as error:
             trouble = str(error)
     run = run_status(output)  # after Slurm's word: a run that ends in between has written so

@@ -3,20 +3,25 @@ shows."""
 
 import json
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.app.joined_status import JobStatus, job_status
 from xgpt.app.messages import doing, last_messages
 from xgpt.app.place import Place
+from xgpt.app.slurm_record import SlurmRecord
 from xgpt.app.status import how_to_go_on
+from xgpt.core.errors import XgptError
 from xgpt.core.units import format_seconds
+from xgpt.launch.slurm_queue import SlurmJob
 from xgpt.report.table import fact, shown_width, table
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress
 
 _MESSAGES = 8
+ASK_S = 10.0  # between questions to Slurm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +109,33 @@ def rank_row(rank: RankState) -> tuple[str, ...]:
             str(rank.queries))
 
 
-def glance(place: Place, before: Glance | None = None) -> Glance | None:
+class NowAndThen:
+    """Asks Slurm once in a while, and says in between what it said: its controller serves all."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._asked_s = clock, -math.inf
+        self._said: SlurmJob | None = None
+        self._trouble: XgptError | None = None
+
+    def __call__(self, record: SlurmRecord) -> SlurmJob | None:
+        """Raises XgptError as SlurmRecord.ask."""
+        if self._clock() - self._asked_s >= ASK_S:
+            self._asked_s, self._said, self._trouble = self._clock(), None, None
+            try:
+                self._said = record.ask()
+            except XgptError as trouble:
+                self._trouble = trouble
+        if self._trouble is not None:
+            raise self._trouble
+        return self._said
+
+
+def glance(place: Place, before: Glance | None = None,
+           ask: Callable[[SlurmRecord], SlurmJob | None] = SlurmRecord.ask) -> Glance | None:
     """Looks once; None where there has been no job. `before`: the last look, for what has changed
     since."""
     output = place.output
-    status = job_status(output)
+    status = job_status(output, ask)
     if status is None:
         return None
     progress = None if status.run is None else status.run.progress

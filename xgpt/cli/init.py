@@ -147,7 +147,7 @@ def _look(path: Path, column: str | None, asks: bool) -> PromptsLook:
 def _model(given: str | None, asks: bool) -> ModelCheck:
     if given is None:
         here = model_here()
-        given = click.prompt("Which model (a name of `xgpt models`, a folder, a hub id)", err=True,
+        given = click.prompt("Which model (catalog name, folder, hub id)", err=True,
                              default=here) if asks else here
     check = check_model_named(given)
     if not check.is_planned:
@@ -163,7 +163,7 @@ def _max_tokens(usual: int, look: PromptsLook, asks: bool) -> int:
         return usual
     if look.capped == look.count:
         return min(usual, look.most_cap)  # every prompt names its own
-    return int(click.prompt("Most tokens of an answer (256 is about 190 English words)", err=True,
+    return int(click.prompt("Most tokens of an answer (256: some 190 words)", err=True,
                             type=click.IntRange(min=1), default=usual))
 
 

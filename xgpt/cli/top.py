@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.live import glance
+from xgpt.app.live import NowAndThen, glance
 from xgpt.app.live_screen import follow
 from xgpt.app.place import place_of
 from xgpt.cli.options import JobFile
@@ -19,7 +19,8 @@ def top(where: Path) -> None:
     on. Where the output is no terminal it prints one state and ends."""
     place = place_of(where)
     is_live = sys.stdout.isatty() and sys.stdin.isatty()
-    last = follow(lambda before: glance(place, before)) if is_live else glance(place)
+    ask = NowAndThen()
+    last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
     if last is None:
         raise XgptError(f"{place.output}: no run has started there")
     click.echo(str(last))

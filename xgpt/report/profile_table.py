@@ -13,7 +13,6 @@ from xprofiler.timing import Operator
 from xprofiler.verdict import SPREAD_LIMIT, judge
 from xprofiler.work import bound_by, floor_s, work
 
-WIDTH = 79
 MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
 _OPERATORS = frozenset(operator.value for operator in Operator)
 _NOISY = "*"
@@ -50,14 +49,14 @@ def profile_tables(profile: Profile) -> str:
     facts = profile_facts(profile)
     if (reason := no_floor_reason(profile)) is not None:
         facts.append(("roofline", f"no shares of it: {reason}"))
-    head = "\n".join(fact(label, value, WIDTH) for label, value in facts)
+    head = "\n".join(fact(label, value) for label, value in facts)
     tables = [_table_of(profile, key) for key in shown_keys(profile)]
     legend = ("time: median of the samples; spread: between its quartiles, over the median "
               f"({_NOISY} over {SPREAD_LIMIT:.0%})")
     if reason is None:
         legend += ("; floor: the least time at the device's peaks, bound by compute or memory; "
                    "share: floor over time, over 100% where a cache beats the memory")
-    return "\n\n".join([head, *tables, paragraph(legend, WIDTH)])
+    return "\n\n".join([head, *tables, paragraph(legend)])
 
 
 def profile_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -153,7 +152,7 @@ def _table_of(profile: Profile, key: TableKey) -> str:
     points = points_of(profile, key)
     if key.name == STEP_OVERHEAD:
         time, spread = _timed(points[0])
-        return paragraph(f"{title_of(key)}: {time} a micro-batch and stage, spread {spread}", WIDTH)
+        return paragraph(f"{title_of(key)}: {time} a micro-batch and stage, spread {spread}")
     shown, (x, y) = _thinned(points), AXES[key.name]
     is_2d = any(p.sample.y for p in points)
     title = f"{title_of(key)}: x = {x}" + (f", y = {y}" if is_2d else "")
@@ -163,7 +162,7 @@ def _table_of(profile: Profile, key: TableKey) -> str:
         title += f" ({len(shown)} of {counted(len(points), 'point')}"
         title += f", {noisy} of the others noisy)" if noisy else ")"
     rows = _message_rows(shown) if x == "bytes" else _operator_rows(shown, is_2d)
-    return f"{paragraph(title, WIDTH)}\n{rows}"
+    return f"{paragraph(title)}\n{rows}"
 
 
 def _thinned(points: Sequence[RatedPoint]) -> list[RatedPoint]:

@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
@@ -19,7 +20,7 @@ from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
 _LEAST_WIDTH = 40
 _GAP = "  "
-_LEAST_WRAPPED = 20  # columns
+_LEAST_WRAPPED, _LEAST_CELL = 20, 8  # columns of a last one of words, of any other
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
 # how the label of a rejected alternative begins
 _POLICY, _DEGREE, _FREE, _BARE = ("policy ", "tp_degree ", "without a latency bound",
@@ -217,27 +218,41 @@ def fact(label: str, value: str, width: int | None = None) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     """Aligned columns; where they exceed the width, a last column of words goes on in lines of its
-    own, or else the widest column is shortened."""
+    own, or else every column of words does; what then is still too wide is shortened."""
     cells = [[_ascii(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     excess = sum(widths) + len(_GAP) * (len(widths) - 1) - shown_width()
     last = len(header) - 1
     if excess > 0 and last not in right and widths[last] - excess >= _LEAST_WRAPPED:
         widths[last] -= excess
-        cells = [line for row in cells for line in _wrapped(row, widths[last])]
     elif excess > 0:
+        excess = _narrowed(widths, [i for i in range(len(header)) if i not in right], excess)
+    head = len(_wrapped(cells[0], widths, right))
+    cells = [line for row in cells for line in _wrapped(row, widths, right)]
+    if excess > 0 and sum(widths) + len(_GAP) * last > shown_width():
         widest = widths.index(max(widths))
         widths[widest] = max(widths[widest] - excess, 4)
     lines = [_line(row, widths, right) for row in cells]
-    lines.insert(1, "-" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
+    lines.insert(head, "-" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
     return "\n".join(lines)
 
 
-def _wrapped(row: Sequence[str], width: int) -> list[list[str]]:
-    """The row in as many lines as its last cell needs."""
-    parts = textwrap.wrap(row[-1], width, break_on_hyphens=False) or [""]
-    return [[*(row[:-1] if i == 0 else [""] * (len(row) - 1)), part]
-            for i, part in enumerate(parts)]
+def _narrowed(widths: list[int], columns: Sequence[int], excess: int) -> int:
+    """Makes the widest of the columns narrower, again and again; returns what is left to save."""
+    while excess > 0 and columns:
+        widest = max(columns, key=lambda column: widths[column])
+        if widths[widest] <= _LEAST_CELL:
+            break
+        widths[widest] -= 1
+        excess -= 1
+    return excess
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[list[str]]:
+    """The row in as many lines as its cells of words need."""
+    parts = [[cell] if i in right or len(cell) <= widths[i] else
+             textwrap.wrap(cell, widths[i], break_on_hyphens=False) for i, cell in enumerate(row)]
+    return [list(line) for line in zip_longest(*parts, fillvalue="")]
 
 
 def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> str:

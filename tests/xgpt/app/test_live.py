@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.app import live_screen
-from xgpt.app.live import Glance, glance
+from xgpt.app.live import Glance, NowAndThen, glance
 from xgpt.app.messages import KeptTeller
 from xgpt.app.place import Place, place_of
 from xgpt.app.telling import LogTeller
@@ -90,6 +90,26 @@ def test_a_job_that_has_ended_shows_its_last_state_and_its_ranks(place: Place) -
     assert not now.is_active and "90%" in str(now) and "the same command goes on" in (
         " ".join(str(now).split()))
     assert "in the system" not in str(now)
+
+
+def test_slurm_is_asked_now_and_then() -> None:
+    now, answers = [0.0], [XgptError("no answer"), None]
+
+    class Record:
+        asked = 0
+
+        def ask(self) -> None:
+            self.asked += 1
+            answer = answers[self.asked - 1]
+            if answer is not None:
+                raise answer
+
+    record, ask = Record(), NowAndThen(clock=lambda: now[0])
+    for now[0] in (0.0, 1.0, 9.0):
+        with pytest.raises(XgptError, match="no answer"):
+            ask(record)  # type: ignore[arg-type]
+    now[0] = 10.0
+    assert ask(record) is None and record.asked == 2  # type: ignore[arg-type]
 
 
 def test_piped_it_prints_one_state_and_ends(place: Place, tmp_path_factory: pytest.TempPathFactory,

@@ -86,3 +86,16 @@ def test_a_message_clears_the_line_of_progress(monkeypatch: pytest.MonkeyPatch,
     shown.progress("searching, 2.00 s so far")
     shown.say("found")
     assert capsys.readouterr().err.endswith("\r" + " " * 24 + "\rfound\n")
+
+
+def test_words_go_on_below_where_numbers_leave_them_no_room(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    shown = table(("", "predicted", "measured", "ratio", ""), [
+        ("Time per token P50", "0.106 queries/s", "0.0487 queries/s", "0.46", "off by 54 %")],
+        right=(1, 2, 3))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 60 and "..." not in shown
+    assert " ".join(line[:10].strip() for line in lines[2:]).split()[:4] == [
+        "Time", "per", "token", "P50"]
