@@ -211,6 +211,6 @@ def _read_constraint(top: Section) -> Constraint:
         memory_bytes=cast("int | None", section.amount(
             "memory", None, parse_bytes, lambda x: x > 0,
             "bytes of each device, for example '40 GiB'")),
-        max_gpus=section.integer("max_gpus", None, 1))
+        max_gpus=section.integer("max_gpus", None, 1, 100_000))
     section.finish()
     return constraint

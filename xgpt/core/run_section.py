@@ -7,6 +7,7 @@ from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, RunSpec
 from xgpt.core.sections import Section, is_text
 from xgpt.core.units import INT8, parse_share
+from xgpt.core.workload import MAX_INT
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,7 +27,7 @@ def read_run(top: Section) -> RunSpec:
         weight_dtype=section.choice("weight_dtype", "auto", (*DTYPES, INT8)),
         seed=section.integer("seed", 0, 0, 2**63 - 1),
         temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
-        top_k=section.integer("top_k", None, 1),
+        top_k=section.integer("top_k", None, 1, MAX_INT),
         top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
         threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
         ignore_eos=section.flag("ignore_eos", False),

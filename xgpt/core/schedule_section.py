@@ -7,6 +7,9 @@ from xgpt.core.policies import Policy, policies, policy, policy_names, searched_
 from xgpt.core.sections import Section
 from xgpt.core.units import parse_share
 
+# More no device holds; and each part of a batch is a step of its own in every estimate.
+MOST, MOST_PARTS = 1_000_000, 4096
+
 
 def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     field = top.get("schedule")
@@ -17,9 +20,10 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
         policy=section.choice("policy", None, policy_names()),
-        **{name: section.integer(name, None, 0 if name == "tp_gpus" else 1) for name in (
-            "encode_batch", "decode_iterations", "decode_micro_batches", "encode_micro_batches",
-            "max_active", "token_budget", "tp_degree", "tp_gpus")},
+        **{name: section.integer(name, None, int(name != "tp_gpus"), most) for name, most in (
+            ("encode_batch", MOST), ("decode_iterations", MOST), ("max_active", MOST),
+            ("decode_micro_batches", MOST_PARTS), ("encode_micro_batches", MOST_PARTS),
+            ("token_budget", MOST), ("tp_degree", MOST_PARTS), ("tp_gpus", MOST))},
         others=_read_others(section))
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
@@ -37,7 +41,7 @@ def _read_others(section: Section) -> tuple[tuple[str, int], ...]:
     own = {field.name for field in fields(FixedSchedule)}
     least = {variable.name: variable.least for row in policies() for variable in row.variables
              if variable.name not in own}
-    values = [(name, section.integer(name, None, minimum)) for name, minimum in least.items()]
+    values = [(name, section.integer(name, None, minimum, MOST)) for name, minimum in least.items()]
     return tuple((name, value) for name, value in values if value is not None)
 
 
@@ -54,9 +58,9 @@ def _read_adjustment(section: Section, row: Policy) -> Adjustment:
         section.reject("steer", "needs an adjustment above 0")
     field = section.get("shuffle")
     shuffle = field is not None and field.value
-    if isinstance(shuffle, bool) or (isinstance(shuffle, int) and shuffle >= 2):
+    if isinstance(shuffle, bool) or (isinstance(shuffle, int) and 2 <= shuffle <= MOST):
         return Adjustment(share=share, steers=steers, shuffle=shuffle)
-    section.reject_type("shuffle", "true, false, or the queries of a window, at least 2")
+    section.reject_type("shuffle", f"true, false, or the queries of a window, 2 to {MOST}")
     return Adjustment()
 
 

@@ -103,11 +103,11 @@ class Section:
         return self.read(key, default, lambda value: value if isinstance(value, bool) else None,
                          "true or false")
 
-    def integer(self, key: str, default: T, minimum: int, maximum: int | None = None) -> int | T:
-        upper = "" if maximum is None else f" and <= {maximum}"
-        return self.read(key, default, lambda value: value if is_one_of(value, int) and (
-            value >= minimum and (maximum is None or value <= maximum)) else None,
-            f"a whole number >= {minimum}{upper}")
+    def integer(self, key: str, default: T, minimum: int, maximum: int) -> int | T:
+        return self.read(
+            key, default,
+            lambda value: value if is_one_of(value, int) and minimum <= value <= maximum else None,
+            f"a whole number >= {minimum} and <= {maximum}")
 
     def number(self, key: str, default: T, is_allowed: Callable[[float], bool],
                allowed: str) -> float | T:

@@ -339,3 +339,14 @@ def test_any_junk_gives_a_job_or_an_input_error(folder: Path, junk: dict[str, An
         _load(folder, yaml.safe_dump(junk))
     except InputError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("key", [
+    "schedule.encode_batch", "schedule.decode_iterations", "schedule.shuffle", "run.top_k",
+    "run.ranks", "workload.max_tokens", "run.threads_per_rank"])
+def test_every_whole_number_has_a_most(key: str, tmp_path: Path) -> None:
+    """The largest that 64 bits hold ended in a traceback, or in an allocation of 29.8 GiB."""
+    path = tmp_path / "job.yaml"
+    path.write_text("model: opt-13b\ncluster: a40-4\nworkload: {task: S}\noutput: out\n")
+    with pytest.raises(InputError, match=key.rpartition(".")[2]):
+        load_job(path, (f"{key}={2**63 - 1}",))
