@@ -16,6 +16,7 @@ from xgpt.app.finished import done_already
 from xgpt.app.opened import open_job
 from xgpt.app.plan import Plan, executable, plan_job
 from xgpt.app.slurm_record import SlurmRecord, load_record
+from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.job import Job
@@ -186,6 +187,8 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
     refuse_what_no_machine_runs(job)
     has_packages = all(importlib.util.find_spec(name) is not None
                        for name in ("tokenizers", "huggingface_hub"))
+    if fetches and (files := job.workload.requests) is not None and files.is_stdin:
+        standard_input(job, tell, is_kept=True)  # nothing comes to the allocation's
     opened = open_job(job, tell, "run" if fetches and has_packages else "lengths")
     if fetches and opened.files is not None:
         check_model(opened)

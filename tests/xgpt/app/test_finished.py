@@ -170,3 +170,17 @@ def test_a_model_that_was_overwritten_since_is_another_job(job: Path) -> None:
     (model / "config.json").write_text("{ }")
     anew = xgpt("submit", job)
     assert anew.returncode == 1 and "Ran" in anew.stderr and "config.json" in anew.stderr
+
+
+def test_a_table_of_the_results_may_be_asked_for_later(job: Path) -> None:
+    done = xgpt("submit", job, "--results", "table.csv")
+    assert done.returncode == 0, done.stderr
+    assert f"results: {COUNT} rows in" in done.stderr
+    lines = (job.parent / "table.csv").read_text().splitlines()
+    assert lines[0].startswith("id,text,") and [line[:2] for line in lines[1:]] == [
+        f"{i}," for i in range(COUNT)]
+
+
+def test_a_table_of_the_results_of_two_jobs_is_refused(job: Path) -> None:
+    done = xgpt("submit", job, job, "--results", "table.csv")
+    assert done.returncode == 2 and "its own key `results`" in done.stderr

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xgpt.app.slurm_record import load_record
+from xgpt.app.standard_input import KEPT_FILE
 from xgpt.cli.main import cli
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 
@@ -227,3 +228,16 @@ def test_other_commands_leave_the_section_alone_and_run_says_where_it_runs(
         CliRunner().invoke(cli, ["run", str(job)], catch_exceptions=False)
     planned: Any = CliRunner().invoke(cli, ["schedule", str(write(folder))])
     assert planned.exit_code == 0 and slurm.calls == []
+
+
+def test_requests_on_standard_input_are_kept_for_the_allocation(
+        slurm: fake_slurm.FakeSlurm, folder: Path) -> None:
+    lines, place = b'{"tokens": [1, 2]}\n', {"workload.requests": "-", "workload.task": "null",
+                                             "workload.output_tokens": "{mean: 5, std: 1, max: 9}"}
+    words = [word for key, value in place.items() for word in ("--set", f"{key}={value}")]
+    for dry, is_kept in ((["--dry-run"], False), ([], True)):
+        done = CliRunner().invoke(cli, ["submit", str(write(folder)), *words, *dry], input=lines,
+                                  catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert (folder / "out" / KEPT_FILE).is_file() == is_kept
+    assert (folder / "out" / KEPT_FILE).read_bytes() == lines
