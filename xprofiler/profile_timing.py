@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
+from xgpt.core.layout import Layout
 from xgpt.core.lengths import FloatArray
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Kind, Needs, left_out
@@ -127,8 +128,8 @@ class ProfileTiming:
 
     def provenance(self) -> str:
         m = self.profile.metadata
-        text = (f"{m.origin} on {m.device}, {m.dtype}, {m.ranks} ranks x "
-                f"{m.threads_per_rank} threads, {m.date}")
+        text = (f"{m.origin} on {m.device}, {m.dtype}, "
+                f"{Layout(m.ranks, m.threads_per_rank).words}, {m.date}")
         if self._fallback is not None and self._borrowed:
             text += f"; {', '.join(sorted(self._borrowed))}: {self._fallback.provenance()}"
         if self._marks:

@@ -21,6 +21,7 @@ from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress
 
 _MESSAGES = 8
+COLUMNS = ("rank", "stage", "pool", "busy now", "on average", "queries")
 ASK_S = 10.0  # between questions to Slurm
 
 
@@ -70,12 +71,25 @@ class Glance:
             facts.append(("at work", f"{self.queries:,} queries in the system"))
         if self.tokens_per_s is not None:
             mean = p.output_tokens / p.elapsed_s if p.elapsed_s > 0 else 0.0
-            facts.append(("speed", f"{self.tokens_per_s:,.0f} output tokens/s now, {mean:,.0f} on "
-                          f"average over {format_seconds(p.elapsed_s)}"))
+            now = f"{self.tokens_per_s:,.0f} output tokens/s now, " if self.is_active else ""
+            facts.append(("speed", f"{now}{mean:,.0f} output tokens/s on average over "
+                          f"{format_seconds(p.elapsed_s)}"))
         if p.latency_p99_s is not None and p.latency_p50_s is not None:
             facts.append(("latency", f"{format_seconds(p.latency_p50_s)} for half of the queries, "
                           f"{format_seconds(p.latency_p99_s)} for 99 %; {self.bound_words}"))
         return facts
+
+    @property
+    def rank_rows(self) -> list[tuple[str, ...]]:
+        """The cells of each rank's row, under COLUMNS. One that has ended is busy no more."""
+        rows: list[tuple[str, ...]] = []
+        for rank in self.ranks:
+            mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
+            present = (f"{rank.recent_share:.0%}", str(rank.queries)) if self.is_active else (
+                "-", "-")
+            rows.append((str(rank.rank), str(rank.stage), rank.pool, present[0], f"{mean:.0%}",
+                         present[1]))
+        return rows
 
     @property
     def is_late(self) -> bool:
@@ -94,19 +108,12 @@ class Glance:
         lines = [fact(self.name, f"{self.state}, {self.output}")]
         lines += [fact(label, words) for label, words in self.facts]
         if self.ranks:
-            lines += ["", table(("rank", "stage", "pool", "busy", "on average", "queries"),
-                                [rank_row(rank) for rank in self.ranks], right=(0, 1, 3, 4, 5))]
+            lines += ["", table(COLUMNS, self.rank_rows, right=(0, 1, 3, 4, 5))]
         if self.remark:
             lines += ["", fact("note", self.remark)]
         if self.messages:
             lines += ["", "last messages", *(f"  {line}"[:shown_width()] for line in self.messages)]
         return "\n".join(lines)
-
-
-def rank_row(rank: RankState) -> tuple[str, ...]:
-    mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
-    return (str(rank.rank), str(rank.stage), rank.pool, f"{rank.recent_share:.0%}", f"{mean:.0%}",
-            str(rank.queries))
 
 
 class NowAndThen:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xgpt.app.live import Glance, rank_row
+from xgpt.app.live import COLUMNS, Glance
 from xgpt.core.errors import MissingExtraError
 
 _LOOK_S = 1.0
@@ -64,11 +64,11 @@ def screen(now: Glance, paces: list[float]) -> Any:
     parts.append(facts)
     if now.ranks:
         ranks = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("rank", "stage", "pool", "busy", "on average", "queries"):
+        for name in COLUMNS:
             ranks.add_column(name, justify="left" if name == "pool" else "right")
         ranks.add_column("", width=20)
-        for rank in now.ranks[:_most_ranks()]:
-            ranks.add_row(*rank_row(rank), ProgressBar(total=1.0, completed=rank.recent_share,
+        for rank, row in list(zip(now.ranks, now.rank_rows, strict=True))[:_most_ranks()]:
+            ranks.add_row(*row, ProgressBar(total=1.0, completed=rank.recent_share,
                                                        width=20))
         parts += [Text(""), ranks]
         if len(now.ranks) > _most_ranks():

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from xgpt.app.joined_status import job_status
+from xgpt.app.messages import doing
 from xgpt.app.place import place_of
 from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
@@ -36,6 +37,8 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     click.echo(f"{place.name}: {status.state}, {output}")
     if run is not None and (run.progress.total or status.state == "loading"):
         click.echo(progress_line(run.progress, place.bound_s))
+    if status.is_active and status.state == "starting" and (what := doing(output)):
+        click.echo(paragraph(what))
     words = None if run is None or status.is_active else how_to_go_on(run, output)
     for sentence in filter(None, (status.in_words, words)):
         click.echo(paragraph(sentence))

@@ -76,6 +76,8 @@ def test_before_the_ranks_start_it_says_what_is_done(tmp_path: Path) -> None:
         teller.progress("profiling 43%, 20.0 s left")
         now = looked(place_of(tmp_path))
         assert now.state == "starting" and "profiling 43%, 20.0 s left" in str(now)
+        plain = CliRunner().invoke(cli, ["status", str(tmp_path)], catch_exceptions=False).stdout
+        assert plain.splitlines()[-1] == "profiling 43%, 20.0 s left"
         teller.end_progress()
         assert "profiling" not in str(looked(place_of(tmp_path)))
 
