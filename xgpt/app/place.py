@@ -13,18 +13,20 @@ from xgpt.core.job_file import load_job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run writes. `bound_s`: on its latency."""
+    """Where a run writes. `bound_s`: on its latency. `results`: a table of them, besides."""
 
     name: str
     output: Path
     bound_s: float
+    results: Path | None = None
 
 
 def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
     """Raises InputError of a job file, or for overrides of a folder."""
     if not where.is_dir():
         job = load_job(where, overrides)
-        return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s)
+        return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
+                     results=job.results)
     if overrides:
         raise InputError([Mistake(file="--set", line=None, key=override.partition("=")[0],
                                   value=None, allowed="goes with a job file, not with a folder")
@@ -34,5 +36,7 @@ def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
         asked = json.loads((output / "job.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Place(name=output.name, output=output, bound_s=math.inf)
+    table = asked.get("results")
     return Place(name=asked["name"], output=output,
-                 bound_s=float(asked["constraint"]["latency_s"]))
+                 bound_s=float(asked["constraint"]["latency_s"]),
+                 results=None if table is None else Path(table))

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from xgpt.app.place import Place
 from xgpt.core.errors import XgptError, wrong
+from xgpt.core.spool import num_queries
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures, markdown
 from xgpt.report.chart import Chart
@@ -13,6 +15,7 @@ from xgpt.report.comparison import comparison_charts, read_runs, write_compariso
 from xgpt.report.image import can_draw, write_image
 from xgpt.report.output import read_output
 from xgpt.report.page import run_charts, write_report
+from xgpt.report.results_file import write_results
 from xgpt.report.sweep_charts import sweep_charts
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import SWEEP_FILE, read_sweep
@@ -38,6 +41,16 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
         len(folders) == 1) else Path(f"{COMPARISON}.md" if form == "md" else COMPARISON)
     return _pictures(_charts(folders), out or default) if form == "png" else _markdown(
         folders, out or default)
+
+
+def write_tables(places: Sequence[Place]) -> list[Path]:
+    """Writes the table of a run's results so far, where its job asks for one; none of several,
+    which are compared."""
+    if len(places) > 1 or (table := places[0].results) is None or (
+            num_queries(places[0].output) is None):
+        return []
+    write_results(places[0].output, table)
+    return [table]
 
 
 def _is_sweep(folder: Path) -> bool:

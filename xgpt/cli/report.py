@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from xgpt.app.place import place_of
-from xgpt.app.report import write_reports
+from xgpt.app.report import write_reports, write_tables
 from xgpt.cli.options import check_writable, job_options, print_json
 from xgpt.cli.terminal import say
 from xgpt.core.errors import wrong
@@ -25,13 +25,13 @@ from xgpt.report.image import can_draw
 def report(where: tuple[Path, ...], form: Any, out: Path | None, overrides: tuple[str, ...],
            as_json: bool) -> None:
     """Report what lies in a run's or a sweep's folder; compare several runs."""
-    folders = [place_of(one, overrides).output for one in where]
+    places = [place_of(one, overrides) for one in where]
     if out is not None and form == "png":
         if out.exists() and not out.is_dir():
             raise wrong("command line", "--out", str(out), "a folder: there is a picture a chart")
     elif out is not None:
         check_writable(out, "--out")
-    paths = write_reports(folders, form, out)
+    paths = write_reports([place.output for place in places], form, out) + write_tables(places)
     if form == "md" and not can_draw():
         say("no pictures: they need matplotlib (pip install -c constraints.txt -e '.[report]')")
     if as_json:

@@ -7,14 +7,18 @@ import json
 import sys
 from pathlib import Path
 
+import fake_run
 import pytest
 
 from xgpt.app.checks import make_folder
+from xgpt.app.place import place_of
+from xgpt.app.report import write_tables
 from xgpt.app.run_folder import make_room
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
+from xgpt.core.spool import Record
 from xrunner.plan import RunPlan
 
 
@@ -73,3 +77,16 @@ def test_of_a_job_that_goes_on_it_stays(tmp_path: Path) -> None:
     job.results.write_text("id\n")
     make_room(job.output, plan_of(job), LogTeller(), job.results)
     assert job.results.is_file()
+
+
+def test_a_report_of_a_folder_writes_the_table_that_its_job_asked_for(tmp_path: Path) -> None:
+    out, table = tmp_path / "out", tmp_path / "answers.csv"
+    out.mkdir()
+    said = {"name": "job", "constraint": {"latency_s": "inf"}, "results": str(table)}
+    (out / "job.json").write_text(json.dumps(said))
+    assert write_tables([place_of(out)]) == []  # nothing was read yet
+    fake_run.write_spool(out, [Record(id=f"q{i}", line=i + 1) for i in range(3)])
+    (out / "results.jsonl").write_text('{"index": 0, "text": "yes"}\n')
+    assert write_tables([place_of(out)]) == [table]
+    assert [line[:7] for line in table.read_text().splitlines()] == ["id,text", "q0,yes,"]
+    assert write_tables([place_of(out)] * 2) == []
