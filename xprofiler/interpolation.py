@@ -80,7 +80,7 @@ class Grid:
         if shape.through_zero and xs[0] > 0 and not shape.is_power:
             self._xs, table = np.append(0.0, self._xs), np.pad(table, ((0, 0), (1, 0)))
         at = np.log(self._xs) if shape.is_power else self._xs  # what is linear between them
-        self._columns, self._rows = _Axis(at), _Axis(self._ys) if len(ys) > 1 else None
+        self._columns, self._rows = _Nodes(at), _Nodes(self._ys) if len(ys) > 1 else None
         self._cells = (_PowerCells if shape.is_power else _LineCells)(table, at, self._ys)
 
     def __call__(self, x: ArrayLike, y: ArrayLike = 0.0) -> FloatArray:
@@ -118,7 +118,7 @@ class Grid:
         return np.asarray(refused)
 
 
-class _Axis:
+class _Nodes:
     """An axis finds where along ascending points a value lies. For many values it looks at the
     leading bits of their floats: a table over these says how many points come before, and a
     comparison settles the rest unless all points lie on such bits' borders."""

@@ -98,8 +98,8 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
         return (not again and profile.spent_s >= (budget_s or 0.0)
                 and _is_whole(profile, wanted))
 
-    session = _Session(budget_s=DEFAULT_BUDGET_S if budget_s is None else budget_s,
-                       why="every size that jobs usually have", again=again)
+    session = _Measurement(budget_s=DEFAULT_BUDGET_S if budget_s is None else budget_s,
+                           why="every size that jobs usually have", again=again)
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -110,7 +110,7 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
         points = quick_points(wanted.model, wanted.needs, wanted.own)
         return not any(lacking(profile, degree, points) for degree in wanted.degrees)
 
-    session = _Session(is_quick=True, why="the sizes that this job has")
+    session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -118,8 +118,8 @@ def refined_profile(wanted: WantedProfile, tell: Teller, most_s: float) -> Profi
     """The cached profile with those of the skeleton's points that it lacks, as many as there is
     time for until `most_s` of measuring went into it in all. Raises StoppedEarly as
     `local_profile`."""
-    session = _Session(skeleton_s=most_s, budget_s=min(most_s, DEFAULT_BUDGET_S),
-                       why="more sizes, as the job is long enough")
+    session = _Measurement(skeleton_s=most_s, budget_s=min(most_s, DEFAULT_BUDGET_S),
+                           why="more sizes, as the job is long enough")
     return _profile(wanted, tell, session, lambda profile: (
         profile.spent_s >= most_s or _is_whole(profile, wanted)))
 
@@ -137,7 +137,7 @@ def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
     return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
 
 
-class _Session(NamedTuple):
+class _Measurement(NamedTuple):
     """What is measured in one go, and why: see xprofiler.measure.worker.MeasureRequest."""
 
     why: str
@@ -153,7 +153,7 @@ class _Session(NamedTuple):
         return f"{how_long}, once: {self.why}"
 
 
-def _profile(wanted: WantedProfile, tell: Teller, session: _Session,
+def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
              is_enough: Callable[[Profile], bool]) -> Profile:
     """The cached profile if it is enough; else the session adds to it."""
     path = cached_profile_path(cache_dir() / "profiles", wanted.metadata)
@@ -285,7 +285,7 @@ def _own_sizes(problem: Problem, usual: Needs) -> Needs:
             min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
 
 
-def _measure(wanted: WantedProfile, target: Path, session: _Session, tell: Teller, *,
+def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: Teller, *,
              is_new: bool) -> None:
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:

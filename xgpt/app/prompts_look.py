@@ -23,7 +23,7 @@ _LIKELY = ("question", "instruction", "query", "text", "input", "content", "sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class PromptColumn:
     """One column of a table, or key of JSON objects. `mean_chars`: of its texts; 0 where it holds
     none. `sample`: its first one."""
 
@@ -47,7 +47,7 @@ class PromptsLook:
     errors: tuple[RequestError, ...]
 
 
-def columns_of(path: Path) -> list[Column]:
+def columns_of(path: Path) -> list[PromptColumn]:
     """The columns of a table, or the keys of a JSON file's objects; none of a file of lines of
     text. Raises InputError for a file that cannot be read."""
     files = RequestFiles(paths=(path,))
@@ -59,13 +59,13 @@ def columns_of(path: Path) -> list[Column]:
     return [_column(name, [row.get(name) for row in rows]) for name in names]
 
 
-def needs_column(path: Path, columns: list[Column]) -> bool:
+def needs_column(path: Path, columns: list[PromptColumn]) -> bool:
     """Whether somebody has to say which column holds the prompts."""
     names = {column.name for column in columns}
     return bool(columns) and not names & {*CONTENTS, "body"}
 
 
-def likeliest(columns: list[Column]) -> Column | None:
+def likeliest(columns: list[PromptColumn]) -> PromptColumn | None:
     """The column that most looks like prompts: by its name, else the one of the longest texts."""
     texts = [column for column in columns if column.mean_chars > 0]
     named = {column.name.lower(): column for column in texts}
@@ -135,11 +135,11 @@ def _or_nothing(read: Callable[[], Any]) -> Any:
         return None
 
 
-def _column(name: str, values: list[Any]) -> Column:
+def _column(name: str, values: list[Any]) -> PromptColumn:
     texts = [value for value in values if isinstance(value, str) and value.strip()]
     numbers = [text for text in texts if _is_number(text)]
     is_text = len(texts) > 2 * len(numbers)
-    return Column(
+    return PromptColumn(
         name=name, mean_chars=sum(map(len, texts)) / len(texts) if texts and is_text else 0.0,
         sample=" ".join(str(next((v for v in values if v not in (None, "")), "")).split()))
 

@@ -22,7 +22,7 @@ _FORM = f"{OVER} takes AXIS=VALUE,VALUE,...; for example policy=rra,waa-c"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class SweepAxis:
     """`name` is what tables and rows call it, `key` the dotted key of the job file."""
 
     name: str
@@ -30,14 +30,14 @@ class Axis:
     title: str
 
 
-POLICY = Axis(name="policy", key="schedule.policy", title="policy")
-BOUND = Axis(name="bound", key="constraint.latency_s", title="latency bound")
-AXES = (Axis(name="model", key="model", title="model"),
-        Axis(name="cluster", key="cluster", title="cluster"),
-        Axis(name="gpus", key="run.ranks", title="GPUs (or ranks)"),
-        Axis(name="task", key="workload.task", title="task"),
-        Axis(name="engine", key="run.engine", title="engine"),
-        Axis(name="profile", key="profile", title="profile"), POLICY, BOUND)
+POLICY = SweepAxis(name="policy", key="schedule.policy", title="policy")
+BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency bound")
+AXES = (SweepAxis(name="model", key="model", title="model"),
+        SweepAxis(name="cluster", key="cluster", title="cluster"),
+        SweepAxis(name="gpus", key="run.ranks", title="GPUs (or ranks)"),
+        SweepAxis(name="task", key="workload.task", title="task"),
+        SweepAxis(name="engine", key="run.engine", title="engine"),
+        SweepAxis(name="profile", key="profile", title="profile"), POLICY, BOUND)
 
 # A value of the one key takes the place of what the base says under the others: lengths are given
 # by a task or by themselves, and a cluster is meant as a whole.
@@ -57,16 +57,17 @@ class AxisValue:
     share: float | None = None
 
 
-Setting = dict[Axis, list[AxisValue]]
+Setting = dict[SweepAxis, list[AxisValue]]
 
 
-def axis_of(name: str) -> Axis | None:
+def axis_of(name: str) -> SweepAxis | None:
     """The axis of a short name or of a dotted key; None for a name that is neither."""
     for axis in AXES:
         if name in (axis.name, axis.key):
             return axis
     first, dot, rest = name.partition(".")
-    return Axis(name=name, key=name, title=name) if dot and rest and first in _SECTIONS else None
+    is_known = dot and rest and first in _SECTIONS
+    return SweepAxis(name=name, key=name, title=name) if is_known else None
 
 
 def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
@@ -84,7 +85,8 @@ def read_setting(field: Field, prefix: str, mistakes: list[Mistake]) -> Setting:
     return setting
 
 
-def read_values(axis: Axis, field: Field, key: str, mistakes: list[Mistake]) -> list[AxisValue]:
+def read_values(axis: SweepAxis, field: Field, key: str,
+                mistakes: list[Mistake]) -> list[AxisValue]:
     """The values of an axis; whether the job file takes them is for its reader to say."""
     fields = field.value if isinstance(field.value, list) else [field]
     if not fields:
@@ -138,7 +140,8 @@ def _policies(field: Field) -> list[Field]:
     return [replace(field, value=name) for name in names]
 
 
-def _read_value(axis: Axis, field: Field, key: str, mistakes: list[Mistake]) -> AxisValue | None:
+def _read_value(axis: SweepAxis, field: Field, key: str,
+                mistakes: list[Mistake]) -> AxisValue | None:
     value = field.value
     if isinstance(value, list):
         _reject(mistakes, field, key, "a value, not a list within the list")

@@ -18,9 +18,9 @@ from xgpt.core.sweep_axes import (
     BOUND,
     POLICY,
     REPLACES,
-    Axis,
     AxisValue,
     Setting,
+    SweepAxis,
     read_setting,
     setting_of_flags,
 )
@@ -67,7 +67,7 @@ class SweepSpec:
     output: Path
     horizon: Horizon
     has_margin: bool
-    axes: tuple[tuple[Axis, tuple[str | int, ...]], ...]
+    axes: tuple[tuple[SweepAxis, tuple[str | int, ...]], ...]
     points: tuple[SweepPoint, ...]
 
 
@@ -182,7 +182,7 @@ def _merged(case: Setting, grid: Setting, given: Setting) -> Setting:
     return {axis: merged[axis] for axis in _ordered(merged) if merged[axis]}
 
 
-def _ordered(axes: Iterable[Axis]) -> list[Axis]:
+def _ordered(axes: Iterable[SweepAxis]) -> list[SweepAxis]:
     return sorted(axes, key=lambda axis: (axis == POLICY) + 2 * (axis == BOUND))
 
 
@@ -193,8 +193,8 @@ def _horizon(given: str | None, own: str, mistakes: list[Mistake]) -> Horizon:
     return cast(Horizon, given or own)
 
 
-def _axes(settings: Sequence[Setting]) -> tuple[tuple[Axis, tuple[str | int, ...]], ...]:
-    values: dict[Axis, dict[str | int, None]] = {}
+def _axes(settings: Sequence[Setting]) -> tuple[tuple[SweepAxis, tuple[str | int, ...]], ...]:
+    values: dict[SweepAxis, dict[str | int, None]] = {}
     for setting in settings:
         for axis, own in setting.items():
             values.setdefault(axis, {}).update((one.shown, None) for one in own)
@@ -214,7 +214,8 @@ def _points(asked: _Asked, mistakes: list[Mistake]) -> list[SweepPoint]:
             for setting in asked.settings for chosen in itertools.product(*setting.values())]
 
 
-def _point(asked: _Asked, chosen: Mapping[Axis, AxisValue], mistakes: list[Mistake]) -> SweepPoint:
+def _point(asked: _Asked, chosen: Mapping[SweepAxis, AxisValue],
+           mistakes: list[Mistake]) -> SweepPoint:
     tree = asked.base
     for axis in chosen:
         for keys in (key.split(".") for key in REPLACES.get(axis.key, ())):

@@ -17,14 +17,14 @@ _NEAR = 0.03  # another policy is as good, within what a profile is off
 _BUSY_OTHERS = 0.05  # share of the cores that other programs took
 
 
-class Step(NamedTuple):
+class Hint(NamedTuple):
     """Why, and the command for it (after `xgpt`, JOB.yaml being the job's file)."""
 
     why: str
     command: str
 
 
-def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> list[Step]:
+def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> list[Hint]:
     """At most a handful, the most telling first."""
     steps = list(_after_misses(output, metrics, check))
     if output.schedule is not None:
@@ -32,54 +32,54 @@ def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) ->
     return steps[:6]
 
 
-def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> Iterator[Step]:
+def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> Iterator[Hint]:
     seconds = [number(metrics, "attribution", key) for key in (
         "predicted_s", "with_lengths_s", "with_times_s", "measured_s")]
     changes = [b / a - 1 if a and b and math.isfinite(a + b) else 0.0
                for a, b in zip(seconds, seconds[1:], strict=False)]
     lengths, times, rest = changes
     if abs(lengths) >= _MATTERS or (check.is_kept is False and lengths > 0):
-        yield Step(f"The answers were not as long as planned ({_signed(lengths)} of the time). "
+        yield Hint(f"The answers were not as long as planned ({_signed(lengths)} of the time). "
                    "Plan with the lengths that this run observed:", _observed(output))
     if abs(times) >= _MATTERS:
-        yield Step(f"Steps took {_signed(times)} of what the profile says. Measure it anew, while "
+        yield Hint(f"Steps took {_signed(times)} of what the profile says. Measure it anew, while "
                    "nothing else runs:", "profile JOB.yaml --again")
     others = number(metrics, "others_cpu_share") or 0.0
     if others >= _BUSY_OTHERS:
-        yield Step(f"Other programs took {percent(others)} of the cores. Run it on a "
+        yield Hint(f"Other programs took {percent(others)} of the cores. Run it on a "
                    "quiet machine:",
                    "submit JOB.yaml --set output=out/again")
     elif rest >= 2 * _MATTERS:
-        yield Step(f"{percent(rest)} of the time is neither lengths nor steps: messages, the host, "
+        yield Hint(f"{percent(rest)} of the time is neither lengths nor steps: messages, the host, "
                    "ranks that wait for one another. See what this machine has:", "doctor")
     if check.is_kept is False:
-        yield Step("The bound was missed. Plan with more margin:",
+        yield Hint("The bound was missed. Plan with more margin:",
                    "submit JOB.yaml --set constraint.confidence=0.99")
     reasons = Counter(query.finish_reason for query in output.queries)
     cut, cap = reasons["length"], number(output.job, "workload", "max_tokens")
     if cap and cut > 0.1 * len(output.queries):
-        yield Step(f"{counted(cut, 'answer')} of {len(output.queries)} were cut at the cap of "
+        yield Hint(f"{counted(cut, 'answer')} of {len(output.queries)} were cut at the cap of "
                    f"{cap:.0f} tokens. Where that matters, raise it:",
                    f"submit JOB.yaml --set workload.max_tokens={2 * cap:.0f}")
 
 
-def _of_the_choice(schedule: Schedule) -> Iterator[Step]:
+def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
     lost = lost_to_bound(schedule)
     if lost is not None and lost >= _MATTERS and schedule.proof.unbounded_qps:
-        yield Step(f"The latency bound costs {percent(lost)} of the throughput "
+        yield Hint(f"The latency bound costs {percent(lost)} of the throughput "
                    f"({plain(schedule.proof.unbounded_qps)} queries/s without it). See what lies "
                    "between:", "sweep JOB.yaml")
     if schedule.margin.cost >= _MATTERS:
-        yield Step(f"The margin costs {percent(schedule.margin.cost)} of the throughput. Where a "
+        yield Hint(f"The margin costs {percent(schedule.margin.cost)} of the throughput. Where a "
                    "bound missed now and then is no harm, plan with less:",
                    "schedule JOB.yaml --set constraint.confidence=0.8")
     for row in schedule.rejected:
         name = row.label.partition(":")[0].removeprefix("policy ")
         if row.label.startswith("policy ") and row.throughput_qps is not None and (
                 row.throughput_qps >= (1 - _NEAR) * schedule.figures.throughput_qps):
-            yield Step(f"{name} is expected to be as good within {percent(_NEAR)}. Measure it:",
+            yield Hint(f"{name} is expected to be as good within {percent(_NEAR)}. Measure it:",
                        f"submit JOB.yaml --set schedule.policy={name} --set output=out/{name}")
-    yield Step("What a little more latency, another device or more memory would bring:",
+    yield Hint("What a little more latency, another device or more memory would bring:",
                "schedule JOB.yaml --price")
 
 

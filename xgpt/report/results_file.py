@@ -26,7 +26,7 @@ from xgpt.report.results_rows import (
     ANSWER,
     COUNTS,
     TIMES,
-    Chunk,
+    Answered,
     carried_names,
     chunks_of,
     names_in_results,
@@ -60,10 +60,10 @@ def write_results(output: Path, path: Path) -> str:
 class _Counted:
     """Chunks, and how many rows went by."""
 
-    def __init__(self, chunks: Iterator[Chunk]) -> None:
+    def __init__(self, chunks: Iterator[Answered]) -> None:
         self._chunks, self.count = chunks, 0
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[Answered]:
         for chunk in self._chunks:
             self.count += len(chunk.answers)
             yield chunk

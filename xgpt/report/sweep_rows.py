@@ -18,7 +18,7 @@ Kind = Literal["text", "whole", "number"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class SweepColumn:
     """`group` says what a column is of: the point, its axes, the answer, its figures, control
     variables and proof, or a real run."""
 
@@ -29,8 +29,8 @@ class Column:
     unit: str = ""
 
 
-def _columns(group: str, *rows: tuple[str, Kind, str, str]) -> tuple[Column, ...]:
-    return tuple(Column(name=name, group=group, kind=kind, title=title, unit=unit)
+def _columns(group: str, *rows: tuple[str, Kind, str, str]) -> tuple[SweepColumn, ...]:
+    return tuple(SweepColumn(name=name, group=group, kind=kind, title=title, unit=unit)
                  for name, kind, title, unit in rows)
 
 
@@ -136,11 +136,11 @@ def read_rows(path: Path) -> dict[str, Row]:
     return rows
 
 
-def columns_with(axes: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+def columns_with(axes: Sequence[Mapping[str, Any]]) -> tuple[SweepColumn, ...]:
     """All columns of a sweep that varies these axes: those of other keys stand behind the usual
     axes."""
     known = {column.name for column in COLUMNS}
-    more = tuple(Column(name=axis["name"], group="axis", kind="text", title=axis["title"])
+    more = tuple(SweepColumn(name=axis["name"], group="axis", kind="text", title=axis["title"])
                  for axis in axes if axis["name"] not in known)
     place = max(index for index, column in enumerate(COLUMNS) if column.group == "axis") + 1
     return (*COLUMNS[:place], *more, *COLUMNS[place:])

@@ -77,11 +77,11 @@ def main(arguments: list[str]) -> int:
     ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     with torch.inference_mode():
-        _Session(request, ranks).run()
+        _Measuring(request, ranks).run()
     return 0
 
 
-class _Session:
+class _Measuring:
     """The ranks' common course through the points."""
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limits, admissible
 from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
-from xscheduler.spaces.remembered import Remembered
+from xscheduler.spaces.remembered import RememberedPolicy
 from xscheduler.spaces.space import Selection
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies import make_config, make_policy
@@ -80,7 +80,7 @@ class _Pinned:
         self.problem, self.timing, self.name = problem, timing, problem.fixed.policy
         self._inner: Any = make_policy(self.name, problem, timing)
         self._given = _given(problem)
-        self._known = Remembered(self._inner.evaluate, self._inner.limits if isinstance(
+        self._known = RememberedPolicy(self._inner.evaluate, self._inner.limits if isinstance(
             self._inner, QuicklyBounded) else None)
         self._grids: dict[Hashable, list[Any]] = {}
 

@@ -14,7 +14,7 @@ _FIGURES = tuple(field.name for field in fields(EstimateArrays))
 _FLAGS = ("fits",)  # those that are not numbers
 
 
-class Remembered:
+class RememberedPolicy:
     """What `evaluate` and `limits` of a closed form answered, by configuration. What is searched
     does not depend on what was asked before: only the time it takes does."""
 

@@ -115,7 +115,7 @@ class RraExaminer:
             results.append(self._result(cut, float(limit[row]), seen[row]))
         return results
 
-    def _result(self, cut: Box, limit: float, seen: _Look) -> NodeResult:
+    def _result(self, cut: Box, limit: float, seen: _Best) -> NodeResult:
         best = None
         if seen.throughput_qps > 0:
             best = Candidate(objective=seen.throughput_qps, root=cut.root, point=seen.point)
@@ -190,7 +190,7 @@ class RraExaminer:
                     points.configs(part.plan, top[rows], part.first), part.least))
         return np.asarray(limit)
 
-    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray, is_line: bool) -> list[_Look]:
+    def _look(self, given: _Boxes, top: IntArray, limit: FloatArray, is_line: bool) -> list[_Best]:
         """[boxes] the best admissible point looked at in each: all of a short line, else some near
         the largest batch; most promising boxes first, none where there is nothing to gain."""
         bests = [_NOTHING] * len(top)
@@ -215,7 +215,7 @@ class RraExaminer:
                 self._best_qps = max(self._best_qps, one.throughput_qps)
         return bests
 
-    def _at(self, left: _Boxes, tried: IntArray) -> list[_Look]:
+    def _at(self, left: _Boxes, tried: IntArray) -> list[_Best]:
         """[boxes] the best of [boxes, points] batches at each box's last N_D."""
         count = tried.shape[1]
         figures = self._points.evaluate(np.repeat(left.plan, count), tried.ravel(),
@@ -225,12 +225,12 @@ class RraExaminer:
         is_bounded = (figures.crowding == 0) & math.isfinite(self._bound_s)
         latency = np.where(is_bounded, figures.latency_s, np.inf).reshape(tried.shape)
         at = np.argmax(score, axis=1)
-        return [_Look(float(score[row, place]), (int(tried[row, place]), int(left.last[row])),
+        return [_Best(float(score[row, place]), (int(tried[row, place]), int(left.last[row])),
                         tuple((latency[row] / min(self._bound_s, 1e300)).tolist()))
                 for row, place in enumerate(at)]
 
     def _cut_to_frontier(self, given: _Boxes, top: IntArray, limit: FloatArray,
-                         seen: Sequence[_Look]) -> None:
+                         seen: Sequence[_Best]) -> None:
         """Ends a line at the best point seen where that is below its top, and the next batch is
         shown to be too slow with all larger ones."""
         rows = np.array([row for row, one in enumerate(seen) if one.throughput_qps > 0
@@ -254,7 +254,7 @@ class RraExaminer:
             self._frontier[int(plan), int(first), int(least), int(most)] = int(end)
 
 
-class _Look(NamedTuple):
+class _Best(NamedTuple):
     """The best admissible point that was looked at in a box (0: none), the latencies seen in
     relation to the bound, and whether these were all points."""
 
@@ -264,7 +264,7 @@ class _Look(NamedTuple):
     is_all: bool = False
 
 
-_NOTHING = _Look(0.0, (0, 0))
+_NOTHING = _Best(0.0, (0, 0))
 
 
 def _root_corners(problem: Problem, batches: tuple[int, int],
@@ -292,7 +292,7 @@ def _near(least: IntArray, most: IntArray) -> IntArray:
     return np.asarray(np.maximum(points, least[:, None]))
 
 
-def _between(tried: IntArray, seen: Sequence[_Look], least: IntArray) -> IntArray:
+def _between(tried: IntArray, seen: Sequence[_Best], least: IntArray) -> IntArray:
     """[boxes, 3] around where latency, linear between the batches tried, meets the bound."""
     guesses = []
     for batches, one, low in zip(tried, seen, least, strict=True):

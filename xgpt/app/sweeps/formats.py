@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.whole_file import write_atomically
-from xgpt.report.sweep_rows import Column, Row, columns_with, number_of
+from xgpt.report.sweep_rows import Row, SweepColumn, columns_with, number_of
 
 FORMATS = ("csv", "parquet")
 
@@ -32,7 +32,7 @@ def write_formats(folder: Path, axes: Sequence[Mapping[str, Any]], rows: Sequenc
     return paths
 
 
-def _write_csv(path: Path, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+def _write_csv(path: Path, columns: Sequence[SweepColumn], rows: Sequence[Row]) -> None:
     """Nothing stands for None; infinity is inf, as most readers take it."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -41,7 +41,7 @@ def _write_csv(path: Path, columns: Sequence[Column], rows: Sequence[Row]) -> No
     write_atomically(path, text.getvalue())
 
 
-def _write_parquet(path: Path, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+def _write_parquet(path: Path, columns: Sequence[SweepColumn], rows: Sequence[Row]) -> None:
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     types = {"text": arrow.string(), "whole": arrow.int64(), "number": arrow.float64()}
     table = arrow.table({column.name: arrow.array(
@@ -51,7 +51,7 @@ def _write_parquet(path: Path, columns: Sequence[Column], rows: Sequence[Row]) -
     temporary.replace(path)
 
 
-def _value(row: Row, column: Column) -> str | float | int | None:
+def _value(row: Row, column: SweepColumn) -> str | float | int | None:
     value = row.get(column.name)
     if column.kind == "text":
         return None if value is None else str(value)

@@ -51,7 +51,7 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
         check_runs(spec, tell)
     folder, began = SweepFolder(spec), time.monotonic()
     with output_lock(folder.path), _asked_to_stop():
-        progress, once = _Progress(spec, tell), _Once(tell)
+        progress, once = _SweepProgress(spec, tell), _Once(tell)
         keys = [key_of(point, spec) for point in spec.points]
         fingerprints = _fingerprints(spec, keys, once)
         known, outdated = folder.take_up(fingerprints)
@@ -145,7 +145,7 @@ class _Once:
         self._tell.end_progress()
 
 
-class _Progress:
+class _SweepProgress:
     """How far the sweep is, in one line."""
 
     def __init__(self, spec: SweepSpec, tell: Teller) -> None:

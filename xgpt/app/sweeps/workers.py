@@ -21,7 +21,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(slots=True)
-class _Worker:
+class _SweepWorker:
     process: BaseProcess
     pipe: "Connection[Any, Any]"
     unit: Unit | None = None
@@ -31,7 +31,7 @@ def planned_by_processes(units: Sequence[Unit], count: int) -> Iterator[Row]:
     """Rows of all units as they are planned, by so many processes. Raises XgptError where one of
     them died."""
     context, todo = multiprocessing.get_context("spawn"), list(reversed(units))
-    workers: list[_Worker] = []
+    workers: list[_SweepWorker] = []
     try:
         with _one_thread_each():
             for _ in range(min(count, len(units))):
@@ -39,7 +39,7 @@ def planned_by_processes(units: Sequence[Unit], count: int) -> Iterator[Row]:
                 process = context.Process(target=_work, args=(theirs,), daemon=True)
                 process.start()
                 theirs.close()
-                workers.append(_Worker(process, ours))
+                workers.append(_SweepWorker(process, ours))
         for worker in workers:
             _hand_out(worker, todo)
         while busy := {worker.pipe: worker for worker in workers if worker.unit is not None}:
@@ -57,13 +57,13 @@ def planned_by_processes(units: Sequence[Unit], count: int) -> Iterator[Row]:
             worker.process.join()
 
 
-def _hand_out(worker: _Worker, todo: list[Unit]) -> None:
+def _hand_out(worker: _SweepWorker, todo: list[Unit]) -> None:
     worker.unit = todo.pop() if todo else None
     if worker.unit is not None:
         worker.pipe.send(worker.unit)
 
 
-def _received(worker: _Worker) -> Row | None:
+def _received(worker: _SweepWorker) -> Row | None:
     """A row, or None for the end of its unit."""
     try:
         row: Row | XgptError | None = worker.pipe.recv()
