@@ -26,7 +26,7 @@ from xgpt.report.results_rows import (
     ANSWER,
     COUNTS,
     TIMES,
-    Answered,
+    AnswerRows,
     carried_names,
     chunks_of,
     names_in_results,
@@ -60,10 +60,10 @@ def write_results(output: Path, path: Path) -> str:
 class _Counted:
     """Chunks, and how many rows went by."""
 
-    def __init__(self, chunks: Iterator[Answered]) -> None:
+    def __init__(self, chunks: Iterator[AnswerRows]) -> None:
         self._chunks, self.count = chunks, 0
 
-    def __iter__(self) -> Iterator[Answered]:
+    def __iter__(self) -> Iterator[AnswerRows]:
         for chunk in self._chunks:
             self.count += len(chunk.answers)
             yield chunk

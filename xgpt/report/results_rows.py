@@ -22,7 +22,7 @@ ANSWER = ("text", "finish_reason", *COUNTS, "error", *TIMES)
 _ROWS_AT_A_TIME = 1024
 
 
-class Answered(NamedTuple):
+class AnswerRows(NamedTuple):
     """Some rows. `carried`: of each column of the input, a list or an Arrow array as long."""
 
     answers: Sequence[Mapping[str, Any]]
@@ -50,17 +50,17 @@ def carried_names(columns: Columns) -> list[str]:
     return list(names)
 
 
-def chunks_of(output: Path, columns: Columns) -> Iterator[Answered]:
+def chunks_of(output: Path, columns: Columns) -> Iterator[AnswerRows]:
     """Yields all rows up to the first that a stopped run has no answer to."""
     rows = _rows(output)
     for carried, count in _carried(columns):
         answers = list(islice(rows, count))
-        yield Answered(answers, {name: column[:len(answers)] for name, column in carried.items()})
+        yield AnswerRows(answers, {name: column[:len(answers)] for name, column in carried.items()})
         if len(answers) < count:
             return
     while answers := list(islice(rows, _ROWS_AT_A_TIME)):
         assert not columns.segments, f"{output}: more answers than rows of the input"
-        yield Answered(answers, {})
+        yield AnswerRows(answers, {})
 
 
 def _carried(columns: Columns) -> Iterator[tuple[Mapping[str, Any], int]]:
