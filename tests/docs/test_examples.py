@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_tutorial_has_files_and_commands() -> None:
-    assert {"job.yaml", "bounded.yaml", "reviews.yaml", "elsewhere.yaml", "slurm.yaml"} <= {*FILES}
+    assert {"small.yaml", "bounded.yaml", "elsewhere.yaml", "slurm.yaml"} <= {*FILES}
     assert len(PLANNED) == 3
 
 
@@ -52,6 +52,13 @@ def test_a_planning_command_of_the_tutorial_runs(folder: Path, command: str) -> 
         shown = [line.split() for line in table.splitlines()]
         printed = [line.split() for line in done.stdout.splitlines() if line.strip()]
         assert printed[-len(shown):] == shown
+
+
+def test_the_tutorial_s_first_job_is_written(folder: Path) -> None:
+    (command,) = [each for each in COMMANDS if each.startswith("xgpt init")]
+    done = xgpt(*shlex.split(command)[1:])
+    assert done.returncode == 0, done.stderr
+    assert load_job(folder / "job.yaml").output == folder / "out" / "reviews"
 
 
 def options_of(words: list[str]) -> tuple[set[str], list[str]]:
