@@ -6,8 +6,9 @@ reach on this machine, and its KV entries at the bandwidth of memory.
 RUN_FOLDER is what `xgpt submit` has left. Every step of steps.jsonl is charged the products of all
 layers for its rows and of the head for its queries; every decode step the keys and values of its
 queries, read once. A product's time is the best of several ways (WAYS), the layers' weights taken
-in turn as in a step, a head's whole or in the runner's pieces. Left out: the scores of encoding (a
-few per cent), norms, activations, and all else that a fused kernel could hide.
+in turn as in a step, a head's whole or in the runner's pieces; of a run with weights of int8 the
+products of 8-bit codes are one more way. Left out: the scores of encoding (a few per cent), norms,
+activations, making codes and scaling their sums back, and all else that a fused kernel could hide.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.source import read_spec
 from xrunner.ops.head import PIECE_TOKENS
+from xrunner.ops.int8 import Int8Weight, quantise
 from xrunner.ops.mkl import MklWeight, is_mkl_served
 
 # Between these, times are interpolated: a linear layer costs a part for its weights, a part a row.
@@ -38,10 +40,23 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256
 # exact, and quicker where a processor's bfloat16 products are slow; MKL's with packed weights of
 # float32 (where MKL does not serve, oneDNN's again)
 WAYS = ("plain", "packed", "packed as float32", "packed as float32 for MKL")
+INT8_WAY = "packed as int8"  # codes by codes to sums, of a run whose weights are that
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 2, 6, 0.4  # of which the best counts
 _FEW_LAYERS, _MANY_ROWS = 6, 128  # from so many rows on, so many layers stand for all
 _READ_BYTES = 2**30  # past every cache
 Shape = tuple[int, int]  # of a weight: [out, in]
+
+
+class Numbers(NamedTuple):
+    """What a run reckons in."""
+
+    dtype: torch.dtype
+    is_int8: bool = False  # its weights
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How its products can be made."""
+        return (*WAYS, INT8_WAY) if self.is_int8 else WAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +102,11 @@ def main() -> None:
     print("\n".join([*words(machine.floor(arguments.folder)), *rates(machine)]))
 
 
-def model_of(folder: Path) -> tuple[ModelSpec, torch.dtype]:
-    """The model that the run in `folder` was of, and its dtype."""
+def model_of(folder: Path) -> tuple[ModelSpec, Numbers]:
+    """The model that the run in `folder` was of, and what it reckoned in."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    return read_spec(Path(run["model_dir"]), run["model_name"]), getattr(torch, run["dtype"])
+    return read_spec(Path(run["model_dir"]), run["model_name"]), Numbers(
+        getattr(torch, run["dtype"]), is_int8=run.get("weight_dtype") == "int8")
 
 
 def parts_of(spec: ModelSpec) -> dict[str, Part]:
@@ -111,10 +127,10 @@ def parts_of(spec: ModelSpec) -> dict[str, Part]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What this machine reaches on a model's products and in reading. `ways`: seconds of each
-    part's products, [ways, rows] of WAYS and ROWS."""
+    part's products, [ways, rows] of the numbers' ways and ROWS."""
 
     spec: ModelSpec
-    dtype: torch.dtype
+    numbers: Numbers
     ways: dict[str, FloatArray]
     bandwidth_bytes_per_s: float
 
@@ -138,7 +154,7 @@ class Machine:
         return np.asarray(within * np.maximum(at / ROWS[-1], 1.0))
 
     def flops_per_s(self, name: str) -> FloatArray:
-        """[ways, rows] of WAYS and ROWS."""
+        """[ways, rows] as `ways`."""
         return self.parts[name].flops_per_row * np.array(ROWS) / self.ways[name]
 
     def floor(self, folder: Path) -> Floor:
@@ -159,7 +175,7 @@ class Machine:
             where = "head" if name == "head" else "decode" if kind == "decode" else "encode"
             seconds[where] += float(self.part_s(name, [rows])[0])
         read = kv_tokens(self.spec, pairs) * self.spec.num_layers * (
-            self.spec.kv_elements_per_token_layer * self.dtype.itemsize)
+            self.spec.kv_elements_per_token_layer * self.numbers.dtype.itemsize)
         return Floor(
             encode_s=seconds["encode"], decode_s=seconds["decode"], head_s=seconds["head"],
             kv_s=read / self.bandwidth_bytes_per_s, kv_bytes=read,
@@ -167,12 +183,12 @@ class Machine:
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
 
 
-def measure(spec: ModelSpec, dtype: torch.dtype, threads: int) -> Machine:
+def measure(spec: ModelSpec, numbers: Numbers, threads: int) -> Machine:
     """This machine with so many threads, now."""
     torch.set_num_threads(threads)
     with torch.inference_mode():
-        return Machine(spec=spec, dtype=dtype, bandwidth_bytes_per_s=read_bytes_per_s(),
-                       ways={name: part_seconds(part, dtype)
+        return Machine(spec=spec, numbers=numbers, bandwidth_bytes_per_s=read_bytes_per_s(),
+                       ways={name: part_seconds(part, numbers)
                              for name, part in parts_of(spec).items()})
 
 
@@ -199,17 +215,19 @@ def kv_tokens(spec: ModelSpec, pairs: Iterable[tuple[int, int]]) -> int:
     return sum((m - 1) * n + (m - 1) * m // 2 for n, m in pairs)
 
 
-def part_seconds(part: Part, dtype: torch.dtype) -> FloatArray:
-    """Seconds of all products of the part, [ways, rows] of WAYS and ROWS."""
-    layers = [[torch.randn(shape).to(dtype) for shape in part.shapes] for _ in range(part.count)]
+def part_seconds(part: Part, numbers: Numbers, rows: Sequence[int] = ROWS) -> FloatArray:
+    """Seconds of all products of the part, [ways, rows] of the numbers' ways."""
+    layers = [[torch.randn(shape).to(numbers.dtype) for shape in part.shapes]
+              for _ in range(part.count)]
     pieces = [[piece for weight in layer for piece in torch.split(weight, PIECE_TOKENS)]
               for layer in layers]  # whose weights are split, a head's, has them in pieces, too
     cuts = (layers,) if len(pieces[0]) == len(layers[0]) else (layers, pieces)
-    return np.array([np.min([_products_s(cut, rows) for cut in cuts], axis=0) for rows in ROWS]).T
+    return np.array([np.min([_products_s(cut, count, is_int8=numbers.is_int8) for cut in cuts],
+                            axis=0) for count in rows]).T
 
 
-def _products_s(layers: Sequence[Sequence[Tensor]], rows: int) -> list[float]:
-    """In the order of WAYS."""
+def _products_s(layers: Sequence[Sequence[Tensor]], rows: int, *, is_int8: bool) -> list[float]:
+    """In the order of `Numbers.ways`."""
     used = layers[:_FEW_LAYERS] if rows >= _MANY_ROWS else layers
     weights, dtype = [weight for layer in used for weight in layer], layers[0][0].dtype
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(dtype) for w in layers[0]}
@@ -218,7 +236,8 @@ def _products_s(layers: Sequence[Sequence[Tensor]], rows: int) -> list[float]:
     wide, wide_inputs = [w.float() for w in weights], {n: x.float() for n, x in inputs.items()}
     widened_s = packed_s if dtype is torch.float32 else _packed_s(wide, wide_inputs)
     mkl_s = _mkl_s(wide, wide_inputs) if is_mkl_served() else widened_s
-    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s, mkl_s)]
+    int8_s = [_int8_s(wide, wide_inputs)] if is_int8 else []
+    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s, mkl_s, *int8_s)]
 
 
 def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
@@ -233,6 +252,15 @@ def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
 def _mkl_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
     packed = [(inputs[w.shape[1]], MklWeight(w)) for w in weights]
     return best_s(lambda: [weight(x) for x, weight in packed])
+
+
+def _int8_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
+    """Codes [rows, in] by codes to sums [rows, out] of float32, by the very call of a run."""
+    codes = {columns: quantise(x)[0] for columns, x in inputs.items()}
+    held = [(codes[w.shape[1]], *Int8Weight(w).tensors) for w in weights]
+    return best_s(lambda: [torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        for x, packed, scales, zeros in held])
 
 
 def read_bytes_per_s() -> float:
@@ -266,7 +294,8 @@ def rates(machine: Machine) -> list[str]:
     lines = [f"| GFLOP/s at rows: | {' | '.join(str(ROWS[i]) for i in shown)} |",
              f"|---|{'---|' * len(shown)}"]
     for name in machine.parts:
-        for way, reached in zip(WAYS, machine.flops_per_s(name) / 1e9, strict=True):
+        for way, reached in zip(machine.numbers.ways, machine.flops_per_s(name) / 1e9,
+                                strict=True):
             lines.append(f"| {name}, {way} | {' | '.join(f'{reached[i]:.0f}' for i in shown)} |")
     return lines
 

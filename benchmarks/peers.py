@@ -97,7 +97,7 @@ def compare(setting: Setting, config: dict[str, Any], rounds: int) -> str:
     """All contenders of one model in turns; a section of the page."""
     contenders = [*xgpt_contenders(setting, config, rounds),
                   *peer_contenders(setting, config, rounds)]
-    machines: dict[torch.dtype, floor.Machine] = {}
+    machines: dict[floor.Numbers, floor.Machine] = {}
     failed: list[str] = []
     for number in range(rounds + 1):
         for contender in [c for c in contenders if number in c.rounds]:
@@ -122,17 +122,17 @@ def compare(setting: Setting, config: dict[str, Any], rounds: int) -> str:
         *account.words(best.output, *account.account_of(best.output))])
 
 
-def measure_machine(machines: dict[torch.dtype, floor.Machine], contenders: Sequence[Contender],
+def measure_machine(machines: dict[floor.Numbers, floor.Machine], contenders: Sequence[Contender],
                     setting: Setting) -> None:
-    """In every round, for each dtype that xgpt ran in: the best rates of all rounds count."""
+    """In every round, for all numbers that xgpt ran in: the best rates of all rounds count."""
     specs = dict(reversed(floor.model_of(c.output)) for c in contenders if c.is_xgpt)
-    for dtype, spec in specs.items():
+    for numbers, spec in specs.items():
         setting.quiet.wait()
-        now = floor.measure(spec, dtype, setting.threads)
-        machines[dtype] = now.better(machines[dtype]) if dtype in machines else now
+        now = floor.measure(spec, numbers, setting.threads)
+        machines[numbers] = now.better(machines[numbers]) if numbers in machines else now
 
 
-def table(contenders: Sequence[Contender], machines: dict[torch.dtype, floor.Machine],
+def table(contenders: Sequence[Contender], machines: dict[floor.Numbers, floor.Machine],
           best: float) -> list[str]:
     """`best`: tokens a second of the best of xgpt."""
     lines = ["| | output tokens/s | xgpt's best is | run (s) | whole command (s) | "

@@ -8,17 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from floor import ROWS, WAYS, Machine, kv_tokens, parts_of, whole_steps
+from floor import (
+    INT8_WAY,
+    ROWS,
+    WAYS,
+    Machine,
+    Numbers,
+    Part,
+    kv_tokens,
+    model_of,
+    part_seconds,
+    parts_of,
+    rates,
+    whole_steps,
+)
 
 from xgpt.core import catalog
 
+BFLOAT16 = Numbers(torch.bfloat16)
 
-def machine_of(name: str, dtype: torch.dtype, flops_per_s: float) -> Machine:
-    """One that multiplies at the same rate whatever the rows, and reads a gigabyte a second."""
-    spec, slower = catalog.model(name), np.arange(1, len(WAYS) + 1)[:, None]
+
+def machine_of(name: str, numbers: Numbers, flops_per_s: float) -> Machine:
+    """One that multiplies at the same rate whatever the rows, each way a whole time slower than the
+    one before, 8-bit codes twice as quickly as the first; it reads a gigabyte a second."""
+    spec, slower = catalog.model(name), np.arange(1.0, len(numbers.ways) + 1)[:, None]
+    slower[len(WAYS):] = 0.5
     ways = {name: slower * part.flops_per_row * np.array(ROWS) / flops_per_s
             for name, part in parts_of(spec).items()}
-    return Machine(spec=spec, dtype=dtype, ways=ways, bandwidth_bytes_per_s=1e9)
+    return Machine(spec=spec, numbers=numbers, ways=ways, bandwidth_bytes_per_s=1e9)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "opt-13b"])
@@ -57,6 +74,33 @@ def test_a_step_counts_once_however_many_stages_took_it() -> None:
     assert whole_steps(records) == [("encode", 2, 9), ("decode", 2, 2)]
 
 
+def test_a_run_with_weights_of_int8_has_their_products_as_one_of_the_ways(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+              "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+              "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for weight_dtype, is_int8 in (("int8", True), ("float32", False), ("bfloat16", False)):
+        (tmp_path / "run.json").write_text(json.dumps({
+            "model_dir": str(tmp_path), "model_name": "toy", "dtype": "bfloat16",
+            "weight_dtype": weight_dtype}))
+        assert model_of(tmp_path)[1] == Numbers(torch.bfloat16, is_int8=is_int8)
+    numbers = Numbers(torch.bfloat16, is_int8=True)
+    machine = machine_of("smollm2-135m", numbers, 1e9)
+    rows = [1, 50, 5000]
+    assert machine.part_s("layer", rows) == pytest.approx(
+        machine_of("smollm2-135m", BFLOAT16, 2e9).part_s("layer", rows))
+    table = rates(machine)
+    assert sum(INT8_WAY in line for line in table) == 2, "layers and head"
+    assert not any(INT8_WAY in line for line in rates(machine_of("smollm2-135m", BFLOAT16, 1e9)))
+
+
+def test_products_are_timed_in_every_way_and_all_layers_count() -> None:
+    part, numbers = Part(shapes=((48, 32), (32, 48)), count=7), Numbers(torch.float32, is_int8=True)
+    seconds = part_seconds(part, numbers, rows=(3, 200))
+    assert seconds.shape == (len(numbers.ways), 2) and (seconds > 0).all()
+    assert part_seconds(part, Numbers(torch.float32), rows=(3,)).shape == (len(WAYS), 1)
+
+
 def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_the_bandwidth(
         tmp_path: Path) -> None:
     steps = [("encode", 2, 9000), ("mixed", 3, 40), ("decode", 3, 3)]
@@ -65,7 +109,7 @@ def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_t
         for kind, queries, rows in steps))
     (tmp_path / "results.jsonl").write_text(
         json.dumps({"input_tokens": 10, "output_tokens": 3}) + "\n")
-    machine = machine_of("smollm2-135m", torch.bfloat16, 1e9)
+    machine = machine_of("smollm2-135m", BFLOAT16, 1e9)
     floor = machine.floor(tmp_path)
     layer, head = machine.parts["layer"].flops_per_row, machine.parts["head"].flops_per_row
     assert floor.flops == 9043 * layer + 8 * head
@@ -73,5 +117,5 @@ def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_t
     assert floor.decode_s == pytest.approx(3 * layer / 1e9)
     assert floor.kv_bytes == (11 + 12) * 30 * 2 * 3 * 64 * 2
     assert floor.total_s == pytest.approx(floor.products_s + floor.kv_bytes / 1e9)
-    assert machine.better(machine_of("smollm2-135m", torch.bfloat16, 2e9)).floor(
+    assert machine.better(machine_of("smollm2-135m", BFLOAT16, 2e9)).floor(
         tmp_path).products_s == pytest.approx(floor.products_s / 2)
