@@ -172,4 +172,5 @@ def test_the_options_are_frozen() -> None:
         "init": {"--prompts", "--column", "--model", "--max-tokens", "--latency", "--force",
                  "--yes", "--json"},
         "doctor": {"--gpu", "--json"},
+        "export": shared | {"--to", "--image", "--claim", "--out"},
     }
