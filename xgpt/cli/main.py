@@ -10,7 +10,14 @@ import click
 
 from xgpt.cli.options import print_json
 from xgpt.cli.terminal import say
-from xgpt.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE, InputError, XgptError
+from xgpt.core.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_RESUMABLE,
+    InputError,
+    XgptError,
+    nearest,
+)
 from xgpt.core.plugins import load_row
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
@@ -41,7 +48,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # a shell asks what could follow
+                return None
+            raise click.UsageError(f"no command {cmd_name!r}: {nearest(cmd_name, list(COMMANDS))}",
+                                   ctx)
         command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 

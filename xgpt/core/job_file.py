@@ -49,8 +49,8 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> F
         tree = apply_override(tree, text, mistakes)
     if not isinstance(tree.value, dict):
         what = "the file is empty" if tree.value is None else "not a mapping of keys to values"
-        raise wrong(path, "job file", None, f"{what}; required keys: model, cluster, workload",
-                    tree.line)
+        raise wrong(path, "job file", None, f"{what}; required keys: model, cluster, workload. "
+                    "For a file of prompts `xgpt init --prompts FILE` writes a job file", tree.line)
     if keys := [key for key in SWEEP_KEYS if key in tree.value]:
         raise wrong(path, keys[0], None, "a key of a sweep file, not of a job file: `xgpt sweep` "
                     "takes it", tree.value[keys[0]].line)

@@ -60,6 +60,8 @@ def read_tree(path: Path, mistakes: list[Mistake]) -> Field:
         why = f"not UTF-8 text: {cause}"
     except (OSError, ValueError) as cause:  # ValueError: a null byte in the name
         why = f"cannot be read: {getattr(cause, 'strerror', None) or cause}"
+        if isinstance(cause, FileNotFoundError):
+            why += "; `xgpt init` writes a job file"
     raise wrong(path, "job file", None, why)
 
 

@@ -108,7 +108,11 @@ def test_unknown_files_options_and_overrides_are_exit_code_2(job: Path, tmp_path
     assert xgpt("schedule", tmp_path / "none.yaml").returncode == 2
     assert xgpt("schedule", job, "--fast").returncode == 2
     assert xgpt("schedule", job, "--set", "constraint.latenzy_s=3").returncode == 2
-    assert xgpt("schedul", job).returncode == 2
+    misspelt = xgpt("schedul", job)
+    assert misspelt.returncode == 2 and "did you mean 'schedule'?" in misspelt.stderr
+    assert "xgpt init" in xgpt("schedule", tmp_path / "none.yaml").stderr
+    (tmp_path / "prompts.csv").write_text("id,prompt\n1,Why?\n")
+    assert "xgpt init --prompts" in xgpt("schedule", tmp_path / "prompts.csv").stderr
     wrong = xgpt("simulate", job, "--set", "schedule.encode_batch=4")
     assert wrong.returncode == 2 and "schedule.decode_iterations" in wrong.stderr
     wrong = xgpt("simulate", job, "--timeline", tmp_path)
