@@ -20,7 +20,7 @@ from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import Request
+from xgpt.core.workload import Request, RequestError
 from xgpt.launch.launcher import Ahead
 from xgpt.report.table import WIDTH
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
@@ -69,15 +69,23 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
         requests = take_in(files, model, spool, stdin)
         if not requests:
-            bad = requests.bad_lines
-            raise wrong(job.source, "workload.requests", str(files), "holds no usable request" + (
-                f"; {files.place(bad[0].file, bad[0].line)}: {bad[0].error}" if bad else ""))
+            raise wrong(job.source, "workload.requests", str(files),
+                        "holds no usable request" + _first(files, requests.bad_lines))
     found = model.files()
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)
     problem = resolve(job, model=found.spec if found else None, requests=requests)
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
                      tell=tell)
+
+
+def _first(files: RequestFiles, bad: Sequence[RequestError]) -> str:
+    """What is wrong with the first of them, and what may be meant."""
+    if not bad:
+        return ": it is empty"
+    is_text = bad[0].error.startswith("not JSON")
+    return f"; {files.place(bad[0].file, bad[0].line)}: {bad[0].error}" + (
+        ". If a line is a prompt, say `requests: {file: ..., format: text}`" if is_text else "")
 
 
 def _place(files: RequestFiles | None, request: Request) -> str:

@@ -96,6 +96,14 @@ def test_a_folder_that_cannot_keep_it_is_named(
         standard_input(replace(job, output=tmp_path / "file"), Told(), is_kept=True)
 
 
+def test_files_without_a_request_say_what_may_be_meant(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for content, said in (("What is it?\n", "line 1: not JSON.*format: text"), ("\n", "is empty")):
+        path.write_text(content)
+        with pytest.raises(InputError, match=said):
+            open_job(load_job(job.source, ["workload.requests=prompts.jsonl"]), Told(), "lengths")
+
+
 def test_what_is_no_json_names_the_format_key(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     comes(monkeypatch, b"What is it?\n")
     with pytest.raises(InputError, match="standard input.*format: text"):
