@@ -22,6 +22,8 @@ from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import Estimate, Figures, Proof, Rejected, Schedule  # noqa: E402
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
+from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
+from xgpt.report.lanes import KINDS  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
@@ -120,6 +122,18 @@ METRICS = of_keys({
     "agreement": or_none({"type": "object"}), "rescheduling": array({"type": "object"}),
     "attribution": or_none(of_fields(Attribution, sentence=text("the same in words")))},
     words="metrics.json: what a run measured, beside what was predicted.")
+BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,
+                                        {"type": "integer"}], "minItems": 4, "maxItems": 4,
+       "description": "kind, start and end in seconds since the job began, micro-batch"}
+EXPECTED = of_keys({
+    "version": {"const": EXPECTED_VERSION},
+    "stages": array(of_keys({"label": text("its name"), "pool": text("its pool"),
+                             "steps": array(BOX)})),
+    "done": array({"type": "array", "prefixItems": [NUMBER, NUMBER], "minItems": 2, "maxItems": 2,
+                   "description": "second, queries done until then"}),
+    "latency_s": array(number("quantiles of all queries, from 0 to 1")),
+    "ttft_s": array(number("the same of times to first token"))},
+    words="expected.json: what a replay of the job expected of its run.")
 PROGRESS = of_type(Progress)
 STATUS = of_keys({
     "output": text("folder"), **PROGRESS["properties"], "is_alive": or_none({"type": "boolean"}),
@@ -214,6 +228,7 @@ def schemas(folder: Path) -> dict[str, Json]:
             "schedule-json": schedule_json(), "profile": profile_schema(),
             "results-line": {"anyOf": [RESULT, OPENAI_RESULT]}, "errors-line": REQUEST_ERROR,
             "steps-line": steps, "metrics": METRICS, "measured": MEASURED, "progress": PROGRESS,
+            "expected": EXPECTED,
             "status-json": STATUS, "failure-json": FAILURE}
 
 

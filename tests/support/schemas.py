@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schema"
 OF_FILE = {"schedule.json": "schedule", "profile.json": "profile", "metrics.json": "metrics",
            "measured.json": "measured", "progress.json": "progress",
+           "expected.json": "expected",
            "results.jsonl": "results-line", "held.jsonl": "results-line",
            "errors.jsonl": "errors-line", "steps.jsonl": "steps-line"}
 

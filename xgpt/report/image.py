@@ -26,6 +26,7 @@ COLOURS = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "
 _MARKERS = ("o", "s", "D", "^", "P", "X", "*")
 _PIXELS = 100  # an inch
 _NARROW, _WIDE = 620, 1060  # pixels
+_FEW = 8  # boxes have their texts beside them where they are too narrow
 # Any: matplotlib types its keys as a Literal of all names, which differs between releases.
 _STYLE: Any = {
     "svg.hashsalt": "xgpt",  # equal figures give equal bytes
@@ -79,7 +80,8 @@ def _bytes(figure: Figure, kind: str) -> bytes:
 
 
 def _draw(chart: Chart, axes: Axes) -> None:
-    axes.set_title(chart.title)
+    has_boxes = any(series.kind == "boxes" for series in chart.series)
+    axes.set_title(chart.title, pad=24 if has_boxes else 6)
     stacked: dict[Any, float] = {}
     bars = [series for series in chart.series if series.kind == "bars"]
     for place, series in enumerate(chart.series):
@@ -91,7 +93,6 @@ def _draw(chart: Chart, axes: Axes) -> None:
             _line(axes, chart, series, place)
     for letter, axis in (("x", chart.x), ("y", chart.y)):
         _scale(axes, letter, axis)
-    has_boxes = any(series.kind == "boxes" for series in chart.series)
     if has_boxes:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
@@ -104,7 +105,8 @@ def _draw(chart: Chart, axes: Axes) -> None:
     if chart.view is not None:
         axes.set_xlim(*chart.view)
     if len(chart.series) > 1 and has_boxes:  # above the boxes, where none can be
-        axes.legend(fontsize=8.5, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
+        axes.legend(fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
+                    borderaxespad=0.2)
     elif len(chart.series) > 1:
         axes.legend(fontsize=8.5)
 
@@ -152,11 +154,16 @@ def _boxes(axes: Axes, chart: Chart, series: Series) -> None:
         return
     rows = [(names.index(str(lane)), start, float(length or 0), text) for lane, start, length, text
             in zip(series.y, series.base, series.x, series.inside, strict=True)]
-    low, high = chart.view or (min(row[1] for row in rows), max(row[1] + row[2] for row in rows))
+    ends = [(start, start + float(length or 0)) for other in chart.series
+            for start, length in zip(other.base, other.x, strict=False)]
+    low, high = chart.view or (min(a for a, _ in ends), max(b for _, b in ends))
+    digit = 7.5 / (_WIDE if chart.is_wide else _NARROW) * (high - low)
     for lane_at, start, length_s, text in rows:
-        if length_s > 0.009 * (len(text) + 0.6) * (high - low):  # a digit's share of the width
+        if length_s > digit * (len(text) + 0.6):
             axes.text(start + length_s / 2, lane_at, text, ha="center", va="center", fontsize=7.5,
                       color=COLOURS["surface"], clip_on=True)
+        elif len(rows) <= _FEW:
+            axes.text(start, lane_at, f"{text} ", ha="right", va="center", fontsize=7.5)
 
 
 def _mark(axes: Axes, mark: Mark) -> None:

@@ -121,7 +121,8 @@ def causes(metrics: Mapping[str, Any]) -> Chart | None:
         label=labels[colour], kind="boxes", colour=colour, y=[name for name, _, _ in rows],
         x=[abs(after - before) for _, before, after in rows],
         base=[min(before, after) for _, before, after in rows],
-        inside=[format_seconds(after) if not before else f"{after - before:+.3g} s"
+        inside=[format_seconds(after) if not before else
+                f"{'+' if after > before else '-'}{format_seconds(abs(after - before))}"
                 for _, before, after in rows],
         notes=[f"{percent((after - before) / predicted, 1)} of the predicted time"
                for _, before, after in rows]) for colour, rows in by_colour.items()]
