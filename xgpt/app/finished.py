@@ -4,6 +4,7 @@ a job decides, not how it came about: the machine, the hosts, or Slurm."""
 import hashlib
 import json
 import os
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -44,8 +45,9 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     earlier run left is moved aside first. Tells what was found. Raises XgptError where a run is at
     work in the folder."""
     if is_again:
-        if (aside := set_aside(job.output)) is not None:
+        if (aside := set_aside(job.output, job.results)) is not None:
             tell.say(f"what the earlier run left is kept in {shown(aside)}")
+            tell.say("(a run that is stopped goes on without `--again`, which begins anew)")
         return None
     metrics = _whole_metrics(job.output)
     asked = None if metrics is None else _asked_then(job.output)
@@ -69,17 +71,20 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     return {**metrics, **kept(job), "status": DONE}
 
 
-def set_aside(output: Path) -> Path | None:
-    """Moves what a run left into a folder of its own inside `output`, named by the time at which it
-    ended; the folder, or None where nothing was there. Raises XgptError where a run is at work."""
+def set_aside(output: Path, results: Path | None = None) -> Path | None:
+    """Moves what a run left, its table of `results` elsewhere too, into a folder of its own inside
+    `output`, named by the time at which it ended; the folder, or None where nothing was there.
+    Raises XgptError where a run is at work."""
     if not any((output / name).exists() for name in OF_A_RUN):
         return None
     with output_lock(output):
         left = [output / name for name in OF_A_RUN if (output / name).exists()]
+        if results is not None and results.parent != output and results.is_file():
+            left.append(results)
         latest = max(path.stat().st_mtime for path in left)
         target = _free_folder(output, datetime.fromtimestamp(latest))
         for path in left:
-            path.rename(target / path.name)
+            shutil.move(path, target / path.name)  # elsewhere may be another file system
     return target
 
 

@@ -136,6 +136,14 @@ def test_no_folder_is_written_over(job: Path) -> None:
         "first\n", "second\n", "third\n"]
 
 
+def test_a_table_of_results_elsewhere_is_kept_too(job: Path) -> None:
+    table = job.parent / "own.csv"
+    table.write_text("id,text\n")
+    assert "Ran" in xgpt("submit", job, "--again", "--results", table).stderr
+    (aside,) = (job.parent / "out").glob("earlier-*")
+    assert not table.exists() and (aside / "own.csv").read_text() == "id,text\n"
+
+
 def test_what_a_run_is_writing_stays_where_it_is(job: Path) -> None:
     out = job.parent / "out"
     with output_lock(out), pytest.raises(XgptError, match="another run is writing there"):
