@@ -51,11 +51,13 @@ def screen(now: Glance, paces: list[float]) -> Any:
 
     colour = _COLOURS.get(now.state, "cyan")
     parts: list[Any] = []
-    if now.progress is not None and now.progress.total:
-        parts.append(ProgressBar(total=now.progress.total, completed=now.progress.done))
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(ratio=1)
+    if now.progress is not None and now.progress.total:
+        # in a cell: on its own it ends no line, and would take the place of the next
+        facts.add_row("progress", ProgressBar(total=now.progress.total,
+                                              completed=now.progress.done))
     for label, words in now.facts:
         style = "red" if label == "latency" and now.is_late else ""
         facts.add_row(label, Text(words, style=style))
