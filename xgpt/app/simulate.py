@@ -21,6 +21,7 @@ from xgpt.report import timeline
 from xgpt.report.chart import Chart
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.image import SUFFIXES, write_image
+from xgpt.report.policy_words import row_of
 from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -76,7 +77,7 @@ class Simulation:
         if picture.suffix in SUFFIXES:
             write_image([chart], picture)
         else:
-            write_chart_page([chart], picture, self.estimate.policy)
+            write_chart_page([chart], picture, f"Steady state of {row_of(self.estimate).title}")
         write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
 
 

@@ -111,7 +111,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     if axis.as_percent:
         made["tickformat"] = ".0%"
     if axis.is_log:
-        made["dtick"] = "D2"
+        made |= {"dtick": "D2", "tickformat": "~s"}
     return made
 
 
