@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from xgpt.app.sweeps.formats import FORMATS
-from xgpt.app.sweeps.sweep import refuse_empty, sweep_points
+from xgpt.app.sweeps.sweep import refusal_of, sweep_points
 from xgpt.cli.options import job_options, print_json
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import wrong
@@ -44,11 +44,16 @@ def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | N
                                        horizon=horizon))
     terminal = Terminal()
     swept = sweep_points(spec, terminal, cores=cores, formats=chosen, runs=runs)
-    if as_json:
-        print_json({"name": swept.name, "folder": swept.folder, "files": swept.files,
-                    "points": len(swept.rows), "rows": swept.rows})
-    else:
+    facts = {"name": swept.name, "folder": swept.folder, "files": swept.files,
+             "points": len(swept.rows), "rows": swept.rows}
+    refusal = refusal_of(swept)
+    if refusal is not None:
+        refusal.details = facts
+    if as_json and refusal is None:
+        print_json(facts)
+    elif not as_json:
         click.echo(str(swept))
         for path in swept.files:
             terminal.say(f"written: {path}")
-    refuse_empty(swept)
+    if refusal is not None:
+        raise refusal

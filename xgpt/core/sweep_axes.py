@@ -112,6 +112,8 @@ def setting_of_flags(over: Sequence[str], bounds: str | None,
             _reject(mistakes, place, text, _FORM)
         elif axis is None:
             _reject(mistakes, place, name.strip(), _unknown(name.strip()))
+        elif axis in setting:
+            _reject(mistakes, place, axis.name, "given twice: all its values go behind one =")
         else:
             setting[axis] = read_values(axis, _listed(values, flag, mistakes), axis.name, mistakes)
     return setting

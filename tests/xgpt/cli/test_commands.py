@@ -142,6 +142,8 @@ def test_sweep_rises_with_the_bound(job: Path) -> None:
     assert xgpt("sweep", job, "--format", "xls").returncode == 2
     none = xgpt("sweep", job, "--bounds", "0.01")
     assert none.returncode == 3 and "no schedule" in none.stdout
+    told = json.loads(xgpt("sweep", job, "--bounds", "0.01", "--json").stdout)
+    assert told["exit_code"] == 3 and told["rows"][0]["status"] == "infeasible"
 
 
 def test_the_options_are_frozen() -> None:

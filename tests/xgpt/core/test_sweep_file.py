@@ -137,8 +137,10 @@ horizont: job
 
 
 def test_mistakes_of_flags_name_the_flag(job: Path) -> None:
-    told = mistakes(job, over=("cluster=a40-9", "policy", "colour=red"), bounds="1,x")
-    assert [one.partition(": ")[0] for one in told].count("--over") == 3
+    told = mistakes(job, over=("cluster=a40-9", "policy", "colour=red", "model=opt-13b",
+                               "model=opt-30b"), bounds="1,x")
+    assert [one.partition(": ")[0] for one in told].count("--over") == 4
+    assert "--over: model: given twice: all its values go behind one =" in told
     assert any(one.startswith("--bounds: constraint.latency_s = 'x'") for one in told)
     assert any("did you mean 'a40-8'" in one for one in told)
 

@@ -47,6 +47,11 @@ class SweepFolder:
         self._write(ROWS_FILE, kept.values())
         return kept, outdated
 
+    def spent_s(self) -> float:
+        """Seconds that earlier calls of this sweep took, as far as these ended in good order."""
+        path = self.path / SWEEP_FILE
+        return float(json.loads(path.read_text("utf-8"))["seconds"]) if path.is_file() else 0.0
+
     def append(self, row: Row) -> None:
         """Adds a row, or a newer one of its point."""
         with (self.path / ROWS_FILE).open("a", encoding="utf-8") as file:

@@ -24,7 +24,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
 from xscheduler.planner import PlanOptions
 
-# of the short names, those of which every row says something
+_TELLING = ("model", "cluster", "task", "engine")  # axes whose values need no name beside them
 _CONTROLS = ("encode_batch", "decode_iterations", "encode_micro_batches", "max_active",
              "token_budget")
 
@@ -77,7 +77,8 @@ def fingerprint_here(point: SweepPoint, tell: Teller) -> str:
 
 def scenario_of(point: SweepPoint, job: Job) -> str:
     """What a point is called but for its policy and its bound."""
-    own = [str(value) for name, value in point.values if name not in (POLICY.name, BOUND.name)]
+    own = [str(value) if name in _TELLING else f"{name} {value}"
+           for name, value in point.values if name not in (POLICY.name, BOUND.name)]
     return ", ".join(own) or job.name
 
 

@@ -17,12 +17,13 @@ from xgpt.app.sweeps.points import Unit, fingerprint_here, rows_of
 from xgpt.app.sweeps.runs import check_runs, run_points
 from xgpt.app.sweeps.workers import planned_by_processes
 from xgpt.app.telling import Teller, bar
-from xgpt.core.errors import InfeasibleError, StoppedEarly
+from xgpt.core.errors import InfeasibleError, MissingExtraError, StoppedEarly
 from xgpt.core.local import usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.sweep_file import SweepSpec
 from xgpt.core.units import format_seconds
-from xgpt.report.sweep_rows import Row
+from xgpt.report.sweep_page import write_sweep_page
+from xgpt.report.sweep_rows import OK, ROWS_FILE, Row
 from xgpt.report.sweep_table import sweep_text
 from xrunner.io.lock import output_lock
 
@@ -45,18 +46,19 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
                  formats: Sequence[str] = (), runs: bool = False) -> Swept:
     """Plans every point that is not yet in the folder; `cores`: processes, by default one for each
     core; `runs`: then runs each point, too. Raises StoppedEarly where it was asked to stop: the
-    same call goes on. Raises InfeasibleError where no point has a schedule."""
+    same call goes on."""
     check_formats(formats)
     if runs:
         check_runs(spec, tell)
-    folder, began = SweepFolder(spec), time.monotonic()
+    folder = SweepFolder(spec)
     with output_lock(folder.path), _asked_to_stop():
         progress, once = _SweepProgress(spec, tell), _Once(tell)
         keys = [key_of(point, spec) for point in spec.points]
         fingerprints = _fingerprints(spec, keys, once)
         known, outdated = folder.take_up(fingerprints)
+        began = time.monotonic() - (folder.spent_s() if known else 0.0)
         progress.begin(known, outdated)
-        folder.describe("running", list(known.values()), 0.0, is_run=runs)
+        folder.describe("running", list(known.values()), time.monotonic() - began, is_run=runs)
         try:
             with closing(_planned(spec, keys, known, cores, once)) as planned:
                 for row in planned:
@@ -77,15 +79,20 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
         folder.describe("done", rows, time.monotonic() - began, is_run=runs)
         axes = [{"name": axis.name, "title": axis.title} for axis, _ in spec.axes]
         files = write_formats(folder.path, axes, rows, formats)
+        try:
+            files.append(write_sweep_page(folder.path))
+        except MissingExtraError as why:
+            tell.say(f"note: no page was written: {why}")
     return Swept(name=spec.name, folder=folder.path, rows=rows,
-                 files=(folder.path / "sweep.jsonl", *files))
+                 files=(folder.path / ROWS_FILE, *files))
 
 
-def refuse_empty(swept: Swept) -> None:
-    """Raises InfeasibleError where no point has a schedule."""
-    if not any(row["status"] == "ok" for row in swept.rows):
-        raise InfeasibleError(f"none of {len(swept.rows)} points has a schedule: "
-                              f"{swept.rows[0]['reason']}")
+def refusal_of(swept: Swept) -> InfeasibleError | None:
+    """What to raise where no point has a schedule; None where one has."""
+    if any(row["status"] == OK for row in swept.rows):
+        return None
+    return InfeasibleError(f"no point of {len(swept.rows)} has a schedule; why is told above, and "
+                           f"in {swept.folder / ROWS_FILE}")
 
 
 def _fingerprints(spec: SweepSpec, keys: Sequence[str], tell: Teller) -> dict[str, str]:

@@ -205,7 +205,8 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path) -
 def test_rows_go_through_csv_and_parquet(job: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
     done = swept(job, "policy=ft,orca", bounds="0.01,inf", formats=("csv", "parquet"))
-    assert [path.name for path in done.files] == ["sweep.jsonl", "sweep.csv", "sweep.parquet"]
+    assert [path.name for path in done.files] == [
+        "sweep.jsonl", "sweep.csv", "sweep.parquet", "report.html"]
     table = parquet.read_table(done.files[2]).to_pylist()
     with done.files[1].open() as file:
         lines = list(csv.DictReader(file))
