@@ -77,6 +77,7 @@ def test_a_wheel_s_library_serves_without_a_compiler(tree: Path, tmp_path: Path)
     assert folder == str(target / "xrunner" / "csrc")
     sources = {p.name for pattern in ("*.cpp", "*.h", "*.cu") for p in ROOT.glob(f"csrc/{pattern}")}
     assert {p.name for p in Path(folder).iterdir()} == {*sources, LIBRARY}
+    plans_in_a_folder_of_its_own(target, tmp_path / "else where")
 
 
 def test_a_wheel_is_built_and_used_without_a_compiler(tree: Path, tmp_path: Path) -> None:
@@ -85,6 +86,19 @@ def test_a_wheel_is_built_and_used_without_a_compiler(tree: Path, tmp_path: Path
     words, folder = said_by(installed(wheel, tmp_path / "target"), tmp_path)
     assert words.startswith("native operators: none, torch's serve: $CXX is /nowhere/c++")
     assert (Path(folder) / "native.h").is_file() and not (Path(folder) / LIBRARY).exists()
+
+
+def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
+    """The catalog and the page's parts are in the wheel; no git and no compiler is on the PATH."""
+    folder.mkdir()
+    shutil.copy2(ROOT / "jobs" / "opt-13b-summarise.yaml", folder / "job.yaml")
+    for command in (["schedule", "job.yaml", "--out", "schedule.json"],
+                    ["sweep", "job.yaml", "--bounds", "8", "--cores", "1", "--out", "sweep"],
+                    ["report", "sweep"]):
+        subprocess.run([sys.executable, "-m", "xgpt.cli.main", *command], check=True, timeout=100,
+                       cwd=folder, capture_output=True,
+                       env={"PATH": str(folder), "PYTHONPATH": str(target), "HOME": str(folder)})
+    assert (folder / "schedule.json").is_file() and (folder / "sweep" / "report.html").is_file()
 
 
 def test_a_source_distribution_holds_csrc(tree: Path) -> None:
