@@ -114,9 +114,11 @@ def causes(metrics: Mapping[str, Any]) -> Chart | None:
     by_colour: dict[str, list[tuple[str, float, float]]] = {}
     for name, (before, after) in zip(names, steps, strict=True):
         whole = name in ("predicted", "measured")
-        colour = "decode" if whole else "bad" if after > before else "good"
+        colour = "decode" if whole else "bad" if after > before else (
+            "good" if after < before else "muted")
         by_colour.setdefault(colour, []).append((name, before, after))
-    labels = {"decode": "the whole run", "bad": "made it longer", "good": "made it shorter"}
+    labels = {"decode": "the whole run", "bad": "made it longer", "good": "made it shorter",
+              "muted": "changed nothing"}
     series = [Series(
         label=labels[colour], kind="boxes", colour=colour, y=[name for name, _, _ in rows],
         x=[abs(after - before) for _, before, after in rows],
@@ -128,6 +130,7 @@ def causes(metrics: Mapping[str, Any]) -> Chart | None:
                for _, before, after in rows]) for colour, rows in by_colour.items()]
     return Chart(name="causes", title="Why it took as long as it did", series=series,
                  x=Axis(label="seconds", from_zero=True), y=Axis(label="", names=names),
+                 view=(0.0, 1.2 * max(known)),  # with room for words beside the last box
                  caption="From the predicted time of the run to the measured one: other output "
                          "lengths, then other step times, then what is left.")
 
