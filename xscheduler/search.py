@@ -47,8 +47,8 @@ class Scheduler:
         self.spaces: list[Space] = [space for space in spaces if space.plans]
         if not self.spaces:
             raise wrong("schedule", "schedule.policy", problem.fixed.policy,
-                        f"rra: cluster {problem.cluster.name} ({problem.cluster.num_devices} x "
-                        f"{problem.cluster.device.name}) cannot be divided into an encode and a "
+                        f"take rra: cluster {problem.cluster.name} ({problem.cluster.num_devices} "
+                        f"x {problem.cluster.device.name}) cannot be divided into an encode and a "
                         "decode pool for this model and tensor plan")
         self._free: dict[str, Searched] = {}
 

@@ -1,6 +1,7 @@
 """What to try next, told from what one run left: no search, only figures that are there."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 
 from xgpt.core.schedule import Schedule
 from xgpt.report.figures import BoundCheck, lost_to_bound, percent, plain
-from xgpt.report.output import Output, number
+from xgpt.report.output import Output, number, text_at
 from xgpt.report.words import counted
 
 _MATTERS = 0.05  # share of the time or throughput that is worth a change
@@ -18,7 +19,7 @@ _BUSY_OTHERS = 0.05  # share of the cores that other programs took
 
 
 class Hint(NamedTuple):
-    """Why, and the command for it (after `xgpt`, JOB.yaml being the job's file)."""
+    """Why, and the command for it (after `xgpt`; JOB.yaml where the job's file is not known)."""
 
     why: str
     command: str
@@ -29,7 +30,9 @@ def next_steps(output: Output, metrics: Mapping[str, Any], check: BoundCheck) ->
     steps = list(_after_misses(output, metrics, check))
     if output.schedule is not None:
         steps += _of_the_choice(output.schedule)
-    return steps[:6]
+    source = text_at(output.job, "source")
+    return [Hint(step.why, step.command if source is None else step.command.replace(
+        "JOB.yaml", shlex.quote(source))) for step in steps[:6]]
 
 
 def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck) -> Iterator[Hint]:

@@ -40,7 +40,7 @@ def schedule_table(schedule: Schedule) -> str:
     search = [("search", f"{_status(schedule)}, {words.counted(proof.nodes, 'configuration')} in "
                          f"{format_seconds(proof.seconds)}")]
     if proof.pruned:
-        search.append(("given up", words.pruned_words(schedule)))
+        search.append(("ruled out", words.pruned_words(schedule)))
     return _facts("chosen", e, schedule.bound, cost, search)
 
 

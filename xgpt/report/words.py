@@ -105,8 +105,8 @@ def proof(schedule: Schedule) -> str:
         margin = "with its margin or without, " if schedule.margin.cost > 0 else ""
         quality = (f"{margin}no admissible schedule is more than {percent(search.gap, 2)} faster "
                    f"(at most {plain(search.bound_qps)} queries/s), by the same estimates")
-    gave_up = f" Given up: {pruned_words(schedule)}." if search.pruned else ""
-    return f"Search status {search.status}, after {looked}: {quality}.{gave_up}"
+    ruled_out = f" Ruled out: {pruned_words(schedule)}." if search.pruned else ""
+    return f"Search status {search.status}, after {looked}: {quality}.{ruled_out}"
 
 
 def margin_words(schedule: Schedule) -> str:
@@ -126,14 +126,14 @@ def sentence(text: str) -> str:
 
 
 def pruned_words(schedule: Schedule) -> str:
-    """How many boxes of configurations the search gave up, by reason, of all policies."""
+    """How many groups of configurations (boxes) the search ruled out whole, by reason, of all
+    policies."""
     counts: Counter[str] = Counter()
     for label, count in schedule.proof.pruned:
         _, _, reason = label.rpartition(": ")
         counts[_REASONS.get(reason, reason)] += count
     parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
-    boxes = "box" if counts.total() == 1 else "boxes"
-    return f"{counts.total():,} {boxes} of configurations: {', '.join(parts)}"
+    return f"{counted(counts.total(), 'group')} of configurations: {', '.join(parts)}"
 
 
 def layers_of(stage: StageAssignment) -> str:

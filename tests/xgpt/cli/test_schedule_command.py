@@ -57,7 +57,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
     labels = [line[:13].strip() for line in done.stdout.splitlines()]
     others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
     assert {f"best {name}" for name in others} <= set(labels)
-    assert {"why", "margin", "search", "given up"} <= set(labels)
+    assert {"why", "margin", "search", "ruled out"} <= set(labels)
     assert len(found["explanation"]) == 3 and found["explanation"][0].split()[0].lower() == (
         found["policy"])
     text = " ".join(done.stdout.split())

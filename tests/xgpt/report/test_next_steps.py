@@ -89,3 +89,8 @@ def test_memory_is_that_of_each_rank_as_predicted_and_as_measured() -> None:
 def test_a_page_names_what_to_try(output: Output) -> None:
     pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
     assert "xgpt sweep JOB.yaml" in render(output)
+
+
+def test_commands_name_the_jobs_own_file_where_it_is_known(output: Output) -> None:
+    known = replace(output, job={**(output.job or {}), "source": "/my jobs/one.yaml"})
+    assert "sweep '/my jobs/one.yaml'" in commands(known, {})

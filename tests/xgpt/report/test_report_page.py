@@ -85,7 +85,7 @@ def test_the_choice_is_explained_its_margin_and_proof_shown_and_alternatives_wei
                  "The latency bound binds.", "Planned for 28.2 s, so that the bound of 30.0 s",
                  "the margin costs 4.1 % of the throughput.",
                  "Margin 6.5 % of the latency, costs 4.1 % of the throughput",
-                 "Given up: 1,212 boxes of configurations: 1,200 no better than the best found",
+                 "Ruled out: 1,212 groups of configurations: 1,200 no better than the best found",
                  "Proved at most 2.34 queries/s Gap 1.30 % Configurations 214 evaluated",
                  "policy waa-m - - - no admissible schedule"):
         assert text in page.text, text
