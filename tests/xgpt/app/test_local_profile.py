@@ -47,13 +47,14 @@ class Here:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
     """How often each point was measured."""
     counts: Counter[Point] = Counter()
-    measure = worker._Session._measure
+    measure = worker._Measuring._measure
 
-    def counting(session: worker._Session, bench: worker.Bench, degree: int, point: Point) -> None:
+    def counting(session: worker._Measuring, bench: worker.Bench, degree: int,
+                 point: Point) -> None:
         counts[point] += 1
         measure(session, bench, degree, point)
 
-    monkeypatch.setattr(worker._Session, "_measure", counting)
+    monkeypatch.setattr(worker._Measuring, "_measure", counting)
     for name, value in (("_MAX_STEPS", 5), ("_ATTEMPTS", 1), ("_PAUSE_S", 0.0)):
         monkeypatch.setattr(ranks, name, value)
     monkeypatch.setattr(clock, "_SIDE", 64)
@@ -135,16 +136,16 @@ def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
     now, told = [100.0], []
     effort = worker._quick_effort
 
-    def measure(session: worker._Session, _bench: worker.Bench, _degree: int,
+    def measure(session: worker._Measuring, _bench: worker.Bench, _degree: int,
                 point: Point) -> None:
         now[0] += 0.07 * effort(point)
 
-    def save(session: worker._Session, *, force: bool = False) -> None:
+    def save(session: worker._Measuring, *, force: bool = False) -> None:
         told.append((now[0], session._outlook()[1]))
 
     monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(worker._Session, "_measure", measure)
-    monkeypatch.setattr(worker._Session, "_save", save)
+    monkeypatch.setattr(worker._Measuring, "_measure", measure)
+    monkeypatch.setattr(worker._Measuring, "_save", save)
     monkeypatch.setattr(app, "load_profile", lambda _: Profile(metadata=wanted.metadata, tables={}))
     monkeypatch.setattr(app.os, "replace", lambda *_: None)
     quick_profile(wanted, LogTeller())

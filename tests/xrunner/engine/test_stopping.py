@@ -90,7 +90,7 @@ def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
     sink.close(1.0, "stopped")
 
 
-@pytest.mark.parametrize(("module", "work"), [(worker, "_run"), (deepspeed_worker, "run")])
+@pytest.mark.parametrize(("module", "work"), [(worker, "work"), (deepspeed_worker, "run")])
 @pytest.mark.parametrize(("number", "is_users"), [(errno.ENOSPC, True), (errno.EDQUOT, True),
                                                   (errno.EBADF, False)])
 def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -101,7 +101,7 @@ def test_a_full_disk_ends_a_rank_in_words(tmp_path: Path, monkeypatch: pytest.Mo
                   abort=ended.append, split=lambda group, place: pytest.fail("in no group"),
                   duplicate=lambda: local_comms(1)[0])
 
-    def fail(plan: RunPlan, world: World) -> None:
+    def fail(plan: RunPlan, world: World, **shelf: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(module, "connect", lambda kind="cpu": alone)

@@ -124,7 +124,8 @@ def test_a_schedule_of_other_stages_or_another_policy_is_refused(plan: RunPlan) 
     with pytest.raises(XgptError, match="static batches, ft or dsi"):
         deepspeed_worker.run(plan, WORLD)
     whole = estimate.deployment.stages[0]
-    halves = tuple(replace(whole, index=rank, ranks=(rank,)) for rank in (0, 1))
+    halves = tuple(replace(whole, index=rank, ranks=(rank,), first_layer=rank * whole.num_layers)
+                   for rank in (0, 1))
     save(plan.output, estimate.changed(stages=halves))
     with pytest.raises(XgptError, match="the 1 that the launcher started"):
         deepspeed_worker.run(plan, WORLD)

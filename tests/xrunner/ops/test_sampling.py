@@ -105,7 +105,9 @@ def test_logits_that_are_no_numbers_give_no_token(degree: int) -> None:
 
 def test_a_row_that_is_not_finite_gives_no_token_whatever_its_logits() -> None:
     hidden, tokens = torch.ones(3, 4), torch.tensor([5, 6, 7])
-    assert unless_finite(tokens, hidden) is tokens
-    hidden[1, 2] = float("nan")
+    assert unless_finite(tokens, hidden).tolist() == [5, 6, 7]
+    hidden[1, 2], hidden[2, 0] = float("nan"), 3e38
     assert unless_finite(tokens, hidden).tolist() == [5, NOT_FINITE, 7]
+    hidden[0, 3] = -float("inf")
+    assert unless_finite(tokens, hidden.bfloat16()).tolist() == [NOT_FINITE, NOT_FINITE, 7]
     assert unless_finite(tokens[:0], hidden[:0]).tolist() == []
