@@ -70,8 +70,7 @@ def _charts(folders: Sequence[Path]) -> list[Chart]:
     if _is_sweep(folders[0]):
         return sweep_charts(read_sweep(folders[0]).rows)
     output = read_output(folders[0], 0)
-    return run_charts(output, output.metrics or figures.metrics_so_far(
-        output.queries, len(output.errors)))
+    return run_charts(output, figures.metrics_of(output))
 
 
 def _pictures(charts: Sequence[Chart], folder: Path) -> list[Path]:

@@ -56,8 +56,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     made = []
     for folder, whole in zip(folders, resolved, strict=True):
         output = read_output(folder, 0)
-        metrics = output.metrics or figures.metrics_so_far(output.queries, len(output.errors))
-        made.append(Run("/".join(whole.parts[-depth:]), output, metrics))
+        made.append(Run("/".join(whole.parts[-depth:]), output, figures.metrics_of(output)))
     return made
 
 
@@ -69,11 +68,17 @@ def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             ("Control variables", [_of(run.output.schedule, lambda s: controls_cell(s.estimate))
                                    for run in runs]),
             ("Engine", [text_at(run.metrics, "engine") or "-" for run in runs]),
-            ("Queries", [f"{number(run.metrics, 'queries') or 0:,.0f}" for run in runs])]
+            ("Queries", [_queries(run) for run in runs])]
     for key, label, unit in _FIGURES:
         if any(run.measured(key) is not None for run in runs):
             rows.append((label, [_figure(run, key, unit) for run in runs]))
     return [*rows, ("Bound", [figures.check_bound(run.output).sentence for run in runs])]
+
+
+def _queries(run: Run) -> str:
+    text = f"{number(run.metrics, 'queries') or 0:,.0f}"
+    before = run.output.queries_before
+    return f"{text}, {before:,} by earlier runs; the figures are of the others" if before else text
 
 
 def _figure(run: Run, key: str, unit: str) -> str:
@@ -107,7 +112,10 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
     if not done:
         return []
     names = [run.name for run in done]
-    return [_rates(done, names), _latencies(done), _done(done), _memory(done)]
+    # the queries of a run that went on are on several clocks
+    on_one_clock = [run for run in done if not run.output.queries_before]
+    return [_rates(done, names), _latencies(done), *([_done(on_one_clock)] if on_one_clock else []),
+            _memory(done)]
 
 
 def _rates(runs: Sequence[Run], names: list[str]) -> Chart:

@@ -9,7 +9,7 @@ import numpy as np
 
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.report.output import LoggedStep, Output, QueryFigures, number
+from xgpt.report.output import LoggedStep, Output, QueryFigures, number, text_at
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
@@ -97,6 +97,34 @@ def lost_to_bound(schedule: Schedule) -> float | None:
     return lost if lost >= 0.0005 else 0.0  # it is shown to a tenth of a per cent
 
 
+def metrics_of(output: Output) -> dict[str, Any]:
+    """What metrics.json says, or of a run that has written none would say at this point."""
+    if output.metrics is not None:
+        return dict(output.metrics)
+    so_far = metrics_so_far(output.queries, len(output.errors))
+    if not output.queries_before:
+        return so_far
+    # which results are this run's is not known before its end: nothing is measured of it
+    return {key: so_far[key] for key in ("queries", "errors")} | {
+        "queries_before": output.queries_before}
+
+
+def why_not_predicted(metrics: Mapping[str, Any]) -> str | None:
+    """Why nothing measured has a prediction beside it; None where something has."""
+    rows = comparisons(metrics)
+    if not rows or any(row.predicted != "-" for row in rows):
+        return None
+    if number(metrics, "queries_before"):
+        what = "this run answered the rest of it"
+    elif text_at(metrics, "status") == "stopped":
+        what = "this run was stopped before its end"
+    elif metrics.get("rescheduling"):
+        what = "the schedule was changed while it ran"
+    else:
+        return "No prediction was made of this run."
+    return f"No prediction beside it: what was predicted is the whole job, and {what}."
+
+
 def metrics_so_far(queries: Sequence[QueryFigures], num_errors: int) -> dict[str, Any]:
     """What metrics.json would say at this point, of a run that has written none."""
     if not queries:
@@ -136,7 +164,9 @@ def check_bound(output: Output) -> BoundCheck:
         return BoundCheck(None, f"latency bound of {format_seconds(bound_s)}, no query done yet")
     kept = "kept" if output.metrics is not None else "kept so far"
     check = _check_queries if kind == "queries" else _check_sequences
-    return check(output.queries, bound_s, quantile, kept)
+    found = check(output.queries, bound_s, quantile, kept)
+    return BoundCheck(found.is_kept, f"{found.sentence}, over all runs of this job"
+                      ) if output.queries_before else found
 
 
 def middle_window(steps: Sequence[LoggedStep], wanted_s: float | None,

@@ -12,20 +12,28 @@ from xgpt.report.policy_words import schedule_sentences
 from xgpt.report.sweep_charts import by_scenario
 from xgpt.report.sweep_page import lacking, winners
 from xgpt.report.sweep_rows import SweepRows
-from xgpt.report.words import clean, headline
+from xgpt.report.words import banner, clean, headline
 
 _SPECIAL = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#~"})
 
 
 def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
     """The report of one run."""
-    metrics = dict(output.metrics or figures.metrics_so_far(output.queries, len(output.errors)))
+    metrics = figures.metrics_of(output)
     check = figures.check_bound(output)
-    parts = [f"# {_text(headline(output, metrics))}", _text(f"{check.sentence}."),
-             "## Predicted against measured",
-             _table(("quantity", "predicted", "measured", "ratio", ""), [
-                 (row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
-                 for row in figures.comparisons(metrics)])]
+    parts = [f"# {_text(headline(output, metrics))}", _text(f"{check.sentence}.")]
+    if (note := banner(output)) is not None:
+        parts.append(_text(note))
+    rows = figures.comparisons(metrics)
+    if (unpredicted := figures.why_not_predicted(metrics)) is not None:
+        parts += ["## Measured", _table(
+            ("quantity", "measured"), [(row.label, row.measured) for row in rows]),
+            _text(unpredicted)]
+    else:
+        parts += ["## Predicted against measured", _table(
+            ("quantity", "predicted", "measured", "ratio", ""), [
+                (row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
+                for row in rows])]
     if (why := text_at(metrics, "attribution", "sentence")) is not None:
         parts.append(_text(f"Why: {why}."))
     if (schedule := output.schedule) is not None:

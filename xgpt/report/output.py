@@ -75,6 +75,7 @@ class Output:
     errors: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[LoggedStep, ...] = ()
     expected: Expected | None = None  # what a replay expected of the run
+    queries_before: int = 0  # of `queries`: answered by earlier runs, on clocks of their own
     remarks: tuple[str, ...] = ()
 
 
@@ -86,11 +87,11 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
     job = _read_object(directory / "job.json", remarks) or {}
     queries, answers = _read_results(directory / "results.jsonl", max_answers, remarks)
     prompts = _read_prompts(directory, max(answers, default=-1) + 1, remarks)
+    # the page says at its top what a missing metrics.json means
+    metrics = _read_object(directory / "metrics.json", remarks, is_optional=True)
     return Output(
-        directory=directory, job=job,
+        directory=directory, job=job, metrics=metrics,
         schedule=_read_schedule(directory / "schedule.json", remarks),
-        # the page says at its top what a missing metrics.json means
-        metrics=_read_object(directory / "metrics.json", remarks, is_optional=True),
         profile=_read_object(directory / "profile.json", remarks, is_optional=True),
         queries=tuple(queries),
         answers=tuple(replace(answer, prompt=prompts[query] if query < len(prompts) else None)
@@ -98,7 +99,15 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
         errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
         steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
         expected=read_expected(directory / EXPECTED_FILE),
+        queries_before=_queries_before(directory, metrics),
         remarks=tuple(remarks))
+
+
+def _queries_before(directory: Path, metrics: Mapping[str, Any] | None) -> int:
+    """As a run that came to its end says, or one that did not as it went on."""
+    before = number(metrics, "queries_before") if metrics is not None else number(
+        _read_object(directory / "progress.json", [], is_optional=True), "done_before")
+    return int(before) if before is not None and math.isfinite(before) else 0
 
 
 def number(source: Mapping[str, Any] | None, *keys: str) -> float | None:

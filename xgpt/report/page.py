@@ -43,14 +43,16 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 
 def render(output: Output) -> str:
     """The page's HTML."""
-    metrics = dict(output.metrics or figures.metrics_so_far(output.queries, len(output.errors)))
+    metrics = figures.metrics_of(output)
     drawn = run_charts(output, metrics)
     return render_page("report.html.j2", REPORT_NAME, drawn, **_context(output, metrics, drawn))
 
 
 def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     """What can be drawn of a run, in the order of its page."""
-    schedule, expected = output.schedule, output.expected
+    # what was expected is the whole job, on one clock: of a run that went on it says nothing
+    schedule, expected = output.schedule, None if output.queries_before else output.expected
+    whose = " of all runs of this job" if output.queries_before else ""
     bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
     lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
@@ -58,13 +60,14 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
         charts.distribution(
             "latency", "Latency", "seconds from a query's encoding to its last token",
             [q.latency_s for q in output.queries], expected.latency_s if expected else None,
-            bound_s),
+            bound_s, whose=whose),
         charts.distribution(
             "ttft", "First token", "seconds from the start to a query's first token",
             [q.ttft_s for q in output.queries if q.ttft_s is not None],
-            expected.ttft_s if expected else None),
-        charts.done_curve(output.queries, expected.done if expected else (),
-                          schedule.figures.throughput_qps if schedule and is_own else None),
+            expected.ttft_s if expected else None, whose=whose),
+        None if output.queries_before else charts.done_curve(  # each run has a clock of its own
+            output.queries, expected.done if expected else (),
+            schedule.figures.throughput_qps if schedule and is_own else None),
         charts.causes(metrics),
         charts.output_lengths(output.queries, expected_output_lengths(output.job)),
         charts.utilisation(lanes, expected_lanes),
@@ -85,6 +88,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "is_done": output.metrics is not None and text_at(output.metrics, "status") != "stopped",
         "tiles": _tiles(metrics, check),
         "comparisons": figures.comparisons(metrics),
+        "unpredicted": figures.why_not_predicted(metrics),
         "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": schedule,
         "stages": [(pool.role, stage) for pool in schedule.deployment.pools

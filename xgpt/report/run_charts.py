@@ -20,9 +20,10 @@ _FAR = 3.0  # a bound further off than so many times what is drawn is only said
 
 
 def distribution(name: str, title: str, label: str, measured: Sequence[float],
-                 expected: FloatArray | None, bound_s: float | None = None) -> Chart | None:
+                 expected: FloatArray | None, bound_s: float | None = None, *,
+                 whose: str = "") -> Chart | None:
     """The share of the queries that took at most so long, as measured and as expected (quantiles
-    from 0 to 1), with the bound."""
+    from 0 to 1), with the bound. `whose`: the queries' runs."""
     if not measured:
         return None
     shares = np.linspace(0, 1, _CURVE + 1)
@@ -45,7 +46,7 @@ def distribution(name: str, title: str, label: str, measured: Sequence[float],
         name=name, title=title, series=series, marks=marks, x=Axis(label=label, from_zero=True),
         y=Axis(label="share of the queries", as_percent=True, from_zero=True),
         caption=f"P50 {format_seconds(float(np.quantile(measured, 0.5)))} measured, over "
-                f"{len(measured):,} queries.{caption}")
+                f"{len(measured):,} queries{whose}.{caption}")
 
 
 def done_curve(queries: Sequence[QueryFigures], expected: Sequence[tuple[float, float]],

@@ -73,9 +73,17 @@ def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     where = _place(output, metrics)
     if not queries:
         return f"{model} on {where}: no query is done yet"
+    before = min(output.queries_before, queries)
+    if before:  # the time and the speed are of this run, of the others they are not known
+        of = counted(queries - before, "query") + f" of {queries:,.0f}"
+        if wall_s is None and rate is None:
+            return f"{counted(queries, 'query')} through {model} on {where}, by several runs"
+    else:
+        of = counted(queries, "query")
     took = f" in {format_seconds(wall_s)}" if wall_s is not None else ""
     speed = f", {plain(rate)} queries a second" if rate is not None else ""
-    return f"{counted(queries, 'query')} through {model} on {where}{took}{speed}"
+    rest = f", after {before:,.0f} by earlier runs" if before else ""
+    return f"{of} through {model} on {where}{took}{speed}{rest}"
 
 
 def bound_cost(schedule: Schedule) -> str:
@@ -171,9 +179,15 @@ def banner(output: Output) -> str | None:
     if text_at(output.metrics, "status") == "stopped":
         return "This run was stopped early. What is written is valid; the same command goes on."
     num_errors = number(output.metrics, "errors") or len(output.errors)
+    said = []
     if num_errors:
-        return f"{counted(num_errors, 'request')} could not be served; see the errors below."
-    return None
+        said.append(f"{counted(num_errors, 'request')} could not be served; see the errors below.")
+    if output.queries_before:
+        said.append(
+            f"{counted(output.queries_before, 'query')} of this job were answered by earlier runs. "
+            "Figures of time and speed are of the others, which this run answered; the answers, "
+            "their lengths and their latencies' distributions are of all.")
+    return " ".join(said) or None
 
 
 def _place(output: Output, metrics: Mapping[str, Any]) -> str:

@@ -159,6 +159,33 @@ def test_fenced_code_is_told_from_prose() -> None:
     assert code_and_prose(" plain\n") == [(False, " plain\n")]
 
 
+def test_figures_of_a_run_that_went_on_are_said_to_be_of_its_own_queries(tmp_path: Path) -> None:
+    directory = write_fake_run(tmp_path / "out", num_queries=24)
+    path = directory / "metrics.json"
+    metrics = json.loads(path.read_text(encoding="utf-8")) | {"queries_before": 18}
+    for value in metrics.values():
+        if isinstance(value, dict) and "predicted" in value:
+            value["predicted"] = None
+    path.write_text(json.dumps(metrics), encoding="utf-8")
+    written = write_report(directory).read_text(encoding="utf-8")
+    text, figures = Page(written).text, figures_of(written)
+    assert re.search(r"6 queries of 24 through .* a second, after 18 by earlier runs", text)
+    assert "18 queries of this job were answered by earlier runs." in text
+    assert "and this run answered the rest of it" in text and "Predicted against" not in text
+    assert "over 24 queries of all runs of this job." in text
+    assert "done" not in figures  # the runs' clocks are not one
+    assert [series["name"] for series in figures["latency"]["data"]] == ["measured"]
+
+
+def test_a_run_that_went_on_and_was_killed_has_no_speed(tmp_path: Path) -> None:
+    directory = write_fake_run(tmp_path / "out", num_queries=24)
+    (directory / "metrics.json").unlink()
+    (directory / "progress.json").write_text('{"done_before": 18}', encoding="utf-8")
+    text = Page(write_report(directory).read_text(encoding="utf-8")).text
+    assert "24 queries through smollm2-135m on 2 ranks of this machine, by several runs." in text
+    assert "queries a second" not in text
+
+
 def test_writing_twice_gives_the_same_bytes(run_dir: Path) -> None:
     before = (run_dir / "report.html").read_bytes()
     assert write_report(run_dir) == run_dir / "report.html"
