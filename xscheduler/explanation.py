@@ -99,8 +99,9 @@ def _groups(decoding: Pool) -> str:
     if groups < count:
         # a group is on one stage at a time, so that the others' devices have nothing to do
         return f"{split}: {1 - groups / count:.0%} of the stages idle, for fewer, larger steps"
-    return f"{split}: " + ("each has one to work on" if groups == count else
-                           f"{groups / count:.2g} for each to work on")
+    more = groups - count
+    waiting = f", {more} more wait{'s its' if more == 1 else ' their'} turn" if more else ""
+    return f"{split}: each has one to work on{waiting}"
 
 
 def _tensor_plan(schedule: Schedule) -> str:
@@ -134,16 +135,30 @@ def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | Non
     state = f"the schedule uses {_and([words for words in used if words])}"
     binding = (binding_limits(schedule, problem, limit_s) if timing is None
                else next_batch_breaks(schedule, problem, timing, limit_s))
+    latency = _BINDING[Limit.LATENCY]
+    is_free = latency in binding and _costs_nothing(schedule)
+    if is_free:  # a limit that is reached, and without which nothing would be faster
+        binding = [limit for limit in binding if limit != latency]
+    aside = f"; so would {latency}, which costs nothing" if is_free and timing else (
+        f"; {latency} is reached, too, and costs nothing" if is_free else "")
     if binding:
         words = f"{_and(binding)} {'limits' if len(binding) == 1 else 'limit'} the speed"
         proof = ": with one query more encoded at a time it would be exceeded" if timing else ""
         if len(binding) > 1:
             proof = proof.replace("it would", "they would")
-        return f"{words[0].upper()}{words[1:]}{proof} ({state})"
+        return f"{words[0].upper()}{words[1:]}{proof}{aside} ({state})"
+    if is_free:
+        return f"{latency[0].upper()}{latency[1:]} is reached, but costs nothing ({state})"
     if timing is None:
         return f"No limit is reached within {FULL:.0%}: {state}"
     return ("Only the devices limit the speed: one query more encoded at a time would be allowed, "
             f"but bring nothing ({state})")
+
+
+def _costs_nothing(schedule: Schedule) -> bool:
+    """Whether no schedule without the bound is faster by more than the search's gap."""
+    free = schedule.proof.unbounded_qps
+    return free is not None and 1 - schedule.figures.throughput_qps / free < FULL / 2
 
 
 def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list[str]:
@@ -198,11 +213,11 @@ def _cost_of_bound(schedule: Schedule) -> str:
     free = schedule.proof.unbounded_qps
     if free is None:
         return ""
-    lost = 1 - schedule.figures.throughput_qps / free
-    if lost < FULL / 2:
+    if _costs_nothing(schedule):
         return f"; without a latency bound it would be no more than {free:.4g} queries/s"
     row = next((row for row in schedule.rejected if row.label.startswith(FREE_ROW)), None)
     at = "" if row is None or row.latency_s is None else f" at {format_seconds(row.latency_s)}"
+    lost = 1 - schedule.figures.throughput_qps / free
     return (f"; the bound costs {lost:.0%} of the {free:.4g} queries/s that there would be without "
             f"one{at}")
 

@@ -16,6 +16,7 @@ from xgpt.core.json_values import estimate_keys
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
+from xsimulator.memory import capacity_bytes
 
 STEP = 0.1  # by which a limit is relaxed
 NOTHING = 0.005  # share of throughput that counts as nothing: the search's gap
@@ -91,9 +92,10 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
     else:
         more = cluster.with_nodes(num_nodes=cluster.num_nodes + 1)
         relaxed.append((f"one more node ({more.num_devices} GPUs)", replace(problem, cluster=more)))
-    size = round(cluster.device.memory_bytes * (1 + STEP))
-    relaxed.append((f"{STEP:.0%} more memory ({format_bytes(size)} a device)", replace(
-        problem, cluster=cluster.with_nodes(device=replace(cluster.device, memory_bytes=size)))))
+    device = replace(cluster.device, memory_bytes=round(cluster.device.memory_bytes * (1 + STEP)))
+    room = format_bytes(capacity_bytes(device))  # what a plan may use, as its own figures tell it
+    relaxed.append((f"{STEP:.0%} more memory ({room} per rank)", replace(
+        problem, cluster=cluster.with_nodes(device=device))))
     return relaxed
 
 
@@ -131,6 +133,6 @@ def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
     share = max(figures.memory_bytes) / figures.memory_capacity_bytes
     used = f"{share:.0%} of the fullest device's"
     if changed.constraint.latency_s > limit_s:
-        return (f"latency does not bind: {figures.latency_s / limit_s:.0%} of the bound is used, "
+        return (f"that alone brings nothing: {figures.latency_s / limit_s:.0%} of the bound is used, "
                 f"and {used} memory")
-    return f"memory does not bind: {used} is used"
+    return f"that alone brings nothing: {used} is used"

@@ -88,7 +88,8 @@ def test_the_control_variables_are_said_with_what_they_keep_at_work():
 
 @pytest.mark.parametrize(("groups", "words"), [(1, "75% of the stages idle"),
                                                (3, "25% of the stages idle"),
-                                               (8, "2 for each to work on")])
+                                               (5, "one to work on, 1 more waits its turn"),
+                                               (8, "one to work on, 4 more wait their turn")])
 def test_bubbles_are_told(groups, words):
     assert words in sentences(decode_micro_batches=groups)[1]
 
@@ -98,6 +99,16 @@ def test_the_cost_of_the_bound_is_against_none():
     assert "at 7.00 s" in sentences(unbounded_qps=200.0)[2]
     assert "no more than 100.1" in sentences(unbounded_qps=100.1)[2]
     assert "there is no latency bound" in sentences(toy_problem())[2]
+
+
+def test_a_bound_that_costs_nothing_is_not_what_limits_the_speed():
+    full = {"latency_s": 1.995, "memory_bytes": (10, 10, 536_000_000, 10)}
+    costly, free = (sentences(toy_problem(latency_s=2.0), unbounded_qps=qps, **full)[2]
+                    for qps in (200.0, 100.1))
+    assert costly.startswith("The latency bound and memory limit the speed")
+    assert free.startswith("Memory limits the speed; the latency bound is reached, too, and costs")
+    alone = sentences(toy_problem(latency_s=2.0), unbounded_qps=100.1, latency_s=1.995)[2]
+    assert alone.startswith("The latency bound is reached, but costs nothing")
 
 
 # --- what binds -------------------------------------------------------------------------------

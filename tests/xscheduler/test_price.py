@@ -10,8 +10,10 @@ from toy_jobs import MEMORY, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.units import format_bytes
 from xscheduler.price import NOTHING, price
 from xscheduler.search import find_schedule
+from xsimulator.memory import capacity_bytes
 
 
 class Recorder:
@@ -43,6 +45,7 @@ def test_each_offer_relaxes_one_limit_and_nothing_else():
     assert more == replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=5))
     device = replace(problem.cluster.device, memory_bytes=round(MEMORY * 1.1))
     assert roomier == replace(problem, cluster=problem.cluster.with_nodes(device=device))
+    assert format_bytes(capacity_bytes(device)) + " per rank" in offers[2].what
     assert [offer.what.split(" (")[0] for offer in offers] == [
         "10% more latency", "one more GPU", "10% more memory"]
 
@@ -72,8 +75,8 @@ def test_gains_and_losses_are_shares_of_the_base():
 
     (later, gpu, memory), _ = offers_of(toy_problem(latency_s=2.0), qps)
     assert gpu.gain == pytest.approx(0.3) and gpu.reason is None and "+30.0%" in gpu.sentence
-    assert later.gain == pytest.approx(-0.2) and "latency does not bind" in later.reason
-    assert memory.gain == 0.0 and "memory does not bind" in memory.sentence
+    assert later.gain == pytest.approx(-0.2) and "alone brings nothing" in later.reason
+    assert memory.gain == 0.0 and "alone brings nothing" in memory.sentence
     (_, gpu, _), _ = offers_of(toy_problem(latency_s=2.0),
                                lambda p: 9.0 if p.cluster.num_devices == 5 else 10.0)
     assert "all devices must be used" in gpu.reason
