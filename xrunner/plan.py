@@ -96,6 +96,15 @@ def saved_fingerprint(output: Path) -> str | None:
     return None if value is None else str(value)
 
 
+def saved_differences(plan: RunPlan) -> list[str]:
+    """The keys that decide the answers and are others than in the run that last wrote into the
+    plan's folder; the model's files are not among them."""
+    saved = _saved(plan.output)
+    now = json.loads(json.dumps(asdict(plan), default=str))
+    return [key for key in now if key not in (*_NOT_DECISIVE, "model_files")
+            and key in saved and saved[key] != now[key]]
+
+
 class SavedModel(NamedTuple):
     """Where a run's model lay, and its files (xrunner.checkpoint.identity)."""
 

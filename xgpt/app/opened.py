@@ -22,7 +22,8 @@ from xgpt.core.spool import SpoolWriter
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import Request, RequestError
 from xgpt.launch.launcher import Ahead
-from xgpt.report.table import WIDTH
+from xgpt.report.table import WIDTH, paragraph
+from xgpt.report.words import counted
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
 from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
@@ -71,6 +72,11 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         if not requests:
             raise wrong(job.source, "workload.requests", str(files),
                         "holds no usable request" + _first(files, requests.bad_lines))
+        if requests.bad_lines and need != "shape":
+            first, total = requests.bad_lines[0], len(requests) + len(requests.bad_lines)
+            tell.say(paragraph(
+                f"note: {len(requests.bad_lines)} of {counted(total, 'entry')} cannot be used, "
+                f"the first in {files.place(first.file, first.line)}: {first.error}"))
     found = model.files()
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)

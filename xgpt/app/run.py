@@ -15,7 +15,7 @@ from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
-from xgpt.app.run_files import kept
+from xgpt.app.run_files import RESULTS_FILE, kept
 from xgpt.app.run_folder import make_room, plan_for_ranks, requests_of, write_job
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
@@ -26,11 +26,13 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import Ahead, RankProgram
+from xgpt.launch.process import RanksFailed
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
+from xgpt.report.words import counted
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
@@ -39,7 +41,7 @@ from xrunner.io.beat import BEATS
 from xrunner.io.intake import hand_on
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
-from xrunner.io.results import HELD_FILE
+from xrunner.io.results import HELD_FILE, answered
 from xrunner.io.stop import StopRequest
 from xrunner.plan import load_plan, weights_key
 from xscheduler.beginning import said_of
@@ -133,6 +135,11 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     return result
 
 
+def _goes_on(count: int) -> str:
+    return (f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept; the same command "
+            "goes on from there")
+
+
 def _predicted(opened: OpenedJob, timing: TimingSource,
                schedule: Schedule) -> JobPrediction | None:
     """What the run is expected to measure, one replay of it left in the folder; None where what is
@@ -171,6 +178,11 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
         if not (output / "measured.json").is_file():
             raise StoppedEarly("ended before the run could stop in good order; what was done is "
                                "kept, and the same command goes on from there")
+    except RanksFailed as error:
+        results = answered(output / RESULTS_FILE)
+        failed = XgptError(f"{error}\n{paragraph(_goes_on(results.total))}")
+        failed.details = kept(opened.job)
+        raise failed from None
     except XgptError as error:
         error.details = kept(opened.job)
         raise

@@ -23,8 +23,15 @@ from xrunner.io.beat import BEATS
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
-from xrunner.plan import RunPlan, saved_fingerprint, saved_model
+from xrunner.plan import RunPlan, saved_differences, saved_fingerprint, saved_model
 from xrunner.rules.order import window_of
+
+# What decides the answers, as a job file has it. Two more follow from the schedule and the requests
+# together: a run begins anew where they differ alone.
+_IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
+             "max_tokens": "workload.max_tokens", "engine": "run.engine", **{
+                 name: f"run.{name}" for name in ("dtype", "weight_dtype", "seed", "temperature",
+                                                  "top_k", "top_p", "ignore_eos")}}
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPlan:
@@ -83,11 +90,11 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
 def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name.
     `table`: the file that the job wants its results in besides. Raises InputError for a run that
-    was stopped with another model in the folder."""
+    was stopped and whose model, requests or sampling have changed since."""
     results = output / RESULTS_FILE
     before, total = answered(results), num_queries(output)
     if before.total and (total is None or before.total < total):
-        _refuse_another_model(output, plan)
+        _refuse_another_job(output, plan)
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
@@ -103,14 +110,20 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
             tell.say(f"results of an earlier run kept as {kept.name}")
 
 
-def _refuse_another_model(output: Path, plan: RunPlan) -> None:
-    """Answers of two models in one file would look like those of one. Raises InputError."""
+def _refuse_another_job(output: Path, plan: RunPlan) -> None:
+    """Answers of two jobs in one file would look like those of one. Raises InputError."""
     before = saved_model(output)
-    if before and (changed := changed_files(before.files, plan.model_files)):
+    changed = changed_files(before.files, plan.model_files) if before else []
+    if changed:
         raise wrong(plan.model_dir, ", ".join(changed), None,
                     f"the files with which the run in {output} was begun, and not finished: these "
                     "have changed since. Put them back to go on, or begin anew with `--again`, "
                     "which keeps what was answered")
+    if changed := [_IN_WORDS[key] for key in saved_differences(plan) if key in _IN_WORDS]:
+        raise wrong(output, ", ".join(changed), None,
+                    "changed since the run in this folder was begun, and it is not finished. Put "
+                    "it back as it was to go on, or begin anew with `xgpt submit --again`, which "
+                    "keeps what was answered")
 
 
 def _free_name(path: Path) -> Path:

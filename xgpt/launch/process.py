@@ -76,7 +76,7 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
         if process.returncode != 0 and not stopper.was_asked:
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()
-            raise XgptError(f"the ranks failed (exit code {process.returncode}):\n{_tail(text)}")
+            raise RanksFailed(process.returncode, _tail(text))
 
 
 def _has_word(line: socket.socket) -> bool:
@@ -102,6 +102,17 @@ def _ended(process: subprocess.Popen[bytes],
         yield lambda seconds: select.select(files, [], [], seconds)
     finally:
         os.close(file)
+
+
+class RanksFailed(XgptError):
+    """The ranks ended by themselves, or something ended them."""
+
+    def __init__(self, code: int, printed: str) -> None:
+        # a launcher of ranks tells a signal as a shell does, as itself, or in words alone
+        is_killed = code in (-signal.SIGKILL, signal.SIGKILL, 128 + signal.SIGKILL)
+        why = ("\nSignal 9 ended a rank from outside: often the system does, when memory runs out "
+               "(`dmesg` tells)" if is_killed else "")
+        super().__init__(f"the ranks failed (exit code {code}):\n{printed}{why}")
 
 
 class _Stopper:

@@ -20,8 +20,9 @@ from xgpt.app.plan import executable, plan_job  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.run_folder import plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
-from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
+from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.process import run_watched  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner import worker  # noqa: E402
 from xrunner.io.results import HELD_FILE  # noqa: E402
@@ -137,6 +138,22 @@ def test_a_stopped_run_is_not_gone_on_with_by_another_model(folder: Path, run: R
     assert run()["queries_before"] >= 6
 
 
+def test_a_stopped_run_whose_requests_changed_is_refused_untouched(folder: Path,
+                                                                   run: Run) -> None:
+    with pytest.raises(StoppedEarly):
+        run(6)
+    out, requests = folder / "out", folder / "requests.jsonl"
+    done, asked = (out / "results.jsonl").read_bytes(), (out / "run.json").read_bytes()
+    text = requests.read_text()
+    requests.write_text(text.replace("[7, 8, 9]", "[7, 8, 1]"))
+    with pytest.raises(InputError, match=r"the requests: changed .*`xgpt submit --again`"):
+        run(ranks_work=False)
+    requests.write_text(text)
+    assert (out / "results.jsonl").read_bytes() == done and not list(out.glob("results-*"))
+    assert (out / "run.json").read_bytes() == asked, "nothing is touched"
+    assert run()["queries_before"] >= 6
+
+
 def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:
     moved = folder.with_name(f"{folder.name} moved")
     shutil.copytree(folder, moved)
@@ -224,3 +241,38 @@ def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder
         prints[policy] = plan.fingerprint
         assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
     assert len(set(prints.values())) == 1, prints
+
+
+@pytest.mark.parametrize(("ends", "told"), [("kill -9 $$", "Signal 9 ended a rank"),
+                                            ("exit 9", "Signal 9 ended a rank"),
+                                            ("echo no such device; exit 4", "no such device")])
+def test_ranks_that_die_are_told_with_what_is_kept(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, ends: str, told: str) -> None:
+    with pytest.raises(StoppedEarly):
+        run(6)
+    done = len(lines(folder / "out" / "results.jsonl") | lines(folder / "out" / HELD_FILE))
+
+    class Dying:
+        is_here = True
+
+        def run(self, ranks: RankProgram, **watched: Any) -> None:
+            run_watched(["sh", "-c", ends], **watched)
+
+    monkeypatch.setattr(execution, "launcher_of", lambda job, problem: Dying())
+    session = opened(folder)
+    plan = plan_job(session, roofline(session))
+    with pytest.raises(XgptError) as failed:
+        execution.execute(plan.opened, plan.timing, plan.schedule)
+    said = " ".join(str(failed.value).split())
+    assert f"{done} answers are kept; the same command goes on" in said and told in said
+    assert ("memory" in said) == ("9" in ends)
+
+
+def test_entries_that_cannot_be_used_are_told_before_anything_is_planned(
+        folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "requests.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    opened(folder)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"1 of {COUNT + 1} entries cannot be used, the first in line {COUNT + 1}: not JSON" in (
+        said)

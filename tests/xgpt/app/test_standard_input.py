@@ -62,7 +62,7 @@ def test_a_run_keeps_it_and_goes_on_without(job: Job, monkeypatch: pytest.Monkey
         assert requests is not None
         digests.append(requests.digest)
     assert digests[0] == digests[1]
-    assert ["nothing came on standard input" in line for line in told.lines] == [True]
+    assert sum("nothing came on standard input" in line for line in told.lines) == 1
     comes(monkeypatch, b'{"tokens": [9]}\n')
     other = open_job(job, told, "lengths").requests
     assert other is not None and other.digest != digests[0]
