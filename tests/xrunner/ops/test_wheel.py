@@ -80,6 +80,7 @@ def test_a_wheel_s_library_serves_without_a_compiler(tree: Path, tmp_path: Path)
     plans_in_a_folder_of_its_own(target, tmp_path / "else where")
 
 
+@pytest.mark.slow
 def test_a_wheel_is_built_and_used_without_a_compiler(tree: Path, tmp_path: Path) -> None:
     wheel = built_wheel(tree, CXX="/nowhere/c++")
     assert wheel.name.endswith("-py3-none-any.whl")

@@ -36,7 +36,7 @@ def test_a_configuration_is_evaluated_once():
     assert search.num_evaluated == evaluated > 0
 
 
-@pytest.mark.parametrize("policy", ["rra", "ft"])
+@pytest.mark.parametrize("policy", ["rra", pytest.param("ft", marks=pytest.mark.slow)])
 def test_without_a_margin_the_bound_is_kept_as_the_closed_form_has_it(policy):
     problem = replace(problem_of(), fixed=FixedSchedule(policy=policy))
     timing = roofline_of(problem)
