@@ -133,6 +133,6 @@ def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
     share = max(figures.memory_bytes) / figures.memory_capacity_bytes
     used = f"{share:.0%} of the fullest device's"
     if changed.constraint.latency_s > limit_s:
-        return (f"that alone brings nothing: {figures.latency_s / limit_s:.0%} of the bound is used, "
-                f"and {used} memory")
+        return (f"that alone brings nothing: {figures.latency_s / limit_s:.0%} of the bound is "
+                f"used, and {used} memory")
     return f"that alone brings nothing: {used} is used"
