@@ -1,7 +1,7 @@
 """metrics.json: what a run measured, beside what was predicted."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -15,9 +15,12 @@ from xgpt.core.json_values import write_json
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
+from xgpt.report.figures import check_bound
+from xgpt.report.output import Output, read_output
 from xgpt.report.page import write_report
 from xgpt.report.results_file import write_results
 from xgpt.report.table import summary_table
+from xgpt.report.words import clean, counted
 from xprofiler.timing import TimingSource
 
 
@@ -34,13 +37,31 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     output, tell = opened.job.output, opened.tell
     write_json(output / METRICS_FILE, metrics)
     write_report(output)
-    tell.say(summary_table(metrics))
+    tell.say(summary_table(metrics, tuple(_ends(opened, read_output(output, 0)))))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
         tell.say(f"note: {warning}")
     tell.say(f"report: {output / 'report.html'}")
     if opened.job.results is not None and metrics["status"] == "done":
         tell.say(write_results(output, opened.job.results))
     return metrics
+
+
+def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
+    """What the results say of the run besides its figures, in sentences: whether the bound was
+    kept, how many answers were cut, and why the first entry has none."""
+    bound = check_bound(output)
+    if bound.is_kept is not None:
+        yield bound.sentence
+    known = opened.problem.queries
+    is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
+    cut = 0 if is_wished else sum(query.finish_reason == "length" for query in output.queries)
+    if cut:
+        yield (f"{counted(cut, 'answer')} of {len(output.queries):,} reached the most tokens that "
+               "were allowed, and may end in mid-sentence")
+    if output.errors:
+        first = output.errors[0]
+        yield clean(f"the first error, in line {first.get('line')} of the requests: "
+                    f"{first.get('error')}")
 
 
 def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],

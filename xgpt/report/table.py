@@ -49,8 +49,9 @@ def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
     return _facts("simulated", estimate, constraint.latency)
 
 
-def summary_table(metrics: Mapping[str, Any]) -> str:
-    """The end of a run: queries done, and predicted beside measured with their ratio."""
+def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
+    """The end of a run: queries done, and predicted beside measured with their ratio. `ends`: what
+    only the results tell."""
     queries, num_errors = number(metrics, "queries") or 0.0, number(metrics, "errors") or 0.0
     first = f"{words.counted(queries, 'query')} done"
     if num_errors:
@@ -60,15 +61,16 @@ def summary_table(metrics: Mapping[str, Any]) -> str:
     if text_at(metrics, "status") == "stopped":
         first += ", stopped early: the same command goes on"
     rows = comparisons(metrics)
+    heads = [_ascii(first), *(paragraph(text) for text in ends)]
     if not rows:
-        return _ascii(first)
+        return "\n".join(heads)
     body = [(row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
             for row in rows]
     header = ("", "predicted", "measured", "ratio", "")
     remarks = [words.loading_words(metrics), words.operators_words(metrics),
                words.agreement_words(metrics),
                text_at(metrics, "attribution", "sentence")]
-    return "\n".join([_ascii(first), table(header, body, right=(1, 2, 3)),
+    return "\n".join([*heads, table(header, body, right=(1, 2, 3)),
                       *(paragraph(text) for text in remarks if text)])
 
 

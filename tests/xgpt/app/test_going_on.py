@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,21 @@ def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder
         prints[policy] = plan.fingerprint
         assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
     assert len(set(prints.values())) == 1, prints
+
+
+def test_the_end_tells_cut_answers_the_bound_and_the_first_error(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    assert "reached the most tokens" not in capsys.readouterr().err, "the lengths were wished for"
+    (folder / "requests.jsonl").write_text('{"tokens": [7, 8]}\n{"tokens": [9]}\nno JSON\n')
+    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 4}\n"
+                        "constraint: {latency_s: 600")
+    run()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "2 answers of 2 reached the most tokens that were allowed" in said
+    assert re.search(r"latency bound of \S+( \S+)? kept: no sequence", said)
+    assert "the first error, in line 3 of the requests: not JSON" in said
 
 
 @pytest.mark.parametrize(("ends", "told"), [("kill -9 $$", "Signal 9 ended a rank"),
