@@ -13,6 +13,7 @@ from xgpt.app.messages import doing, last_messages
 from xgpt.app.place import Place
 from xgpt.app.slurm_record import SlurmRecord
 from xgpt.app.status import how_to_go_on
+from xgpt.app.time_left import time_left_s
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_queue import SlurmJob
@@ -47,12 +48,8 @@ class Glance:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left at the pace so far."""
-        p = self.progress
-        if p is None or p.state != "running" or p.elapsed_s <= 0:
-            return None
-        done_here = p.done - p.done_before
-        return p.elapsed_s / done_here * (p.total - p.done) if done_here > 0 else None
+        """Seconds that are left, as far as is known."""
+        return None if self.progress is None else time_left_s(self.progress, self.output)
 
     @property
     def facts(self) -> list[tuple[str, str]]:

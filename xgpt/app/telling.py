@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from xgpt.app.time_left import time_left_s
 from xgpt.core.units import format_seconds
 from xrunner.io.sink import Progress, read_progress
 
@@ -81,22 +82,19 @@ def tell_run(tell: Teller, path: Path, bound_s: float) -> None:
     """Tells how far a run is whose progress.json is at `path`."""
     progress = read_progress(path)
     if progress is not None:
-        tell.progress(progress_line(progress, bound_s),
+        tell.progress(progress_line(progress, bound_s, time_left_s(progress, path.parent)),
                       is_last=progress.state in ("done", "stopped"))
 
 
-def progress_line(progress: Progress, bound_s: float) -> str:
-    """Queries, tokens per second, time left, and the latency so far against its bound, in at most
-    79 columns."""
+def progress_line(progress: Progress, bound_s: float, left_s: float | None = None) -> str:
+    """Queries, tokens per second, time left where it is known, and the latency so far against its
+    bound, in at most 79 columns."""
     if progress.state == "loading":
         return "loading the model"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
     text = (f"{bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
             f"{rate:.0f} tok/s")
-    done_here = progress.done - progress.done_before
-    if (progress.state == "running" and done_here > 0 and progress.done < progress.total
-            and progress.elapsed_s > 0):
-        left_s = progress.elapsed_s / done_here * (progress.total - progress.done)
+    if left_s is not None:
         text += f" {format_seconds(left_s)} left"
     if progress.latency_p99_s is not None:
         bound = "" if math.isinf(bound_s) else f"/{bound_s:.3g}"

@@ -12,6 +12,7 @@ from xgpt.app.messages import doing
 from xgpt.app.place import place_of
 from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
+from xgpt.app.time_left import time_left_s
 from xgpt.cli.options import print_json, run_arguments
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
@@ -36,7 +37,8 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         return
     click.echo(f"{place.name}: {status.state}, {output}")
     if run is not None and (run.progress.total or status.state == "loading"):
-        click.echo(progress_line(run.progress, place.bound_s))
+        click.echo(progress_line(run.progress, place.bound_s,
+                                 time_left_s(run.progress, output)))
     if status.is_active and status.state == "starting" and (what := doing(output)):
         click.echo(paragraph(what))
     words = None if run is None or status.is_active else how_to_go_on(run, output)

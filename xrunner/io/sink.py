@@ -38,6 +38,7 @@ class RunSink:
                                     model=plan.model_name)
         self._total, self._done_before = num_queries, before.total
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
+        self._last_done_s: float | None = None
         self._written_s = -_INTERVAL_S  # when progress.json was
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # where the launcher follows the output lengths
@@ -47,6 +48,7 @@ class RunSink:
         self._writer.write(result)
         self.tally.add(result)
         self._latencies.append(result.latency_s)
+        self._last_done_s = max(self._last_done_s or 0.0, result.last_token_s)
         if self.launcher is not None:
             self.launcher.finished(result)
 
@@ -78,7 +80,7 @@ class RunSink:
         write_progress(self.output / "progress.json", Progress(
             state=state, total=self._total, done=self._done_before + len(self.tally),
             output_tokens=output_tokens, elapsed_s=elapsed_s, latency_p50_s=p50, latency_p99_s=p99,
-            done_before=self._done_before))
+            done_before=self._done_before, last_done_s=self._last_done_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,7 @@ class Progress:
     latency_p50_s: float | None
     latency_p99_s: float | None
     done_before: int = 0  # of `done`: by an earlier run, which this one goes on after
+    last_done_s: float | None = None  # on the clock of the run: when the last query was done
 
 
 def write_progress(path: Path, progress: Progress) -> None:

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.app.telling import progress_line
+from xgpt.app.time_left import time_left_s
 from xgpt.cli.main import cli
 from xrunner.io.lock import is_locked, output_lock
 from xrunner.io.results import Answered
@@ -123,7 +124,7 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
 
 def test_the_time_left_is_that_of_this_run(tmp_path: Path) -> None:
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
-    assert "20m00s left" in progress_line(resumed, 5.0)
+    assert "20m00s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
     plan: Any = SimpleNamespace(output=tmp_path, model_name="toy")
     sink = RunSink(plan, num_queries=400, before=Answered(190, frozenset()))
     sink.progress(1.0, 10)
