@@ -11,7 +11,7 @@ from xgpt.core.units import GIB
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
-from xgpt.report.figures import quantity
+from xgpt.report.figures import percent, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, text_at
 from xgpt.report.policy_words import controls_cell, row_of
@@ -22,6 +22,9 @@ _FIGURES = (("throughput_qps", "Throughput", "queries/s"),
             ("ttft_p99_s", "First token P99", "s"), ("tpot_p99_s", "Time per token P99", "s"),
             ("wall_s", "Time of the run", "s"))
 _CURVE = 200
+_AS_FAST = 0.03  # runs of one schedule differ by as much
+# keys of job.json that say where it lies, or the same once more
+_OF_PLACE = ("output", "name", "source", "results", "asked")
 
 
 class Run(NamedTuple):
@@ -41,8 +44,9 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     runs = read_runs(folders)
     drawn = comparison_charts(runs)
     write_atomically(path, render_page(
-        "comparison.html.j2", path.name, drawn, charts=drawn, headers=[run.name for run in runs],
-        rows=figure_rows(runs), differences=differences(runs),
+        "comparison.html.j2", path.name, drawn, charts=drawn, headline=headline(runs),
+        headers=[run.name for run in runs], rows=figure_rows(runs),
+        differences=differences(runs),
         missing=[run.name for run in runs if not run.output.queries]))
     return path
 
@@ -58,6 +62,23 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         output = read_output(folder, 0)
         made.append(Run("/".join(whole.parts[-depth:]), output, figures.metrics_of(output)))
     return made
+
+
+def headline(runs: Sequence[Run]) -> str:
+    """Which is fastest, and by how much, where that is measured of all."""
+    rates = {run.name: rate for run in runs if (rate := run.measured("throughput_qps"))}
+    text = f"{len(runs)} runs beside one another"
+    if len(rates) < len(runs) or len(runs) < 2:
+        return text
+    first, second, *_ = sorted(rates, key=lambda name: -rates[name])
+    ratio, slowest = rates[first] / rates[second], min(rates.values())
+    shown = f"{quantity(rates[first], 'queries/s')} against {quantity(rates[second], 'queries/s')}"
+    if ratio - 1 < _AS_FAST:
+        return f"{text}: {first} and {second} are as fast within {percent(_AS_FAST)}, {shown}"
+    if len(runs) == 2:
+        return f"{first} is {ratio:.2f} times as fast as {second}: {shown}"
+    return (f"{text}: {first} is the fastest, {shown} of the next, {second}, and "
+            f"{quantity(slowest, 'queries/s')} of the slowest")
 
 
 def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -96,7 +117,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     flat = [dict(_flat(run.output.job)) for run in runs]
     keys = dict.fromkeys(key for job in flat for key in job)
     return [(key, [job.get(key, "-") for job in flat]) for key in keys
-            if len({job.get(key) for job in flat}) > 1 and key not in ("output", "name")]
+            if len({job.get(key) for job in flat}) > 1 and key.partition(".")[0] not in _OF_PLACE]
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

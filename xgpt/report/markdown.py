@@ -6,6 +6,7 @@ from pathlib import Path
 from xgpt.report import figures
 from xgpt.report.chart import Chart
 from xgpt.report.comparison import Run, differences, figure_rows
+from xgpt.report.comparison import headline as comparison_headline
 from xgpt.report.next_steps import next_steps
 from xgpt.report.output import Output, text_at
 from xgpt.report.policy_words import schedule_sentences
@@ -53,7 +54,7 @@ def comparison_markdown(runs: Sequence[Run], pictures: Sequence[tuple[Chart, Pat
     """Several runs beside one another."""
     header = ("", *(run.name for run in runs))
     return _joined([
-        f"# {len(runs)} runs",
+        f"# {_text(comparison_headline(runs))}",
         _table(header, [(name, *cells) for name, cells in figure_rows(runs)]),
         "## What the jobs differ in",
         _table(header, [(key, *cells) for key, cells in differences(runs)]),

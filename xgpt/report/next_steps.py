@@ -45,8 +45,9 @@ def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck)
         yield Hint(f"The answers were not as long as planned ({_signed(lengths)} of the time). "
                    "Plan with the lengths that this run observed:", _observed(output))
     if abs(times) >= _MATTERS:
-        yield Hint(f"Steps took {_signed(times)} of what the profile says. Measure it anew, while "
-                   "nothing else runs:", "profile JOB.yaml --again")
+        yield Hint(f"Steps took {percent(abs(times))} {'longer' if times > 0 else 'less'} than the "
+                   "profile says. Measure it anew, while nothing else runs:",
+                   "profile JOB.yaml --again")
     others = number(metrics, "others_cpu_share") or 0.0
     if others >= _BUSY_OTHERS:
         yield Hint(f"Other programs took {percent(others)} of the cores. Run it on a "

@@ -39,6 +39,7 @@
     var figure = figures[box.dataset.chart], style = getComputedStyle(root);
     var width = isPrinting ? Math.min(box.clientWidth || 640, 640) : box.clientWidth;
     var isNarrow = width < 480;
+    box.drawnWidth = isPrinting ? 0 : width;
     var data = figure.data.map(function (trace, i) { return chosen(box, figure, coloured(trace, style), i); });
     var layout = coloured(figure.layout, style);
     if (box.choices && box.choices.x && box.choices.x.selectedIndex) {  // marks are of the first
@@ -62,9 +63,11 @@
       hoverlabel: { bgcolor: style.getPropertyValue("--surface").trim(),
                     bordercolor: style.getPropertyValue("--muted").trim(), align: "left", namelength: -1,
                     font: { color: style.getPropertyValue("--ink").trim(), size: 12 } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: style.getPropertyValue("--muted").trim(),
+                 activecolor: style.getPropertyValue("--ink").trim() },
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1.01, yanchor: "bottom", font: { size: 11 } } });
     return Plotly.react(box, data, layout, {
-      displaylogo: false, displayModeBar: isPrinting ? false : "hover", doubleClick: "reset+autosize",
+      displaylogo: false, displayModeBar: isPrinting || isCoarse || isNarrow ? false : "hover", doubleClick: "reset+autosize",
       showSendToCloud: false, showEditInChartStudio: false,
       modeBarButtonsToRemove: ["lasso2d", "select2d", "sendDataToCloud"],
       toImageButtonOptions: { filename: box.dataset.chart, scale: 2 } });
@@ -115,10 +118,17 @@
     window.addEventListener("beforeprint", function () { toPrint(true); });
     window.addEventListener("afterprint", function () { toPrint(false); });
     var later = 0;
-    window.addEventListener("resize", function () {
+    function drawLater() {
       clearTimeout(later);
-      later = setTimeout(redraw, 120);
-    });
+      later = setTimeout(function () {  // a chart that is drawn anew must not start this again
+        boxes.filter(function (box) { return box.clientWidth !== box.drawnWidth; }).forEach(draw);
+      }, 120);
+    }
+    window.addEventListener("resize", drawLater);
+    if (window.ResizeObserver) {  // a scroll bar that comes, or a frame, changes no window
+      var watch = new ResizeObserver(drawLater);
+      boxes.forEach(function (box) { watch.observe(box); });
+    }
   }
 
   // ---- tables that can be copied, as a spreadsheet takes them ----

@@ -16,6 +16,10 @@ from xgpt.report.output import LoggedStep, Output, QueryFigures, number
 from xgpt.report.policy_words import controls_cell
 
 _CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
+# what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
+_PEAK = (" Measured: the most that its process held since loading began. On a GPU that is what "
+         "torch took; on a CPU it is the whole process, with the interpreter, torch and the pages "
+         "of files that were read, none of which the prediction counts.")
 _FAR = 3.0  # a bound further off than so many times what is drawn is only said
 
 
@@ -186,7 +190,7 @@ def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
     return Chart(name="memory", title="Memory of each rank", series=series, marks=marks,
                  x=Axis(label="", names=ranks), y=Axis(label="GiB", from_zero=True),
                  caption=f"Predicted: weights, KV entries and working memory, of "
-                         f"{format_bytes(room)} for each.")
+                         f"{format_bytes(room)} for each.{_PEAK if peaks else ''}")
 
 
 def _peaks(metrics: Mapping[str, Any]) -> dict[int, float]:

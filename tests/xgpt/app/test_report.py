@@ -12,8 +12,9 @@ from fake_sweep import HOSTILE, write_fake_sweep
 from xgpt.app import report
 from xgpt.app.report import write_reports
 from xgpt.core.errors import InputError, XgptError
-from xgpt.report.comparison import differences, figure_rows, read_runs
+from xgpt.report.comparison import differences, figure_rows, headline, read_runs
 from xgpt.report.image import can_draw
+from xgpt.report.words import tight
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
 needs_matplotlib = pytest.mark.skipif(not can_draw(), reason="matplotlib is not installed")
@@ -47,9 +48,19 @@ def test_runs_are_named_by_what_tells_them_apart_and_differences_are_told(runs: 
 def test_a_comparison_holds_every_run_and_escapes(runs: list[Path], tmp_path: Path) -> None:
     (path,) = write_reports(runs, "html", tmp_path / "both.html")
     page = path.read_text("utf-8")
-    assert "2 runs beside one another" in page and "a/out" in page and "b/out" in page
+    assert f"<h1>{tight(headline(read_runs(runs)))}.</h1>" in page
     assert HOSTILE not in page and "unsafe-eval" not in page
     assert page.count("data-chart=") == 4
+
+
+def test_the_headline_tells_which_run_is_fastest(runs: list[Path]) -> None:
+    first, second = read_runs(runs)
+    half = dict(first.metrics) | {"throughput_qps": {"measured": 1.0}}
+    twice = dict(second.metrics) | {"throughput_qps": {"measured": 2.5}}
+    both = [first._replace(metrics=half), second._replace(metrics=twice)]
+    assert headline(both) == ("b/out is 2.50 times as fast as a/out: 2.50 queries/s against "
+                              "1.00 queries/s")
+    assert headline([first._replace(metrics={}), second]) == "2 runs beside one another"
 
 
 def test_a_run_that_has_answered_nothing_is_compared_and_named(runs: list[Path],

@@ -46,6 +46,12 @@ def test_each_cause_of_a_miss_has_its_remedy(output: Output) -> None:
     assert "profile JOB.yaml --again" not in commands(output, attributed(10, 10, 10.1, 10.1))
 
 
+def test_steps_are_told_to_be_longer_and_not_to_take_a_share(output: Output) -> None:
+    for measured, words in ((22.7, "Steps took 127 % longer than"), (8, "Steps took 20 % less")):
+        why = next_steps(output, attributed(10, 10, measured, measured), KEPT)[0].why
+        assert why.startswith(words)
+
+
 def test_a_missed_bound_a_dear_margin_and_answers_cut_short_are_told(output: Output) -> None:
     missed = commands(output, {}, BoundCheck(False, "missed"))
     assert missed[0] == "submit JOB.yaml --set constraint.confidence=0.99"

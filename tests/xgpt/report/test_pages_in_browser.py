@@ -83,6 +83,13 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_screen(opened: Any) 
     assert light > 500 if is_dark else light < 200, ink
 
 
+@pytest.mark.parametrize("opened", [("run", 1400, {})], indirect=True, ids=str)
+def test_a_chart_follows_its_place_though_the_window_stays_as_it_is(opened: Any) -> None:
+    opened.evaluate("document.body.style.width = '380px'")
+    opened.wait_for_function("""() => Array.from(document.querySelectorAll('[data-chart]')).every(
+        box => box.querySelector('.main-svg').getBoundingClientRect().width <= 380)""")
+
+
 @pytest.mark.parametrize("opened", [(name, 1400, {}) for name in KINDS], indirect=True, ids=str)
 def test_hover_tells_of_a_point_and_a_drag_zooms(opened: Any) -> None:
     page = opened
