@@ -9,7 +9,7 @@ from pathlib import Path
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.engines import engine_names, engine_place
-from xgpt.core.errors import EXIT_BAD_INPUT, InputError, Mistake, XgptError, nearest
+from xgpt.core.errors import EXIT_BAD_INPUT, InputError, Mistake, XgptError, nearest, wrong
 from xgpt.core.job import FixedSchedule, Job, LengthSpec, RunSpec, WorkloadSpec
 from xgpt.core.local import available_memory_bytes, detect
 from xgpt.core.model import ModelSpec
@@ -107,13 +107,15 @@ def check_model_named(name: str) -> ModelCheck:
     if (local / "config.json").is_file():
         return _of_folder(name, local, f"a folder, {local}")
     if local.is_dir():
-        raise XgptError(f"{local}: there is no config.json, which every model's folder has")
+        raise wrong("command line", "model", name,
+                    "there is no config.json in this folder, which every model's folder has")
     row = catalog.model_named(name)
     if row is not None:
         return _of_row(name, row)
     if "/" not in name or name.startswith((".", "/", "~")):
-        raise XgptError(f"{name!r} is neither a folder with config.json nor in the catalog: "
-                        f"{nearest(name, catalog.names('model'))}; or a hub id owner/name")
+        raise wrong("command line", "model", name,
+                    "neither a folder with config.json nor in the catalog: "
+                    f"{nearest(name, catalog.names('model'))}; or a hub id owner/name")
     folder, why = config_from_hub(name)
     if folder is None:
         raise XgptError(f"{name!r}: no folder, not in the catalog, and the hub did not serve its "

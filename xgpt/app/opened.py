@@ -131,7 +131,11 @@ class _Model:
             raise
         except XgptError as cause:
             if self._need == "run":
-                raise
+                if isinstance(cause, MissingExtraError):
+                    raise
+                raise XgptError(
+                    f"{cause}. Without a way to the hub, copy the model's folder here and give its "
+                    "path (`--set model=FOLDER`), or name a mirror in HF_ENDPOINT") from cause
             if catalog.model_named(self._job.model) is None:
                 raise XgptError(f"{cause}. Planning can do without its files where its shape is "
                                 "known: a model of `xgpt models`, or a folder with its "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job_file import load_job
 
 
@@ -22,7 +22,9 @@ class Place:
 
 
 def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
-    """Raises InputError of a job file, or for overrides of a folder."""
+    """Raises InputError of a job file, for overrides of a folder, and where there is neither."""
+    if not where.exists() and where.suffix not in (".yaml", ".yml"):
+        raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
     if not where.is_dir():
         job = load_job(where, overrides)
         return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,

@@ -124,6 +124,8 @@ def _look(path: Path, column: str | None, asks: bool) -> PromptsLook:
             column = click.prompt("Which column holds the prompts", err=True,
                                   type=click.Choice([c.name for c in columns]), show_choices=False,
                                   default=None if best is None else best.name)
+        elif best is None and not any(column.sample for column in columns):
+            raise wrong(path, "--prompts", None, "holds no prompt: it has a header and no rows")
         elif best is None:
             raise wrong(path, "--column", None, "required: which column holds the prompts; it has "
                         f"{', '.join(c.name for c in columns)}")

@@ -65,6 +65,7 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Constraint-aware scheduler and runner for offline LLM batch inference.
 
+    \b
     Start with:  xgpt submit jobs/quickstart.yaml
     Your own:    xgpt init, which asks, and then xgpt submit job.yaml"""
 

@@ -10,6 +10,7 @@ import click
 
 from xgpt.cli.options import JobFile, job_arguments, job_options, print_json
 from xgpt.cli.terminal import Terminal
+from xgpt.core.errors import StoppedEarly
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import flat
@@ -104,7 +105,12 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
 
 
 def _do(use_case: str, job: Job, as_json: bool, **more: Any) -> None:
-    with standby_for(job) as standby:
-        metrics = getattr(import_module(_USE_CASES), use_case)(job, Terminal(), standby, **more)
+    try:
+        with standby_for(job) as standby:
+            metrics = getattr(import_module(_USE_CASES), use_case)(
+                job, Terminal(), standby, **more)
+    except KeyboardInterrupt:  # while ranks work, it asks them to stop (xgpt.launch.process)
+        raise StoppedEarly("interrupted before the run had begun; nothing that was done is lost, "
+                           "and the same command goes on from there") from None
     if as_json:
         print_json(metrics)

@@ -7,6 +7,7 @@ created."""
 import math
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
+from xgpt.core.request_files.files import format_of
 from xgpt.core.requests_section import absolute, is_file, read_requests_key, read_results_key
 from xgpt.core.run_section import LOCAL_CLUSTER, read_run
 from xgpt.core.schedule_section import read_schedule
@@ -44,6 +46,12 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> Field:
     """The tree of a file with `key.path=value` overrides put in. Raises InputError for what is no
     mapping of keys."""
+    if path.is_dir():
+        raise wrong(path, "job file", None, "is a folder; a job file in it is wanted, for example "
+                    f"{path / 'job.yaml'}")
+    if path.is_file() and format_of(path) is not None:
+        raise wrong(path, "job file", None, "looks like prompts, by its name; `xgpt init --prompts "
+                    f"{shlex.quote(str(path))}` writes a job file for them")
     tree = read_tree(path, mistakes)
     for text in overrides:
         tree = apply_override(tree, text, mistakes)

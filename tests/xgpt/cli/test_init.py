@@ -183,3 +183,16 @@ def test_ctrl_c_at_a_question_leaves_no_file(folder: Path) -> None:
     assert process.wait(timeout=30) == 1
     os.close(head)
     assert not (folder / "job.yaml").exists()
+
+
+def test_a_header_alone_is_told_as_no_prompts(folder: Path) -> None:
+    (folder / "bare.csv").write_text("nr,question\n")
+    result = init("--prompts", "bare.csv", "--model", "opt-125m")
+    assert isinstance(result.exception, InputError)
+    assert "it has a header and no rows" in str(result.exception)
+
+
+def test_an_unknown_model_is_wrong_input(folder: Path) -> None:
+    result = init("--model", "opt-13", "--prompts", "reviews.csv")
+    assert isinstance(result.exception, InputError)
+    assert "did you mean 'opt-13b'?" in str(result.exception)

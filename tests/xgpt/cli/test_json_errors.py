@@ -85,3 +85,23 @@ def test_any_end_is_one_object(monkeypatch: pytest.MonkeyPatch, error: Exception
 def test_success_prints_nothing_more() -> None:
     done = CliRunner().invoke(entry.cli, ["models", "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)
+
+
+def test_a_run_interrupted_before_it_began_goes_on(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xgpt.app.submit.open_to_run", interrupted)
+    job = tmp_path / "job.yaml"
+    job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
+    code, _, said = end(monkeypatch, capsys, "submit", job)
+    assert code == 75 and "the same command goes on" in " ".join(said.split())
+
+
+def test_the_report_of_a_folder_that_is_not_there_says_so(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, said = end(monkeypatch, capsys, "report", tmp_path / "nothere")
+    assert code == 2 and "no such folder" in said

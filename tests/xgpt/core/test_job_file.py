@@ -350,3 +350,11 @@ def test_every_whole_number_has_a_most(key: str, tmp_path: Path) -> None:
     path.write_text("model: opt-13b\ncluster: a40-4\nworkload: {task: S}\noutput: out\n")
     with pytest.raises(InputError, match=key.rpartition(".")[2]):
         load_job(path, (f"{key}={2**63 - 1}",))
+
+
+def test_what_is_no_job_file_by_its_name_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "my questions.csv").write_text("prompt\nhello\n")
+    with pytest.raises(InputError, match=r"looks like prompts.*init --prompts '.*questions.csv'"):
+        load_job(tmp_path / "my questions.csv")
+    with pytest.raises(InputError, match=r"is a folder; a job file in it is wanted"):
+        load_job(tmp_path)
