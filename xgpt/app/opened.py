@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from xgpt.app.prompts_look import tell_delimiters
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
@@ -68,6 +69,8 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         if need == "run":
             spool = SpoolWriter(ColumnsWriter())
         stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
+        if need != "shape":
+            tell_delimiters(files, tell)
         requests = take_in(files, model, spool, stdin)
         if not requests:
             raise wrong(job.source, "workload.requests", str(files),

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.telling import Teller
+from xgpt.core.request_files.delimited import USUAL, delimiter_found, delimiter_of
 from xgpt.core.request_files.files import CONTENTS, SUFFIXES, TABLES, RequestFiles
 from xgpt.core.request_files.parquet import arrow
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.request_files.source import opened
 from xgpt.core.workload import Request, RequestError
+from xgpt.report.table import paragraph
 
 MOST_READ = 50_000  # entries: enough to know what they are like
 _MOST_SAMPLED = 50  # rows, for what a column is like
@@ -92,6 +95,17 @@ def look_at(path: Path, column: str | None) -> PromptsLook:
         errors=tuple(entry for entry in entries if isinstance(entry, RequestError)))
 
 
+def tell_delimiters(files: RequestFiles, tell: Teller) -> None:
+    """Tells what divides the cells of files where their names do not."""
+    found = {path: one for path in files.paths
+             if (one := delimiter_found(path, files)) is not None}
+    if found:
+        path, one = next(iter(found.items()))
+        more = f" (and so in {len(found) - 1} more of the files)" if len(found) > 1 else ""
+        tell.say(paragraph(f"note: the cells of {path.name} are divided by {one!r}, by its "
+                           f"header{more}; the key `delimiter` beside `file` sets another"))
+
+
 def files_here(folder: Path) -> list[Path]:
     """Files of the folder that could hold prompts, by their names."""
     ends = tuple(end + tail for ends in SUFFIXES.values() for end in ends for tail in ("", ".gz"))
@@ -110,8 +124,9 @@ def _records(stream: Any, known: str, path: Path) -> Iterator[dict[str, Any]]:
         else:
             yield from batch.to_pylist()
     elif known in TABLES:
+        delimiter = delimiter_of(stream, USUAL[known])
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
-        reader = csv.DictReader(text, delimiter="," if known == "csv" else "\t")
+        reader = csv.DictReader(text, delimiter=delimiter)
         rows = list(itertools.islice(reader, _MOST_SAMPLED))
         yield from ({str(k).strip(): v for k, v in row.items() if k is not None} for row in rows)
         if not rows:

@@ -185,6 +185,13 @@ def test_ctrl_c_at_a_question_leaves_no_file(folder: Path) -> None:
     assert not (folder / "job.yaml").exists()
 
 
+def test_semicolons_are_found_and_told(folder: Path) -> None:
+    (folder / "fragen.csv").write_text("nr;frage\n1;Was ist, bitte, das?\n2;Und das hier?\n")
+    said = " ".join(done(init("--prompts", "fragen.csv", "--model", "opt-125m")).stderr.split())
+    assert "the cells of fragen.csv are divided by ';'" in said and "2 prompts" in said
+    assert "column 'frage' of fragen.csv (it has nr, frage)" in said
+
+
 def test_a_header_alone_is_told_as_no_prompts(folder: Path) -> None:
     (folder / "bare.csv").write_text("nr,question\n")
     result = init("--prompts", "bare.csv", "--model", "opt-125m")

@@ -6,17 +6,55 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from xgpt.core.errors import wrong
-from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_files.files import STDIN, RequestFiles
 from xgpt.core.request_files.rows import Row, roles_of
+from xgpt.core.request_files.source import opened
 from xgpt.core.workload import BadRecord
 
 # Of one cell. A quote that is never closed takes up the rest of the file.
 MAX_CELL_CHARS = 2**24
+USUAL = {"csv": ",", "tsv": "\t"}  # Excel writes semicolons where a comma is in numbers
+_DELIMITERS = (",", ";", "\t", "|")
 _UNDECODED = re.compile("[\udc80-\udcff]")
+
+
+def delimiter_of(stream: IO[bytes], default: str) -> str:
+    """What divides the cells of a table that begins here; nothing is consumed. It is the default
+    where the header has it, else what divides header and first row into equally many cells."""
+    start = cast(io.BufferedReader, stream).peek(1).decode("utf-8-sig", "replace")
+    known = {one: _first_rows(start, one) for one in (default, *_DELIMITERS)}
+    if known[default] and len(known[default][0]) > 1:
+        return default
+    cells = {one: len(rows[0]) for one, rows in known.items()
+             if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1}
+    return max(cells, key=cells.__getitem__, default=default)
+
+
+def _first_rows(text: str, delimiter: str) -> list[list[str]]:
+    """The header and the first row after it, as far as they are there and can be read."""
+    found = list[list[str]]()
+    with suppress(csv.Error):
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        found.extend(islice(filter(None, rows), 2))
+    return found
+
+
+def delimiter_found(path: Path, files: RequestFiles) -> str | None:
+    """What divides the cells of this file, where it is neither given nor what its name says; None
+    else. Raises InputError for a file that cannot be read."""
+    if files.delimiter is not None or path == STDIN:
+        return None
+    with opened(path, files, lambda raw: None) as (stream, known):
+        if known not in USUAL:
+            return None
+        found = delimiter_of(stream, USUAL[known])
+        return None if found == USUAL[known] else found
 
 
 def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, delimiter: str,
@@ -24,10 +62,11 @@ def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, delimiter
     """Yields a row a request; blank lines are skipped. Raises InputError for a header without the
     columns that are needed."""
     csv.field_size_limit(MAX_CELL_CHARS)
+    delimiter = files.delimiter or delimiter_of(stream, delimiter)
     # bytes that are no UTF-8 are kept apart, so that they cost their row alone
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
     # strict: a quote in the wrong place is told, not guessed at
-    reader = csv.reader(text, delimiter=files.delimiter or delimiter, strict=True)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         header = next((row for row in reader if row), None)
     except csv.Error as cause:

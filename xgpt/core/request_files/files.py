@@ -46,7 +46,7 @@ class RequestFiles:
     prompt: str | None = None  # which column, or key of an object, it is; None: the one called so
     messages: str | None = None
     id: str | None = None
-    delimiter: str | None = None  # of CSV; None: a comma, or a tab of TSV
+    delimiter: str | None = None  # None: a comma, of TSV a tab, or as the header shows
     has_options: bool = True  # False: max_tokens, seed and the like are columns like any other
     carry: tuple[str, ...] | None = None  # columns that go into the results; None: all others
 

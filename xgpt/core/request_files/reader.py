@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from xgpt.core.request_files.delimited import read_delimited
+from xgpt.core.request_files.delimited import USUAL, read_delimited
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.lines import read_array, read_jsonl, read_text
 from xgpt.core.request_files.parquet import read_parquet
@@ -45,8 +45,8 @@ def _rows(stream: IO[bytes], known: str, files: RequestFiles, path: Path,
           columns: ColumnsWriter | None) -> Iterator[Row]:
     if known == "parquet":
         return read_parquet(stream, files, path, columns)
-    if known in ("csv", "tsv"):
-        return read_delimited(stream, files, path, "," if known == "csv" else "\t")
+    if known in USUAL:
+        return read_delimited(stream, files, path, USUAL[known])
     if known == "json":
         return read_array(stream, files, path)
     return read_text(stream) if known == "text" else read_jsonl(stream, files)

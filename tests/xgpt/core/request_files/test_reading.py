@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, MissingExtraError
+from xgpt.core.request_files.delimited import delimiter_found
 from xgpt.core.request_files.files import STDIN, SUFFIXES, RequestFiles, format_of
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.workload import Request, RequestError
@@ -238,6 +239,22 @@ def test_a_header_without_what_is_needed_is_one_error_with_its_remedy(
 def test_a_column_of_numbers_is_no_prompts(tmp_path: Path) -> None:
     path = write(tmp_path / "r.parquet", [{"prompt": 7, "text": "x"}])
     assert "of type int64, not text; columns there: prompt (int64), text (string)" in refusal(path)
+
+
+@pytest.mark.parametrize(("content", "found"), [
+    ("nr;prompt\n1;a, b\n", ";"), ("nr\tprompt\n1\ta;b\n", "\t"), ("nr|prompt\n1|a\n", "|"),
+    ('\ufeff"nr";"prompt, in short"\n1;a\n', ";"), ("nr,prompt\n1,a;b\n", None),
+    ("prompt\na;b\n", None), ("prompt;or so\na, b\n", None), ("", None)])
+def test_another_delimiter_is_found_by_header_and_first_row(
+        tmp_path: Path, content: str, found: str | None) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(content, "utf-8")
+    files = RequestFiles(paths=(path,))
+    assert delimiter_found(path, files) == found
+    if found is not None and "short" not in content:
+        (request,) = read(path)[0]
+        assert request.prompt == content.splitlines()[1][2:] and request.id == "1"
+        assert delimiter_found(path, RequestFiles(paths=(path,), delimiter=found)) is None
 
 
 def test_other_delimiters_are_told(tmp_path: Path) -> None:
