@@ -39,7 +39,6 @@ class Judgement:
         """All of it in words."""
         if not self.points:
             return "nothing measured yet"
-        good = self.points - self.noisy - self.unknown
         doubts = (
             (self.unknown, "of {} the spread is unknown, they have a sample or two"),
             (self.outliers, "{} single samples far off, ignored by the medians"),
@@ -47,8 +46,15 @@ class Judgement:
             (self.moved, "{} points out of order with their neighbours, used as their mean"),
             (self.coarse, "{} places where the curve bends between points"),
             (self.grade == "noisy", "is something else running here?"))
-        return "; ".join([f"{self.grade}: {good} of {self.points} points within {SPREAD_LIMIT:.0%}",
-                          *(words.format(count) for count, words in doubts if count)])
+        return "; ".join([self.brief, *(words.format(count) for count, words in doubts if count)])
+
+    @property
+    def brief(self) -> str:
+        """The grade alone, for where nobody is about to measure again."""
+        if not self.points:
+            return "nothing measured yet"
+        good = self.points - self.noisy - self.unknown
+        return f"{self.grade}: {good} of {self.points} points within {SPREAD_LIMIT:.0%}"
 
 
 def judge(profile: Profile) -> Judgement:

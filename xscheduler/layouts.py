@@ -24,6 +24,7 @@ from xscheduler.uncertainty import Doubts
 LAYOUT_NOTE, LAYOUT_ROW = "layout: ", "layout "
 ROUGH = 0.05  # by which a rough plan may miss what a full one would find
 _CERTAIN = 1.64  # deviations: 95 % of a normal's lie below
+_ALIKE = 0.15  # two figures no further apart are called as good, where they are as close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +142,10 @@ class LayoutComparison:
                 f"{about}{self._queries_per_s[one.layout]:.4g} queries/s (-{1 - 1 / ratio:.0%})")
         if one.derived:
             return f"{text}, {one.derived}"
-        return f"{text}, as good within what the times may be off" if self._is_close(
-            one, best) else text
+        if not self._is_close(one, best):
+            return text
+        return f"{text}, as good within what the times may be off" if ratio - 1 < _ALIKE else (
+            f"{text}, known so roughly that it may be as good")
 
     def _row(self, one: LaidOut, best: LaidOut) -> Rejected:
         label = f"{LAYOUT_ROW}{one.layout.words}"

@@ -48,6 +48,7 @@ def test_the_grade_is_the_share_of_points_whose_quartiles_lie_apart(
     assert (got.grade, got.noisy, got.points) == (grade, noisy, 20)
     assert got.sentence.startswith(f"{grade}: {20 - noisy} of 20 points within 10%")
     assert ("is something else running here?" in got.sentence) == (grade == "noisy")
+    assert got.sentence.split(";")[0] == got.brief
 
 
 def test_the_limit_of_the_spread_is_between_quartiles() -> None:

@@ -191,7 +191,7 @@ def _sufficient(path: Path, is_enough: Callable[[Profile], bool],
     profile = _cached(path, tell)
     if profile is None or not is_enough(profile):
         return None
-    tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).sentence}")
+    tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).brief}")
     return profile
 
 
@@ -293,7 +293,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
     of = wanted.metadata
     degrees = ", ".join(str(d) for d in wanted.degrees)
     tell.say(
-        f"profile: {'timing' if is_new else 'going on timing'} {of.model}'s layers on "
+        f"profile: {'timing' if is_new else 'timing more of'} {of.model}'s layers on "
         f"{Layout(of.ranks, of.threads_per_rank).words} ({of.dtype}, tensor-parallel degree "
         f"{degrees}), {session.words}")
     for reason in wanted.refused.values():

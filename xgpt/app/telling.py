@@ -90,7 +90,7 @@ def progress_line(progress: Progress, bound_s: float, left_s: float | None = Non
     """Queries, tokens per second, time left where it is known, and the latency so far against its
     bound, in at most 79 columns."""
     if progress.state == "loading":
-        return "loading the model"
+        return "reading the queries and the weights"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
     text = (f"{bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
             f"{rate:.0f} tok/s")

@@ -59,7 +59,7 @@ def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> Prof
     if refusals:
         raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
                           for why in refusals])
-    opened.tell.say(f"profile: {path}, {judge(profile).sentence}")
+    opened.tell.say(f"profile: {path}, {judge(profile).brief}")
     for mark in marks:
         opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")
     return ProfileTiming(profile, fallback, marks)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-NOTICEABLE_SHARE = 0.05  # with a rank on every core, this much slows all of them
+NOTICEABLE_SHARE = 0.10  # below it times are off by less than profiles' own points scatter
+LARGE_SHARE = 0.30  # above it nothing tells by how much times are off
 
 
 class Contention:
@@ -37,8 +38,10 @@ def in_words(share: float | None) -> str | None:
     """A sentence where others were noticeable."""
     if share is None or share < NOTICEABLE_SHARE:
         return None
-    return (f"other processes used {share:.0%} of the cores meanwhile; times measured here mean "
-            "little unless the machine is quiet")
+    text = f"other processes used {share:.0%} of the cores meanwhile; times measured here "
+    if share >= LARGE_SHARE:
+        return f"{text}mean little unless the machine is quiet"
+    return f"{text}may be up to {share / (1 - share):.0%} longer than on a quiet machine"
 
 
 def _busy_s(stat: Path) -> float | None:

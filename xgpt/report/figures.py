@@ -68,6 +68,8 @@ def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
         measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
         if measured is None and predicted is None:
             continue
+        if key == "load_s" and not measured:  # the ranks held the weights of the job before
+            continue
         ratio = None
         # shares are compared by eye: 1 % against 2 % is a ratio of two and no matter
         if predicted and measured is not None and math.isfinite(predicted) and unit != "%":

@@ -215,8 +215,10 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
             f"{format_seconds(seconds)}: {_decimal_bytes(loaded / seconds)}/s")
     if from_disk is None or is_made:
         return text
-    text += f" ({_decimal_bytes(from_disk)} came from the disk"
-    return text + (f", which gives one reader {_decimal_bytes(rate)}/s)" if rate else ")")
+    if not from_disk:
+        return f"{text} (none of it from the disk: the system had it in memory)"
+    text += f" ({_decimal_bytes(from_disk)} of it from the disk"
+    return text + (f", which one process reads at {_decimal_bytes(rate)}/s)" if rate else ")")
 
 
 def operators_words(metrics: Mapping[str, Any]) -> str | None:

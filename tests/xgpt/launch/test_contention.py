@@ -39,4 +39,6 @@ def test_never_less_than_nothing_and_unknown_where_the_system_is_silent(tmp_path
 
 def test_a_quiet_machine_is_not_worth_a_word() -> None:
     assert in_words(None) is None and in_words(NOTICEABLE_SHARE * 0.9) is None
-    assert "40%" in (in_words(0.4) or "")
+    assert "40%" in (in_words(0.4) or "") and "mean little" in (in_words(0.4) or "")
+    some = in_words(0.2) or ""
+    assert "20% of the cores" in some and "25% longer" in some and "mean little" not in some
