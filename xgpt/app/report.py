@@ -8,6 +8,7 @@ from typing import Literal
 from xgpt.app.place import Place
 from xgpt.core.errors import XgptError, wrong
 from xgpt.core.spool import num_queries
+from xgpt.core.sweep_file import SWEEP_FOLDER
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures, markdown
 from xgpt.report.chart import Chart
@@ -27,8 +28,10 @@ COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"
 def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None = None,
                   ) -> list[Path]:
     """Writes the report of a run's or a sweep's folder, or of several runs' to compare, and returns
-    what was written, the report first. By default it lies in the folder; a comparison where the
-    command is given. Raises XgptError where a folder holds neither."""
+    what was written, the report first. Of a job that was swept and has not run, it is the sweep's.
+    By default it lies in the folder; a comparison where the command is given. Raises
+    XgptError where a folder holds neither."""
+    folders = [_with_a_report(folder) for folder in folders]
     for folder in folders:
         if not _is_sweep(folder) and not (folder / "schedule.json").is_file():
             raise XgptError(f"{folder}: no run has started there, and no sweep")
@@ -51,6 +54,13 @@ def write_tables(places: Sequence[Place]) -> list[Path]:
         return []
     write_results(places[0].output, table)
     return [table]
+
+
+def _with_a_report(folder: Path) -> Path:
+    """The folder of a job's sweep where the job itself has not run: it lies below the job's."""
+    below = folder / SWEEP_FOLDER
+    has_run = (folder / "schedule.json").is_file() or _is_sweep(folder)
+    return below if not has_run and _is_sweep(below) else folder
 
 
 def _is_sweep(folder: Path) -> bool:

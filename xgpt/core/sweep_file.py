@@ -27,6 +27,7 @@ from xgpt.core.sweep_axes import (
 from xgpt.core.yaml_tree import Field, apply_override, read_tree, with_value
 
 MAX_POINTS = 100_000
+SWEEP_FOLDER = "sweep"  # of a job, in its own
 DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
 Horizon = Literal["steady", "job"]
 
@@ -111,7 +112,7 @@ def _of_job(path: Path, flags: SweepFlags, mistakes: list[Mistake]) -> _Asked:
     if not setting and not mistakes:
         setting = setting_of_flags((), DEFAULT_BOUNDS, mistakes)
     job = job_of(base, path, [])
-    return _Asked(name=job.name, base=base, base_path=path, output=job.output / "sweep",
+    return _Asked(name=job.name, base=base, base_path=path, output=job.output / SWEEP_FOLDER,
                   horizon=_horizon(flags.horizon, "steady", mistakes), has_margin=True,
                   settings=(setting,))
 

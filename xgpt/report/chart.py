@@ -16,13 +16,15 @@ KIND_COLOURS = {"encode": "encode", "decode": "decode", "mixed": "violet"}  # of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """`label` names the quantity and its unit. `names`: the axis has these names, top or left
-    first, instead of numbers. `from_zero`: it begins at 0."""
+    first, instead of numbers. `from_zero`: it begins at 0. `ticks`: where numbers stand, of an
+    axis that has places which are none."""
 
     label: str
     is_log: bool = False
     from_zero: bool = False
     names: Sequence[str] = ()
     as_percent: bool = False
+    ticks: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,6 +186,8 @@ def _scale(axes: Axes, letter: str, axis: Axis) -> None:
         return
     if axis.is_log:
         setter("log")
+    if axis.ticks:
+        own.set_ticks(list(axis.ticks), labels=[f"{value:g}" for value in axis.ticks])
     if axis.as_percent:
         own.set_major_formatter(lambda value, _: f"{100 * value:g} %")
 

@@ -10,11 +10,14 @@ from xgpt.report.comparison import headline as comparison_headline
 from xgpt.report.next_steps import next_steps
 from xgpt.report.output import Output, text_at
 from xgpt.report.policy_words import schedule_sentences
-from xgpt.report.sweep_charts import by_scenario
+from xgpt.report.sweep_charts import by_scenario, title_of
+from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_page import lacking, winners
-from xgpt.report.sweep_rows import SweepRows
+from xgpt.report.sweep_rows import OK, SweepRows, number_of
+from xgpt.report.sweep_table import bound_text
 from xgpt.report.words import banner, clean, headline
 
+_MOST_POINTS = 300  # of a sweep
 _SPECIAL = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#~"})
 
 
@@ -63,12 +66,22 @@ def comparison_markdown(runs: Sequence[Run], pictures: Sequence[tuple[Chart, Pat
 
 def sweep_markdown(sweep: SweepRows, pictures: Sequence[tuple[Chart, Path]]) -> str:
     """A sweep: the best policy of each scenario and bound, and what has no schedule."""
+    solved = [row for row in sweep.rows if row.get("status") == OK]
     best = [winner for name, rows in by_scenario(sweep.rows).items()
             for winner in winners(name, rows)]
     return _joined([
-        f"# {_text(str(sweep.meta.get('name')))}", "## The best policy, and where it changes",
+        f"# {_text(str(sweep.meta.get('name')))}", _text(f"{sweep_headline(sweep.rows)}."),
+        "## The best policy, and where it changes",
         _table(("scenario", "bound", "best", "queries/s", "ahead of the next", "control variables",
                 "why another than under the tighter bound"), best),
+        "## All points", _table(
+            ("scenario", "bound", "policy", "queries/s", "latency", "schedule"), [
+                (str(row.get("scenario")), bound_text(row), title_of(str(row.get("policy"))),
+                 figures.quantity(number_of(row, "throughput_qps"), "").rstrip(),
+                 figures.quantity(number_of(row, "latency_s"), "s"),
+                 str(row.get("controls") or "-")) for row in solved[:_MOST_POINTS]]),
+        *([f"and {len(solved) - _MOST_POINTS} more, in sweep.jsonl"]
+          if len(solved) > _MOST_POINTS else []),
         "## Without a schedule", _table(("scenario", "policy", "bound", "why"),
                                         lacking(sweep.rows)), *_pictures(pictures)])
 

@@ -44,6 +44,7 @@
     var layout = coloured(figure.layout, style);
     if (box.choices && box.choices.x && box.choices.x.selectedIndex) {  // marks are of the first
       layout.shapes = layout.annotations = [];
+      delete layout.xaxis.tickvals;
     }
     var grid = { gridcolor: style.getPropertyValue("--line").trim(),
                  zerolinecolor: style.getPropertyValue("--line").trim() };

@@ -110,6 +110,8 @@ def _axis(axis: Axis) -> dict[str, Any]:
         made["rangemode"] = "tozero"
     if axis.as_percent:
         made["tickformat"] = ".0%"
+    if axis.ticks:
+        made["tickvals"] = list(axis.ticks)
     if axis.is_log:
         made |= {"dtick": "D2", "tickformat": "~s"}
     return made

@@ -12,6 +12,7 @@ from xgpt.report.figures import plain
 from xgpt.report.sweep_rows import OK, Row, number_of
 
 NO_BOUND_AT = 1.25  # of the widest bound: where points without one are drawn
+_BETWEEN = 0.07  # of the widest bound: between numbers below the axis
 _FEW = 6  # scenarios whose gains are lines over the bound; of more, a column each
 _ORDINALS = ("tightest bound", "second", "third", "fourth", "fifth", "sixth")
 
@@ -110,24 +111,39 @@ def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[R
     is_one = len({row.get("scenario") for row in rows}) == 1
     series = []
     for policy_name, colour in colours.items():
-        own = sorted((row for row in rows if row.get("policy") == policy_name), key=bound_of)
+        points = sorted((row for row in rows if row.get("policy") == policy_name), key=bound_of)
+        bounded = sum(math.isfinite(bound_of(row)) for row in points)
+        own: list[Row | None] = [*points]
+        if is_one and 0 < bounded < len(own):
+            own.insert(bounded, None)  # no line leads to a place that is no bound
         if own:
+            columns = {q.label: [None if row is None else q.of(row) for row in own]
+                       for q in (*across, *up)}
             series.append(Series(
                 label=title_of(policy_name), kind="line+dots" if is_one else "dots", colour=colour,
-                x=[across[0].of(row) for row in own], y=[up[0].of(row) for row in own],
-                notes=[_note(row, is_one) for row in own],
-                columns={q.label: [q.of(row) for row in own] for q in (*across, *up)}))
+                x=columns[across[0].label], y=columns[up[0].label], columns=columns,
+                notes=["" if row is None else _note(row, is_one) for row in own]))
     has_none = across[0].label.startswith("latency bound") and bool(finite) and any(
         math.isinf(bound_of(row)) for row in rows)
     missing = len({(row.get("policy"), row.get("bound")) for row in everything
                    if row.get("scenario") == rows[0].get("scenario")}) - len(rows) if is_one else 0
     return Chart(
         name=name, title=title, series=series, is_wide=not is_one, height=340,
-        x=Axis(label=across[0].label, from_zero=True), y=Axis(label=up[0].label, from_zero=True),
+        x=Axis(label=across[0].label, from_zero=True, ticks=_ticks(finite) if has_none else ()),
+        y=Axis(label=up[0].label, from_zero=True),
         marks=[Mark(label="no bound", at=end_s)] if has_none else [],
         x_choices=[q.label for q in across], y_choices=[q.label for q in up],
         caption=f"{missing} of its points have no schedule; the last table says why."
         if missing > 0 else "")
+
+
+def _ticks(bounds: Sequence[float]) -> list[float]:
+    """The bounds themselves, but those that would stand in one another's way."""
+    found = [0.0]
+    for bound_s in sorted(set(bounds), reverse=True):
+        if all(abs(bound_s - other) > _BETWEEN * max(bounds) for other in found):
+            found.append(bound_s)
+    return sorted(found)
 
 
 def _note(row: Row, is_one: bool) -> str:

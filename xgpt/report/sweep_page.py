@@ -62,7 +62,7 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
     state = str(meta.get("state"))
     return {
         "name": str(meta.get("name")), "tiles": tiles,
-        "headline": f"{counted(len(scenarios), 'scenario')}, {counted(len(rows), 'point')}",
+        "headline": headline(rows),
         "banner": None if state == "done" else
         f"This sweep is not done ({state}): the same command goes on with it.",
         "overview": [chart for chart in drawn if not chart.name.startswith("scenario-")],
@@ -73,6 +73,29 @@ def _context(sweep: SweepRows, drawn: Sequence[Chart]) -> dict[str, Any]:
             for axis in meta.get("axes", ())],
         "times": sorted({str(row["times"]) for row in rows if row.get("times")}),
         "source": str(meta.get("source", ""))}
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Which policies are best how often, and how fast the slowest and the fastest of them are."""
+    scenarios = by_scenario(rows)
+    said = [counted(len(scenarios), "scenario")] * (len(scenarios) != 1) + [
+        counted(len(rows), "point")]
+    best = [winner for name, own in scenarios.items() for winner in winners(name, own)]
+    if not best:
+        return f"{', '.join(said)}, none with a schedule" if rows else said[-1]
+    (name, count), *others = Counter(winner.policy for winner in best).most_common()
+    is_best = f"{name} is best" + (f" in {count} of {counted(len(best), 'case')}" if others else "")
+    is_best += "".join(f", {other} in {times}" for other, times in others)
+    if len(scenarios) > 1:
+        return f"{', '.join(said)}: {is_best}"
+    rates = f"{best[0].throughput} queries/s {_bound_words(best[0])}"
+    if len(best) > 1:
+        rates = f"from {rates} to {best[-1].throughput} {_bound_words(best[-1])}"
+    return f"{is_best}: {rates}"
+
+
+def _bound_words(winner: Winner) -> str:
+    return "without a bound" if winner.bound == "none" else f"within {winner.bound}"
 
 
 def winners(scenario: str, rows: Sequence[Row]) -> list[Winner]:

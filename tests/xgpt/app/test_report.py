@@ -103,6 +103,15 @@ def test_without_matplotlib_markdown_is_text_alone(runs: list[Path], tmp_path: P
     assert "![" not in (tmp_path / "x.md").read_text("utf-8")
 
 
+def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path: Path) -> None:
+    folder = write_fake_sweep(tmp_path / "job" / "sweep")
+    assert write_reports([tmp_path / "job"]) == [folder / "report.html"]
+    assert "## All points" in write_reports([tmp_path / "job"], "md")[0].read_text("utf-8")
+    run = write_fake_run(tmp_path / "both", num_queries=3)
+    write_fake_sweep(run / "sweep")
+    assert write_reports([run]) == [run / "report.html"]
+
+
 def test_folders_without_a_report_are_refused(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(XgptError, match="no run has started there, and no sweep"):
         write_reports([runs[0], tmp_path])

@@ -11,7 +11,7 @@ from fake_sweep import HOSTILE, write_fake_sweep
 from xgpt.core.errors import InputError
 from xgpt.report.chart import Chart
 from xgpt.report.sweep_charts import NO_BOUND_AT, gains, sweep_charts
-from xgpt.report.sweep_page import lacking, winners, write_sweep_page
+from xgpt.report.sweep_page import headline, lacking, winners, write_sweep_page
 from xgpt.report.sweep_rows import read_sweep
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")
@@ -30,10 +30,12 @@ def charts(folder: Path) -> dict[str, Chart]:
 def test_a_scenario_has_a_curve_for_each_policy_over_the_bounds(charts: dict[str, Chart]) -> None:
     curves = {series.label: series for series in charts["scenario-0"].series}
     assert list(curves) == ["RRA", "WAA-C", "FT"]
-    assert list(curves["WAA-C"].x) == [2, 10, 10 * NO_BOUND_AT]
-    assert list(curves["WAA-C"].y) == [12, 24, 26] and list(curves["RRA"].y) == [30, 45]
+    assert list(curves["WAA-C"].x) == [2, 10, None, 10 * NO_BOUND_AT]
+    assert list(curves["WAA-C"].y) == [12, 24, None, 26]
+    assert list(curves["RRA"].y) == [30, None, 45]
     assert "RRA: encode 2 together; bound 10.0 s; latency 4.50 s" in curves["RRA"].notes[0]
     assert [mark.label for mark in charts["scenario-0"].marks] == ["no bound"]
+    assert list(charts["scenario-0"].x.ticks) == [0, 2, 10]  # and none where no bound is
 
 
 def test_either_axis_can_show_cost_memory_and_latency(charts: dict[str, Chart]) -> None:
@@ -43,7 +45,8 @@ def test_either_axis_can_show_cost_memory_and_latency(charts: dict[str, Chart]) 
     assert {"device-seconds a query", "memory of the fullest rank, GiB"} <= set(chart.y_choices)
     assert "time of the job, seconds" not in chart.y_choices, "none is known"
     waa = next(series for series in chart.series if series.label == "WAA-C")
-    assert list(waa.columns["device-seconds a query"]) == pytest.approx([4 / 12, 4 / 24, 4 / 26])
+    assert [value for value in waa.columns["device-seconds a query"]
+            if value is not None] == pytest.approx([4 / 12, 4 / 24, 4 / 26])
 
 
 def test_the_gain_is_the_best_that_is_searched_over_the_best_baseline(
@@ -63,6 +66,14 @@ def test_it_is_told_where_the_best_policy_changes_and_why(folder: Path) -> None:
     assert first.why == third.why == ""
     assert second.why == "RRA keeps no tighter bound; WAA-C from 12.0 to 24.0"
     assert second.ahead == "25.0 % (WAA-C)" and second.controls == "encode 2 together"
+
+
+def test_the_headline_tells_what_is_best(folder: Path) -> None:
+    rows = read_sweep(folder).rows
+    one = [row for row in rows if row["model"] == "opt-13b"]
+    assert headline(one) == ("RRA is best in 2 of 3 cases, WAA-C in 1: from 12.0 queries/s within "
+                             "2.00 s to 45.0 without a bound")
+    assert headline(rows).startswith("2 scenarios, ")
 
 
 def test_points_without_a_schedule_are_told_by_reason(folder: Path) -> None:
