@@ -3,6 +3,7 @@ by the one planner there is."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import gt
 
 from xgpt.app.laid_out import derived_times, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
@@ -11,7 +12,9 @@ from xgpt.app.timing import refined_timing, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule, StageAssignment
+from xgpt.core.units import format_bytes
 from xgpt.report.table import choice_table, fact, paragraph, schedule_table, stage_table
 from xgpt.report.words import counted
 from xprofiler.derived import Derived
@@ -20,6 +23,7 @@ from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xscheduler.layouts import LaidOut, LayoutComparison
 from xscheduler.planner import Horizon, Planner, PlanOptions
+from xsimulator.memory import capacity_bytes, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +56,14 @@ class JobPlanner:
     def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
                  timing: TimingSource | None = None) -> None:
         """Measures what is not known of this machine's times; `timing`: those of a job that leaves
-        nothing open."""
+        nothing open. Raises InfeasibleError for weights that all devices together do not hold."""
         opened = executable(opened)
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
         self._derived: dict[Layout, Derived] = {}
         self._is_given = timing is not None
+        if timing is None:
+            _refuse_without_room(tuple(self._jobs.values()))
         self._refined: set[Layout] = set()  # or not worth it: asked once
         self._rough: dict[Layout, Planner] = {}  # without margins, by few replays
         self._planners = {layout: self._planner(layout, times) for layout, times in (
@@ -160,6 +166,27 @@ class JobPlanner:
             else:
                 self._derived[layout], times[layout] = derived, ProfileTiming(derived.profile)
         return times
+
+
+def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
+    """What would else be found after minutes of measuring. Raises InfeasibleError."""
+    problems = [job.problem for job in jobs]
+    needed, room = zip(*((_least_weights(one), one.cluster.num_devices * capacity_bytes(
+        one.cluster.device)) for one in problems), strict=True)
+    if jobs[0].is_local and all(map(gt, needed, room)):
+        raise InfeasibleError(
+            f"no schedule: there is too little memory. The weights of {problems[0].model.name} "
+            f"alone take {format_bytes(min(needed))} as {problems[0].weight_dtype}, and "
+            f"{format_bytes(max(room))} can be used here; it takes more memory, a smaller model, "
+            "or a dtype of fewer bytes")
+
+
+def _least_weights(problem: Problem) -> float:
+    """Bytes of the weights where none lies twice."""
+    model = problem.model
+    whole = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=model.num_layers,
+                            num_encoder_layers=model.num_encoder_layers)
+    return float(weight_bytes(model, (whole,), problem.dtype, problem.weight_dtype).sum())
 
 
 def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob, TimingSource]:

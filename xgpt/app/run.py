@@ -129,7 +129,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         held = measured["queries_held"]
         waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""
         stop = StoppedEarly(f"stopped after {metrics['queries']} queries{waiting}; the same "
-                            "command goes on from there")
+                            "command goes on from there, and begins anew what was under way")
         stop.details = result
         raise stop
     return result
