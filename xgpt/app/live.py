@@ -3,6 +3,7 @@ shows."""
 
 import json
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,7 +110,9 @@ class Glance:
         if self.remark:
             lines += ["", fact("note", self.remark)]
         if self.messages:
-            lines += ["", "last messages", *(f"  {line}"[:shown_width()] for line in self.messages)]
+            lines += ["", "last messages", *(
+                "  " + textwrap.shorten(line, shown_width() - 2, placeholder=" ...")
+                for line in self.messages)]
         return "\n".join(lines)
 
 

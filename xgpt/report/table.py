@@ -1,10 +1,11 @@
 """Plain tables for the terminal: ASCII, at most 80 columns, no dependency."""
 
 import math
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -201,8 +202,8 @@ def _memory(e: Estimate) -> str:
 
 
 def shown_width() -> int:
-    """Columns of what is shown: 80, or those of a terminal that has fewer."""
-    if not (sys.stdout.isatty() or sys.stderr.isatty()):
+    """Columns of what is shown: 80, or those of a terminal (or of COLUMNS) that has fewer."""
+    if not (sys.stdout.isatty() or sys.stderr.isatty() or os.environ.get("COLUMNS")):
         return WIDTH
     return max(min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH), _LEAST_WIDTH)
 
@@ -228,7 +229,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     if excess > 0 and last not in right and widths[last] - excess >= _LEAST_WRAPPED:
         widths[last] -= excess
     elif excess > 0:
-        excess = _narrowed(widths, [i for i in range(len(header)) if i not in right], excess)
+        least = [max(_LEAST_CELL, min(_longest_word(row[i] for row in cells), _LEAST_WRAPPED))
+                 for i in range(len(header))]
+        excess = _narrowed(widths, least, [i for i in range(len(header)) if i not in right], excess)
     head = len(_wrapped(cells[0], widths, right))
     cells = [line for row in cells for line in _wrapped(row, widths, right)]
     if excess > 0 and sum(widths) + len(_GAP) * last > shown_width():
@@ -239,15 +242,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     return "\n".join(lines)
 
 
-def _narrowed(widths: list[int], columns: Sequence[int], excess: int) -> int:
-    """Makes the widest of the columns narrower, again and again; returns what is left to save."""
-    while excess > 0 and columns:
-        widest = max(columns, key=lambda column: widths[column])
-        if widths[widest] <= _LEAST_CELL:
-            break
-        widths[widest] -= 1
+def _narrowed(widths: list[int], least: Sequence[int], columns: Sequence[int],
+              excess: int) -> int:
+    """Makes the widest of the columns that are over their least narrower, again and again; returns
+    what is left to save."""
+    while excess > 0 and (over := [i for i in columns if widths[i] > least[i]]):
+        widths[max(over, key=lambda column: widths[column])] -= 1
         excess -= 1
     return excess
+
+
+def _longest_word(cells: Iterable[str]) -> int:
+    return max((len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[list[str]]:

@@ -60,6 +60,7 @@ def test_a_running_job_at_a_glance_in_80_columns(place: Place) -> None:
     assert "OVER the bound of 2.00 s" in words and "80 output tokens/s" in words
     assert "24 queries in the system" in words and "75%" in words and "times: measured" in words
     assert max(map(len, text.replace(str(place.output), "").splitlines())) <= 80
+    assert text.splitlines()[-1].split()[-2:][0] in ("is", "long"), "cut between words"
 
 
 def test_the_speed_is_that_since_the_last_look(place: Place) -> None:

@@ -70,9 +70,11 @@ def test_a_mistake_of_a_whole_file_has_no_empty_key() -> None:
 @pytest.mark.parametrize("columns", [48, 60, 200])
 def test_tables_fit_a_narrow_terminal_and_keep_80_columns_elsewhere(
         columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("COLUMNS", raising=False)
     words = "the schedule uses 4.772 s of the bound of 5.90 s " * 4
     assert max(map(len, fact("why", words).splitlines())) > 70, "a pipe has no width"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert max(map(len, fact("why", words).splitlines())) <= min(columns, 80), "but for COLUMNS"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for text in (fact("why", words), paragraph(words), table(
             ("policy", "queries/s", "words"), [("RRA", "1.5", words)], right=(1,))):

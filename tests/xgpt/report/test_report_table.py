@@ -10,7 +10,7 @@ import pytest
 from fake_run import fake_schedule
 
 from xgpt.core.schedule import Schedule, StageAssignment
-from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table
+from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table, table
 
 METRICS = {"queries": 72, "errors": 1, "status": "done",
            "throughput_qps": {"measured": 1.8, "predicted": 2.0},
@@ -110,3 +110,12 @@ def test_tables_and_page_load_without_the_extras() -> None:
             "print({'matplotlib', 'jinja2', 'torch', 'mpi4py'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_narrow_table_breaks_between_words_and_heeds_columns_in_a_pipe(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    rows = [("Throughput per second", "1,234.5 queries/s", "within fifteen", "of the prediction")]
+    shown = table(("quantity", "measured", "verdict", "of what"), rows, right=(1,))
+    assert max(map(len, shown.splitlines())) <= 50
+    assert {"Throughput", "prediction", "1,234.5"} <= set(shown.split())
