@@ -69,9 +69,10 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         if need == "run":
             spool = SpoolWriter(ColumnsWriter())
         stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
+        delimiters = dict[Path, str]()
+        requests = take_in(files, model, spool, stdin, delimiters.__setitem__)
         if need != "shape":
-            tell_delimiters(files, tell)
-        requests = take_in(files, model, spool, stdin)
+            tell_delimiters(delimiters, tell)
         if not requests:
             raise wrong(job.source, "workload.requests", str(files),
                         "holds no usable request" + _first(files, requests.bad_lines))

@@ -4,13 +4,15 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xgpt.app.telling import Teller
-from xgpt.core.request_files.delimited import USUAL, delimiter_found, delimiter_of
+from xgpt.core.errors import InputError
+from xgpt.core.request_files.delimited import USUAL, delimiter_of
 from xgpt.core.request_files.files import CONTENTS, SUFFIXES, TABLES, RequestFiles
 from xgpt.core.request_files.parquet import arrow
 from xgpt.core.request_files.reader import read_requests
@@ -95,13 +97,20 @@ def look_at(path: Path, column: str | None) -> PromptsLook:
         errors=tuple(entry for entry in entries if isinstance(entry, RequestError)))
 
 
-def tell_delimiters(files: RequestFiles, tell: Teller) -> None:
-    """Tells what divides the cells of files where their names do not."""
-    found = {path: one for path in files.paths
-             if (one := delimiter_found(path, files)) is not None}
-    if found:
-        path, one = next(iter(found.items()))
-        more = f" (and so in {len(found) - 1} more of the files)" if len(found) > 1 else ""
+def delimiters_of(path: Path) -> dict[Path, str]:
+    """What divides the file's cells, where its name says something else."""
+    found = dict[Path, str]()
+    with suppress(InputError):  # of a header without prompts: their column is asked for next
+        next(read_requests(RequestFiles(paths=(path,)), divided=found.__setitem__), None)
+    return found
+
+
+def tell_delimiters(delimiters: Mapping[Path, str], tell: Teller) -> None:
+    """Tells what divides the cells of those files whose names do not."""
+    if delimiters:
+        path, one = next(iter(delimiters.items()))
+        others = len(delimiters) - 1
+        more = f" (and so in {others} more of the files)" if others else ""
         tell.say(paragraph(f"note: the cells of {path.name} are divided by {one!r}, by its "
                            f"header{more}; the key `delimiter` beside `file` sets another"))
 

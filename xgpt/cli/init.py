@@ -19,6 +19,7 @@ from xgpt.app.new_job import (
 from xgpt.app.prompts_look import (
     PromptsLook,
     columns_of,
+    delimiters_of,
     files_here,
     likeliest,
     look_at,
@@ -28,7 +29,6 @@ from xgpt.app.prompts_look import (
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say
 from xgpt.core.errors import wrong
-from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.units import parse_seconds
 from xgpt.report.table import paragraph, table
 from xgpt.report.words import counted
@@ -116,7 +116,7 @@ def _prompts(given: Path | None, asks: bool) -> Path:
 
 def _look(path: Path, column: str | None, asks: bool) -> PromptsLook:
     """What is in the file, with the prompts in the column that is given, chosen or plain."""
-    tell_delimiters(RequestFiles(paths=(path,)), Terminal())
+    tell_delimiters(delimiters_of(path), Terminal())
     columns = columns_of(path)
     if column is None and needs_column(path, columns):
         best = likeliest(columns)

@@ -17,6 +17,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import BoolArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.queries import Requests
+from xgpt.core.request_files.delimited import Divided
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
@@ -44,13 +45,14 @@ class Tokeniser(Protocol):
 
 
 def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None = None,
-            stdin: IO[bytes] | None = None) -> Requests:
+            stdin: IO[bytes] | None = None,
+            divided: Divided = lambda path, delimiter: None) -> Requests:
     """Reads the requests of a job's files. `spool`: where they go, for a run. `stdin`: what came
-    on standard input, where that is the file."""
+    on standard input, where that is the file. `divided`: see read_requests."""
     rows, digests = _RequestColumns(spool), [hashlib.sha256() for _ in files.paths]
     bad_lines, are_tokenised = list[RequestError](), True
     source = read_requests(files, lambda file, raw: digests[file].update(raw),
-                           spool.columns if spool is not None else None, stdin)
+                           spool.columns if spool is not None else None, stdin, divided)
     while lines := list(islice(source, _LINES_AT_A_TIME)):
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]

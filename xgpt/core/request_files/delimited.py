@@ -5,21 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TypeAlias, cast
 
 from xgpt.core.errors import wrong
-from xgpt.core.request_files.files import STDIN, RequestFiles
+from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.rows import Row, roles_of
-from xgpt.core.request_files.source import opened
 from xgpt.core.workload import BadRecord
 
 # Of one cell. A quote that is never closed takes up the rest of the file.
 MAX_CELL_CHARS = 2**24
 USUAL = {"csv": ",", "tsv": "\t"}  # Excel writes semicolons where a comma is in numbers
+Divided: TypeAlias = "Callable[[Path, str], object]"  # is told a file and its delimiter
 _DELIMITERS = (",", ";", "\t", "|")
 _UNDECODED = re.compile("[\udc80-\udcff]")
 
@@ -45,24 +45,14 @@ def _first_rows(text: str, delimiter: str) -> list[list[str]]:
     return found
 
 
-def delimiter_found(path: Path, files: RequestFiles) -> str | None:
-    """What divides the cells of this file, where it is neither given nor what its name says; None
-    else. Raises InputError for a file that cannot be read."""
-    if files.delimiter is not None or path == STDIN:
-        return None
-    with opened(path, files, lambda raw: None) as (stream, known):
-        if known not in USUAL:
-            return None
-        found = delimiter_of(stream, USUAL[known])
-        return None if found == USUAL[known] else found
-
-
-def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, delimiter: str,
-                   ) -> Iterator[Row]:
-    """Yields a row a request; blank lines are skipped. Raises InputError for a header without the
-    columns that are needed."""
+def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, usual: str,
+                   divided: Divided) -> Iterator[Row]:
+    """Yields a row a request; blank lines are skipped. `usual`: the delimiter that the file's name
+    tells of. Raises InputError for a header without the columns that are needed."""
     csv.field_size_limit(MAX_CELL_CHARS)
-    delimiter = files.delimiter or delimiter_of(stream, delimiter)
+    delimiter = files.delimiter or delimiter_of(stream, usual)
+    if files.delimiter is None and delimiter != usual:
+        divided(path, delimiter)
     # bytes that are no UTF-8 are kept apart, so that they cost their row alone
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
     # strict: a quote in the wrong place is told, not guessed at

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from xgpt.core.request_files.delimited import USUAL, read_delimited
+from xgpt.core.request_files.delimited import USUAL, Divided, read_delimited
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.lines import read_array, read_jsonl, read_text
 from xgpt.core.request_files.parquet import read_parquet
@@ -23,17 +23,19 @@ _FILE_BITS = 40  # above them which file a line is of
 def read_requests(files: RequestFiles,
                   see: Callable[[int, bytes], object] = lambda file, raw: None,
                   columns: ColumnsWriter | None = None, stdin: IO[bytes] | None = None,
+                  divided: Divided = lambda path, delimiter: None,
                   ) -> Iterator[Request | RequestError]:
     """Yields the usable requests, and what is none. An id that is missing is the line's number, or
     the row's; of several files with the file's name before it. `see` is shown every file's bytes
-    and which file it is, `columns` what the results take over. `stdin`: what came there. Raises
+    and which file it is, `columns` what the results take over. `stdin`: what came there.
+    `divided` is told what divides the cells of a file whose name says something else. Raises
     InputError for a file that cannot be read at all."""
     seen: dict[str, int] = {}
     are_several = len(files.paths) > 1
     labels = files.labels if are_several else ("",)
     for index, path in enumerate(files.paths):
         with opened(path, files, partial(see, index), stdin) as (stream, known):
-            for row in _rows(stream, known, files, path, columns):
+            for row in _rows(stream, known, files, path, columns, divided):
                 if columns is not None and row.others is not None:
                     columns.add(row.others)
                 number = row.line if row.number is None else row.number
@@ -42,11 +44,11 @@ def read_requests(files: RequestFiles,
 
 
 def _rows(stream: IO[bytes], known: str, files: RequestFiles, path: Path,
-          columns: ColumnsWriter | None) -> Iterator[Row]:
+          columns: ColumnsWriter | None, divided: Divided) -> Iterator[Row]:
     if known == "parquet":
         return read_parquet(stream, files, path, columns)
     if known in USUAL:
-        return read_delimited(stream, files, path, USUAL[known])
+        return read_delimited(stream, files, path, USUAL[known], divided)
     if known == "json":
         return read_array(stream, files, path)
     return read_text(stream) if known == "text" else read_jsonl(stream, files)

@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, MissingExtraError
-from xgpt.core.request_files.delimited import delimiter_found
 from xgpt.core.request_files.files import STDIN, SUFFIXES, RequestFiles, format_of
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.workload import Request, RequestError
@@ -249,12 +249,17 @@ def test_another_delimiter_is_found_by_header_and_first_row(
         tmp_path: Path, content: str, found: str | None) -> None:
     path = tmp_path / "r.csv"
     path.write_text(content, "utf-8")
-    files = RequestFiles(paths=(path,))
-    assert delimiter_found(path, files) == found
+    def told(files: RequestFiles) -> dict[Path, str]:
+        divided: dict[Path, str] = {}
+        with suppress(InputError):  # of a header without the column that is needed
+            list(read_requests(files, divided=divided.__setitem__))
+        return divided
+
+    assert told(RequestFiles(paths=(path,))) == ({} if found is None else {path: found})
     if found is not None and "short" not in content:
         (request,) = read(path)[0]
         assert request.prompt == content.splitlines()[1][2:] and request.id == "1"
-        assert delimiter_found(path, RequestFiles(paths=(path,), delimiter=found)) is None
+        assert not told(RequestFiles(paths=(path,), delimiter=found))
 
 
 def test_other_delimiters_are_told(tmp_path: Path) -> None:
