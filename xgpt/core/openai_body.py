@@ -1,6 +1,6 @@
 """What an OpenAI batch line asks for that nothing here gives: refused by name, for an answer
-without it would look like one with it. A value that asks for nothing (no
-tools, a penalty of 0) is fine."""
+without it would look like one with it. A value that asks for nothing (no tools, a penalty of 0) is
+fine."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
