@@ -19,7 +19,14 @@ from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
 from xgpt.app.attribution import Attribution  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
-from xgpt.core.schedule import Estimate, Figures, Proof, Rejected, Schedule  # noqa: E402
+from xgpt.core.schedule import (  # noqa: E402
+    CopiesTried,
+    Estimate,
+    Figures,
+    Proof,
+    Rejected,
+    Schedule,
+)
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
@@ -192,12 +199,15 @@ def schedule_json() -> Json:
     figures = {**of_fields(Figures)["properties"], **of_fields(Proof)["properties"]}
     return {**of_keys({
         "policy": text("its name"), **figures, "tp_degree": whole("devices to a layer"),
-        "tp_gpus": whole("devices in such groups"), "pools": array({"type": "object"}),
+        "tp_gpus": whole("devices of a copy in such groups"),
+        "replicas": whole("copies of the model, all alike"),
+        "devices_per_replica": whole("devices of each copy"), "pools": array({"type": "object"}),
         "stages": array({"type": "object"}), "notes": array(text("on the times and the layout")),
         "latency_bound_s": number("as asked for"), "constraint_kind": text("sequence, queries"),
         "quantile": NUMBER, "margin": number("factor by which the bound is tightened"),
         "margin_cost": number("share of throughput"), "margin_note": text("what it is for"),
-        "rejected": array(of_fields(Rejected)), "explanation": array(text("a sentence")),
+        "rejected": array(of_fields(Rejected)),
+        "over_copies": array(of_fields(CopiesTried)), "explanation": array(text("a sentence")),
         "fingerprint": text("of the problem")},
         words="What `--json` prints of a schedule: flat, with its policy's control variables."),
         "additionalProperties": True}

@@ -3,6 +3,7 @@
 The user's mistakes are `XgptError`s; our own are `assert`s that print the values."""
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,9 +66,22 @@ class UnknownNameError(XgptError):
 
 
 class InfeasibleError(XgptError):
-    """No schedule satisfies the bound; the message says the tightest bound that can be met."""
+    """No schedule satisfies the bound; the message says the tightest bound that can be met, and so
+    does `tightest_s` where there is one."""
 
     exit_code = EXIT_INFEASIBLE
+
+    def __init__(self, text: str, tightest_s: float = math.inf) -> None:
+        self.tightest_s = tightest_s
+        super().__init__(text)
+
+
+class BeatenError(InfeasibleError):
+    """Nothing was found that is better than what is had elsewhere: no more than `upper_qps`."""
+
+    def __init__(self, upper_qps: float) -> None:
+        self.upper_qps = upper_qps
+        super().__init__(f"no more than {upper_qps:.4g} queries/s")
 
 
 class MissingExtraError(XgptError):

@@ -43,9 +43,11 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSchedule:
-    """Control variables the user fixed; None is left to the scheduler."""
+    """Control variables the user fixed; None is left to the scheduler. `replicas`: copies of the
+    model, all alike."""
 
     policy: str | None = None
+    replicas: int | None = None
     encode_batch: int | None = None
     decode_iterations: int | None = None
     decode_micro_batches: int | None = None

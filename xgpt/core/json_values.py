@@ -41,7 +41,7 @@ def flat(schedule: Schedule) -> dict[str, Any]:
         "constraint_kind": bound.kind, "quantile": bound.quantile, **asdict(schedule.proof),
         "fingerprint": schedule.fingerprint, "rejected": schedule.rejected,
         "margin": margin.factor, "margin_cost": margin.cost, "margin_note": margin.note,
-        "explanation": schedule.explanation})
+        "explanation": schedule.explanation, "over_copies": schedule.over_copies})
     return keys
 
 
@@ -53,6 +53,8 @@ def estimate_keys(estimate: Estimate) -> dict[str, Any]:
         **asdict(estimate.figures), "decode_micro_batches": deployment.num_groups,
         **controls.pop("even", {}), **controls, "kv_tokens": deployment.kv_tokens,
         "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
+        "replicas": deployment.replicas,
+        "devices_per_replica": deployment.devices_per_replica,
         "pools": [{"name": pool.name, "role": pool.role, "kv_tokens": pool.kv_tokens,
                    "num_groups": pool.num_groups, "stages": len(pool.stages)}
                   for pool in deployment.pools],

@@ -42,8 +42,8 @@ def open_layouts(job: Job) -> tuple[Layout, ...]:
     if run.threads_per_rank is not None:
         ranks = min(max(cores // run.threads_per_rank, 1), MAX_DEFAULT_WORKERS)
         return (Layout(ranks, run.threads_per_rank),)
-    most = job.constraint.max_gpus or cores
-    return tuple(layout for layout in layouts(cores) if layout.ranks <= most)
+    least, most = job.schedule.replicas or 1, job.constraint.max_gpus or cores
+    return tuple(layout for layout in layouts(cores) if least <= layout.ranks <= most)
 
 
 def laid_out(job: Job, layout: Layout) -> Job:

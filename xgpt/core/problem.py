@@ -57,6 +57,7 @@ class Problem:
     is_revised: bool = False
     # standard deviation of the logarithm by which all inputs may be longer: they were estimated
     input_error: float = 0.0
+    copies: int = 1  # of the model, that work like this one: cluster and queries are of one of them
     weight_dtype: str = ""  # as which weights are held and multiplied; "": as `dtype`
 
     def __post_init__(self) -> None:
@@ -85,6 +86,10 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = resolve_cluster(job)
+    if (job.schedule.replicas or 1) > cluster.num_devices:
+        raise wrong(job.source, "schedule.replicas", job.schedule.replicas,
+                    f"at most {cluster.num_devices}, the devices of cluster {cluster.name}: each "
+                    "copy of the model needs one")
     lengths = resolve_lengths(job, shape, requests)
     most_outputs = default_max_tokens(job, lengths)
     dtype = resolve_dtype(job.run.dtype, cluster.device)

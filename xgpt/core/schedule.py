@@ -54,15 +54,14 @@ class StageAssignment:
 class Pool:
     """Stages that work one phase, or both, on queries split into `num_groups` groups.
 
-    `kv_tokens`: KV entries (tokens) reserved at most, over the whole pool. `replicas`: copies of
-    the pool; `device_group`: the cluster's group of nodes it lies on."""
+    `kv_tokens`: KV entries (tokens) reserved at most, over the whole pool. `device_group`: the
+    cluster's group of nodes it lies on."""
 
     name: str
     role: Role
     stages: tuple[StageAssignment, ...]
     num_groups: int
     kv_tokens: int
-    replicas: int = 1
     device_group: int = 0
 
     @property
@@ -76,16 +75,20 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Which layers lie where. The first `tp_gpus` devices form groups of `tp_degree`, the others
-    are single. `pools` are in the order of their ranks."""
+    """Which layers lie where: `replicas` copies of the model that are all alike.
+
+    Of each copy the first `tp_gpus` devices form groups of `tp_degree`, the others are single.
+    `pools`, in the order of their ranks, are those of the first copy, with ranks 0 to m - 1, m
+    being `devices_per_replica`; copy r has ranks r m to r m + m - 1."""
 
     pools: tuple[Pool, ...]
     tp_degree: int
     tp_gpus: int
+    replicas: int = 1
 
     @property
     def stages(self) -> tuple[StageAssignment, ...]:
-        """The stages of all pools, in the order of their ranks."""
+        """The stages of all pools of the first copy, in the order of their ranks."""
         return tuple(stage for pool in self.pools for stage in pool.stages)
 
     @property
@@ -113,14 +116,32 @@ class Deployment:
         """KV entries (tokens) of each group of the pool that decodes."""
         return self.decoding.group_kv_tokens
 
+    def pools_of(self, copy: int) -> tuple[Pool, ...]:
+        """The pools of a copy (0 is the first), with the ranks that it has."""
+        first = copy * self.devices_per_replica
+        return tuple(replace(pool, stages=tuple(
+            replace(stage, ranks=tuple(first + rank for rank in stage.ranks))
+            for stage in pool.stages)) for pool in self.pools)
+
+    @property
+    def devices_per_replica(self) -> int:
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def all_pools(self) -> tuple[Pool, ...]:
+        """The pools of every copy, in the order of their ranks."""
+        return tuple(pool for copy in range(self.replicas) for pool in self.pools_of(copy))
+
     @property
     def num_devices(self) -> int:
-        return sum(pool.num_devices for pool in self.pools)
+        """Devices of all copies."""
+        return self.replicas * self.devices_per_replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is expected in steady state.
+    """What is expected in steady state. Throughputs are of all copies of the model together, all
+    else is of one copy.
 
     `latency_s` is for the bound's kind and quantile. `encode_batch` and `decode_batch` are means:
     the queries encoded together, and those active at the first decode iteration of a phase.
@@ -163,9 +184,24 @@ class Estimate:
 
     @property
     def most_in_system(self) -> float:
-        """Queries between the start of encoding and the last token, at most, as planned."""
+        """Queries of a copy between the start of encoding and the last token, at most, as
+        planned."""
         figures = self.figures
         return max(figures.decode_batch + figures.encode_batch, max_in_system(self.controls))
+
+    @property
+    def one_copy(self) -> Estimate:
+        """One of its copies by itself."""
+        return self.in_copies(1)
+
+    def in_copies(self, count: int) -> Estimate:
+        """The same configuration in so many copies, which answer as many times the queries."""
+        figures, more = self.figures, count / self.deployment.replicas
+        if more == 1:
+            return self
+        return replace(self, deployment=replace(self.deployment, replicas=count), figures=replace(
+            figures, throughput_qps=figures.throughput_qps * more,
+            output_tokens_per_s=figures.output_tokens_per_s * more))
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with whole parts replaced, then fields in whichever parts have them; `kv_tokens`
@@ -200,6 +236,20 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesTried:
+    """What so many copies of the model come to, on so many devices each: the best that was found,
+    in `words` (None, and why, where there is none), and what no schedule of them exceeds. One that
+    cannot win is not searched to its own best."""
+
+    replicas: int
+    devices_per_replica: int
+    throughput_qps: float | None
+    latency_s: float | None
+    bound_qps: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """What the search proved. `bound_qps` is an upper bound on the throughput of any admissible
     configuration, `gap` what it is above the schedule's, as a share; `nodes` the configurations
@@ -228,7 +278,8 @@ class Margin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The chosen configuration with what the search proved about it. `fingerprint`: of the Problem
-    it answers; the runner refuses another one."""
+    it answers; the runner refuses another one. `over_copies`: every number of copies of the model
+    that was looked at, the most first; empty where there was one."""
 
     estimate: Estimate
     bounds: tuple[Bound, ...]
@@ -237,6 +288,7 @@ class Schedule:
     margin: Margin = Margin()
     rejected: tuple[Rejected, ...] = ()
     explanation: tuple[str, ...] = ()
+    over_copies: tuple[CopiesTried, ...] = ()
 
     @property
     def controls(self) -> Controls:

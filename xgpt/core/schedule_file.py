@@ -1,6 +1,6 @@
 """Schedules as readable JSON.
 
-A file of version 3 has a section for each part: controls, deployment, figures, bounds, proof,
+A file of version 4 has a section for each part: controls, deployment, figures, bounds, proof,
 margin."""
 
 import json
@@ -22,7 +22,8 @@ from xgpt.core.schedule_check import mistakes_in
 #   1: first version (no longer read)
 #   2: pruned, margin, explanation; one flat object
 #   3: a section for each part
-SCHEDULE_VERSION = 3
+#   4: copies of the whole deployment (`deployment.replicas`), no longer of a pool
+SCHEDULE_VERSION = 4
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -36,7 +37,7 @@ def load_schedule(path: Path) -> Schedule:
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
-    readers = {2: _of_flat, SCHEDULE_VERSION: from_json}
+    readers = {2: _of_flat, 3: from_json, SCHEDULE_VERSION: from_json}
     if isinstance(version, bool) or version not in readers:
         raise wrong(path, "version", version,
                    f"this xgpt reads versions {', '.join(map(str, readers))}")
@@ -66,12 +67,14 @@ def from_json(raw: Mapping[str, Any]) -> Schedule:
     data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
     name, estimate = data.pop("policy"), {key: data.pop(key) for key in _names(Estimate)}
     for pool in estimate["deployment"]["pools"]:
+        if raw.get("version") == 3 and pool.pop("replicas", 1) != 1:
+            raise ValueError("copies of a pool were never executed")
         for stage in pool["stages"]:
             stage.pop("role", None)  # its pool's, which files of before repeat
     if (other := estimate["controls"]["policy"]) != name:
         raise ValueError(f"policy is {name}, but the controls are {other}'s")
     estimate["controls"] = _built(policy(name).load("controls"), estimate["controls"])
-    own = {key: data.pop(key) for key in _names(Schedule) if key != "estimate"}
+    own = {key: data.pop(key) for key in _names(Schedule) & data.keys()}
     return Schedule(**_parts(Schedule, {**own, "estimate": estimate}), **data)
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.policies import Policy, policies, policy, policy_names, searched_policies
-from xgpt.core.sections import Section
+from xgpt.core.sections import Section, is_one_of
 from xgpt.core.units import parse_share
 
 # More no device holds; and each part of a batch is a step of its own in every estimate.
@@ -19,7 +19,7 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     if section is None:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
-        policy=section.choice("policy", None, policy_names()),
+        policy=section.choice("policy", None, policy_names()), replicas=_read_replicas(section),
         **{name: section.integer(name, None, int(name != "tp_gpus"), most) for name, most in (
             ("encode_batch", MOST), ("decode_iterations", MOST), ("max_active", MOST),
             ("decode_micro_batches", MOST_PARTS), ("encode_micro_batches", MOST_PARTS),
@@ -34,6 +34,16 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     adjustment = _read_adjustment(section, row)
     section.finish()
     return schedule, adjustment
+
+
+def _read_replicas(section: Section) -> int | None:
+    """Copies of the model; None for as many as are best."""
+    field = section.get("replicas")
+    if field is None or field.value == "auto":
+        return None
+    return section.read(
+        "replicas", None, lambda value: value if is_one_of(value, int) and 1 <= value <= MOST_PARTS
+        else None, f"auto, or a whole number of copies from 1 to {MOST_PARTS}")
 
 
 def _read_others(section: Section) -> tuple[tuple[str, int], ...]:

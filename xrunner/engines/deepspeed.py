@@ -60,7 +60,7 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
         raise InputError(mistakes)
     degree, gpus = (ranks, ranks) if ranks > 1 else (1, 0)
     return replace(problem, fixed=replace(fixed, policy=fixed.policy or _POLICIES[0],
-                                          tp_degree=degree, tp_gpus=gpus))
+                                          replicas=1, tp_degree=degree, tp_gpus=gpus))
 
 
 def _unknown_schedule(job: Job, schedule: Schedule, ranks: int) -> Iterator[Mistake]:
@@ -89,7 +89,8 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
                       "DeepSpeed's AutoTP does not divide GPT-2 (`run: {ranks: 1}` takes it)")
     elif (why := refuse_tp_degree(model, ranks)) is not None:
         yield mistake(job, "run.ranks", ranks, f"one tensor-parallel group: {why}")
-    for key, value, only in (("tp_degree", fixed.tp_degree, (ranks,)),
+    for key, value, only in (("replicas", fixed.replicas, (1,)),
+                             ("tp_degree", fixed.tp_degree, (ranks,)),
                              ("tp_gpus", fixed.tp_gpus, (ranks,) if ranks > 1 else (0, 1))):
         if value is not None and value not in only:
             yield mistake(job, f"schedule.{key}", value, f"left out, or {only[0]}: the engine "
