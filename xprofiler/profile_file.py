@@ -33,7 +33,11 @@ AXES = {
     "kv_handover_direct": ("bytes", ""), "step_overhead": ("", "")}
 Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s"]
-_LARGEST = 1e30  # no size and no time is as large
+_MOST_SIZE = 1e18  # bytes, tokens, queries
+_MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
+# Imported formulas leave out embedding and head; no layer was ever computed in no time.
+_NEVER_ZERO = (Operator.LAYER_REST.value, Operator.ENCODER_REST.value,
+               Operator.ENCODE_ATTENTION.value, Operator.DECODE_ATTENTION.value)
 _COUNTS = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_size")
 
 
@@ -77,7 +81,7 @@ def load_profile(path: Path) -> Profile:
                if k.isascii() and k.isdigit()}
     model, peaks = _model(raw.get("model"), faults), _peaks(raw.get("peaks"), faults)
     spent_s = raw.get("spent_s", 0.0)
-    if not _is_size(spent_s):
+    if not _is_number(spent_s, _MOST_SIZE):
         faults.append(("spent_s", spent_s, "seconds >= 0"))
     if faults or metadata is None:
         raise _bad(path, faults)
@@ -166,7 +170,10 @@ def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
     for row in rows if isinstance(rows, list) else [rows]:
         point = _point(row)
         if point is None:
-            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]]"))
+            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]], sizes of at most "
+                           f"{_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}"))
+        elif min(point.samples_s) == 0 and name.split(" ")[0] in _NEVER_ZERO:
+            faults.append((f"tables.{name}", row, "seconds above 0: nothing takes no time"))
         elif point.x == 0 and name.startswith(Operator.ENCODE_ATTENTION.value):
             faults.append((f"tables.{name}", row, "x above 0: tokens of a query"))
         else:
@@ -179,15 +186,17 @@ def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
 
 def _point(row: Any) -> Sample | None:
     match row:
-        case [x, y, [_, *_] as samples] if all(map(_is_size, (x, y, *samples))):
+        case [x, y, [_, *_] as samples] if (
+                all(_is_number(size, _MOST_SIZE) for size in (x, y))
+                and all(_is_number(seconds, _MOST_S) for seconds in samples)):
             return Sample(x=float(x), y=float(y), samples_s=tuple(float(s) for s in samples))
         case _:
             return None
 
 
-def _is_size(value: object) -> bool:
+def _is_number(value: object, most: float) -> bool:
     return (isinstance(value, (int, float)) and not isinstance(value, bool)
-            and 0 <= value < _LARGEST)
+            and 0 <= value <= most)
 
 
 def _from_version_1(raw: Mapping[str, Any]) -> dict[str, Any]:

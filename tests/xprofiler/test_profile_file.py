@@ -236,13 +236,20 @@ def test_every_fault_is_named_at_once(path: Path) -> None:
 
 @pytest.mark.parametrize("row", [
     [1, 0], [1, 0, []], [1, 0, 2.0], [-1, 0, [1.0]], [1, 0, [-1.0]], ["1", 0, [1.0]],
-    [1, None, [1.0]], [True, 0, [1.0]], [1, 0, [float("nan")]], [1, 0, [float("inf")]], {}, 3])
+    [1, None, [1.0]], [True, 0, [1.0]], [1, 0, [float("nan")]], [1, 0, [float("inf")]], {}, 3,
+    [1, 0, [1e30]], [1, 0, [86_401.0]], [1e30, 0, [1.0]], [3, 0, [0.0]], [3, 0, [1.0, 0]]])
 def test_a_row_that_is_no_point_is_refused(path: Path, row: object) -> None:
     def spoil(raw: dict[str, Any]) -> None:
         raw["tables"]["layer_rest tp=1"].append(row)
 
-    assert faults(changed_file(path, spoil)) == {
-        "tables.layer_rest tp=1": "points [x, y, [seconds, ...]]"}
+    (key, allowed), = faults(changed_file(path, spoil)).items()
+    assert key == "tables.layer_rest tp=1"
+    assert allowed.startswith(("points [x, y, [seconds, ...]]", "seconds above 0"))
+
+
+def test_a_steps_own_cost_may_be_nothing(path: Path) -> None:
+    changed_file(path, lambda raw: raw["tables"].update({"step_overhead tp=1": [[0, 0, [0.0]]]}))
+    assert load_profile(path).table("step_overhead")[0].median_s == 0.0
 
 
 def test_two_rows_of_one_point_are_refused(path: Path) -> None:
