@@ -35,9 +35,9 @@ Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s"]
 _MOST_SIZE = 1e18  # bytes, tokens, queries
 _MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
-# Imported formulas leave out embedding and head; no layer was ever computed in no time.
-_NEVER_ZERO = (Operator.LAYER_REST.value, Operator.ENCODER_REST.value,
-               Operator.ENCODE_ATTENTION.value, Operator.DECODE_ATTENTION.value)
+# Imported formulas leave out embedding and head, and attention to nothing is free; the products of
+# a layer never are.
+_NEVER_ZERO = (Operator.LAYER_REST.value, Operator.ENCODER_REST.value)
 _COUNTS = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_size")
 
 
