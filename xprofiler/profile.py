@@ -26,6 +26,9 @@ _SHOULD = ("kernels", "sampling", "origin")
 _SHOULD_ON_CPU = ("ranks", "threads_per_rank")
 _SHOULD_HERE = ("libraries",)
 
+# A point whose quartiles lie further apart than this share of its median is measured again.
+NOISE_LIMIT = 0.25
+
 # Tables that are no Operator. Their x is bytes, and they belong to a link; a step's overhead has
 # one point.
 ALL_REDUCE, TRANSFER = MessageKind.ALL_REDUCE.value, MessageKind.TRANSFER.value
@@ -101,6 +104,11 @@ class Sample:
             return 0.0
         low, high = np.quantile(self.samples_s, (0.25, 0.75))
         return float(high - low) / self.median_s
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether its repeats are so far apart that it says little."""
+        return self.spread > NOISE_LIMIT
 
     @property
     def standard_error(self) -> float:

@@ -26,6 +26,7 @@ from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSo
 # a query's share of a batch settles as the batch grows
 _SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)
 _MESSAGE = Shape(through_zero=False)
+MOST_NOISE = 0.1  # of a table's medians that is reckoned with: more is another program's doing
 _PIECES = 16  # of the largest measured size, as many times over
 _IN_PIECES = (Operator.LAYER_REST.value, Operator.EMBED.value)
 # A table's error of interpolation is at least this where points of the skeleton are left out: its
@@ -45,12 +46,14 @@ _TABLES_OF = {
 
 
 class TableError(NamedTuple):
-    """Standard deviations of a table's systematic relative error, by cause."""
+    """Standard deviations of a table's systematic relative error, by cause; the noise is MOST_NOISE
+    at most, for a schedule is not to be chosen for what disturbed its measurement."""
 
     interpolation: float  # in the middle between points, root mean square
     noise: float  # of the points' medians, root mean square over those of three samples and more
     unknown: float  # share of the points that have fewer: nothing is known of their noise
     is_brief: bool = False  # points of the skeleton are left out between those that there are
+    is_noisy: bool = False  # its points scatter by more, which says nothing of how far off they are
 
     @property
     def relative(self) -> float:
@@ -180,9 +183,12 @@ def _table_error(key: TableKey, points: Sequence[Sample], least: float | None) -
         errors_along(key, points, 1) if table_shape(key).grows_with_y else ())])
     noise = [p.standard_error for p in points if math.isfinite(p.standard_error)]
     interpolation = float(np.sqrt(np.sum(missed**2) / max(np.count_nonzero(missed), 1))) / 4
+    scatter = float(np.sqrt(np.mean(np.square(noise)))) if noise else 0.0
     return TableError(
         interpolation=max(interpolation, least or 0.0), is_brief=least is not None,
-        noise=float(np.sqrt(np.mean(np.square(noise)))) if noise else 0.0,
+        noise=min(scatter, MOST_NOISE),
+        is_noisy=scatter > MOST_NOISE and key.name in {
+            operator.value for operator in _LEFT_OUT_ERRORS},
         unknown=1 - len(noise) / len(points))
 
 

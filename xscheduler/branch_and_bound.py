@@ -92,18 +92,22 @@ class Outcome:
 
 def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *,
              gap: float, max_nodes: int | None = None,
-             split: Callable[[Box], Sequence[Box]] = Box.split, floor: float = 0.0) -> Outcome:
+             split: Callable[[Box], Sequence[Box]] = Box.split, floor: float = 0.0,
+             ends: Callable[[int, float, float], bool] | None = None) -> Outcome:
     """The best admissible point of the roots, within the relative `gap` of the optimum.
 
     roots: numbered 0, 1, ... by their `root`. They are always examined; `max_nodes` is looked at
     after each batch of boxes. floor: an objective that is had elsewhere: boxes that are no better
-    are given up too, so that a best point worse than it is the best only of those looked at."""
+    are given up too, so that a best point worse than it is the best only of those looked at. ends:
+    told after each batch of (boxes looked at, best objective, upper bound); True: stop here, as at
+    `max_nodes`."""
     assert gap >= 0, f"{gap = }"
     assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
     search = _SearchTree(gap, len(roots), floor)
     search.add(examine(roots) if roots else [])
     while search.is_open:
-        if max_nodes is not None and search.nodes >= max_nodes:
+        if (max_nodes is not None and search.nodes >= max_nodes) or (
+                ends is not None and ends(search.nodes, search.incumbent, search.upper_bound)):
             return search.outcome(Status.LIMIT)
         children = [child for box in search.pop(BATCH) for child in split(box)]
         search.add(examine(children))
@@ -129,9 +133,18 @@ class _SearchTree:
         return bool(self._queue) and -self._queue[0][0] > self._cutoff
 
     @property
+    def incumbent(self) -> float:
+        """The best objective found or had elsewhere; -inf where there is none."""
+        return max(-math.inf if self.best is None else self.best.objective, self._floor)
+
+    @property
+    def upper_bound(self) -> float:
+        """What no admissible point of an open box exceeds."""
+        return -self._queue[0][0] if self._queue else -math.inf
+
+    @property
     def _cutoff(self) -> float:
-        incumbent = -math.inf if self.best is None else self.best.objective
-        most = max(incumbent, self._floor)
+        most = self.incumbent
         return most * (1 + self._gap) if most > 0 else most
 
     def add(self, results: Sequence[NodeResult]) -> None:

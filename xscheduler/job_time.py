@@ -41,11 +41,12 @@ class _Entry(NamedTuple):
 
 def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 selections: Callable[[int], Sequence[Selection]], *,
-                has_margin: bool = True, is_rough: bool = False) -> Schedule:
+                has_margin: bool = True, is_rough: bool = False,
+                cuts: Callable[[], bool] = lambda: False) -> Schedule:
     """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
     problem, under this bound or another. selections: what is looked at for so many queries.
     has_margin: it keeps the bound with the constraint's confidence. is_rough: as few replays as
-    tell how it compares with a schedule elsewhere."""
+    tell how it compares with a schedule elsewhere. cuts: whether no more is to be replayed."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
@@ -53,8 +54,8 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     doubts = Doubts(problem, evaluator, replays=True) if has_margin else None
     entries = _admissible(selections(count), schedule.bound.limit_s, count)
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
-    first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1))
-    replays = 1 if is_rough else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
+    first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1), cuts)
+    replays = 1 if is_rough or cuts() else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
     final = sorted(((clock(estimate, replays), estimate) for estimate in first),
                    key=lambda pair: pair[0])
@@ -114,12 +115,12 @@ def _admissible(selections: Sequence[Selection], bound_s: float, count: int) -> 
 
 
 def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
-                 steady_s: float) -> list[Estimate]:
+                 steady_s: float, cuts: Callable[[], bool]) -> list[Estimate]:
     """The quickest by one replay each, of all that may be quicker than what was seen."""
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries:
-        if NEARLY * count / entry.throughput_qps > least_s:
+        if NEARLY * count / entry.throughput_qps > least_s or cuts():
             break
         estimate = entry.selection.closed_form.estimate(entry.config)
         timed.append((clock(estimate, 1), estimate))

@@ -31,6 +31,7 @@ from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.baselines import BaselineSearch, plan_untimed
 from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
+from xscheduler.watch import Watch
 from xscheduler.within import PlannedWithin, plan_within
 
 Horizon = Literal["job", "steady"]
@@ -45,7 +46,8 @@ class PlanOptions:
     bound is kept with the constraint's confidence, which a replay of every candidate is part of;
     else as the closed form has it. `is_brief`: not explained, and not compared with what there
     would be without a bound. `is_rough`: for a comparison, by fewer replays; all that is seen of it
-    is about how good it is."""
+    is about how good it is. `max_seconds`: after so many it ends with what it has found and proved
+    until then; None: when it is done."""
 
     gap: float = GAP
     max_nodes: int | None = None
@@ -54,6 +56,7 @@ class PlanOptions:
     has_margin: bool = True
     is_brief: bool = False
     is_rough: bool = False
+    max_seconds: float | None = None
 
 
 def plan(problem: Problem, timing: TimingSource, options: PlanOptions | None = None, *,
@@ -90,9 +93,10 @@ class Planner:
     serves the next."""
 
     def __init__(self, problem: Problem, timing: TimingSource, options: PlanOptions | None = None,
-                 *, tell: Callable[[str], None] | None = None) -> None:
-        """See `plan`."""
+                 *, tell: Callable[[str], None] | None = None, watch: Watch | None = None) -> None:
+        """See `plan`. watch: another's, who resets it; else each schedule has a time of its own."""
         self.problem, self.timing, self.options = problem, timing, options or PlanOptions()
+        self._watch, self._resets = watch or Watch(self.options.max_seconds), watch is None
         self._tell = tell if tell is not None else lambda text: None
         self._numberless: Planner | None = None
         self._known: dict[float, Schedule] = {}  # of the steady state, by latency bound
@@ -100,16 +104,18 @@ class Planner:
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
         """The schedule to run under a bound, by default the problem's. Raises InfeasibleError."""
         problem = _bounded(self.problem, latency_bound_s)
-        return with_room(plan_with_enough(
-            problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
-            problem)
+        with self._watched():
+            return with_room(plan_with_enough(
+                problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
+                problem)
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the bound (by default the problem's) with
         the constraint's confidence. Raises InfeasibleError."""
-        return plan_with_enough(
-            _bounded(self.problem, latency_bound_s),
-            lambda enough: self._like(enough)._steady(enough), lambda note: None)
+        with self._watched():
+            return plan_with_enough(
+                _bounded(self.problem, latency_bound_s),
+                lambda enough: self._like(enough)._steady(enough), lambda note: None)
 
     def of(self, problem: Problem) -> Schedule:
         """The steady state's schedule of a problem like this one, with the same options. Raises
@@ -123,13 +129,18 @@ class Planner:
         InfeasibleError."""
         return self._search_of(problem).find(problem.constraint.latency_s)
 
+    def _watched(self) -> Watch:
+        if self._resets:
+            self._watch.reset()
+        return self._watch
+
     def _like(self, problem: Problem) -> Planner:
         """The planner of the problem under any bound, perhaps without its number of queries."""
         if problem.num_queries == self.problem.num_queries:
             return self
         if self._numberless is None:
             self._numberless = Planner(replace(self.problem, num_queries=None), self.timing,
-                                       self.options)
+                                       self.options, watch=self._watch)
         return self._numberless
 
     def _for_its_horizon(self, problem: Problem) -> Schedule:
@@ -142,7 +153,8 @@ class Planner:
                 raise
             schedule = begun
         return for_the_job(problem, self._evaluator, schedule, self._own.selections,
-                           has_margin=self.options.has_margin, is_rough=self.options.is_rough)
+                           cuts=self._watch.cuts, has_margin=self.options.has_margin,
+                           is_rough=self.options.is_rough)
 
     def _steady(self, problem: Problem) -> Schedule:
         bound_s = problem.constraint.latency_s
@@ -170,7 +182,8 @@ class Planner:
             return longer[-1].find(other.constraint.latency_s)
 
         doubts = Doubts(_bounded(self._narrowed, bound_s), self._evaluator, replays=True)
-        planned = plan_within(doubts, own.find, search_problem=None if is_baseline else of_problem)
+        planned = plan_within(doubts, own.find, cuts=self._watch.cuts,
+                              search_problem=None if is_baseline else of_problem)
         schedule, explanation = planned.schedule, tuple[str, ...]()
         if not (is_baseline or self.options.is_brief):
             schedule = _compared(planned, own.found + [one for search in longer
@@ -179,6 +192,7 @@ class Planner:
             limit_s = max(bound_s / planned.margin.factor, min(schedule.figures.latency_s, bound_s))
             explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
         return schedule.changed(
+            status=Status.LIMIT if self._watch.has_cut else schedule.proof.status,
             margin=planned.margin.kept(cost=max(planned.cost, 0.0)),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
             nodes=own.nodes - before + sum(search.nodes for search in longer),
@@ -202,7 +216,7 @@ class Planner:
         return self._search_of(self._narrowed)
 
     def _search_of(self, problem: Problem) -> _ProblemSearch:
-        effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes)
+        effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes, watch=self._watch)
         return _ProblemSearch(problem.lengths, BaselineSearch(problem, self.timing)
                               if problem.fixed.policy in baselines() else
                               Scheduler(problem, self.timing, effort),

@@ -44,7 +44,7 @@ from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.made_sources import Raised
 from xprofiler.profile import TableKey
-from xprofiler.profile_timing import TableError
+from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 
@@ -206,6 +206,9 @@ class Doubts:
             if unmeasured > 0.01:
                 causes[-1] += (f" ({unmeasured:.0%} of the latency is not measured, and its error "
                                "not covered)")
+            if any(error.is_noisy for error in self._errors.values()):
+                causes[-1] += (f" (repeats were disturbed: {MOST_NOISE:.0%} of noise is reckoned "
+                               "with, and more is not covered; profile again on a quiet machine)")
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._counts:

@@ -30,12 +30,14 @@ class PlannedWithin:
 
 
 def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
-                search_problem: Callable[[Problem], Schedule] | None = None) -> PlannedWithin:
+                search_problem: Callable[[Problem], Schedule] | None = None,
+                cuts: Callable[[], bool] = lambda: False) -> PlannedWithin:
     """The best schedule found whose latency times its own margin, as `doubts` say, keeps the bound
     of their problem.
 
     search: the best schedule within a latency bound in seconds; raises InfeasibleError.
     search_problem: the same for a problem like this one with other lengths and another bound.
+    cuts: whether a safe schedule, if there is one, is to be left at that.
 
     A margin belongs to a schedule: where a query of one token more waits a whole phase more, it is
     large, and the best schedules sit at such edges. Tighter bounds do not keep the search from
@@ -62,7 +64,7 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
 
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
-        if target_s is None:
+        if target_s is None or (tried.has_safe and cuts()):
             break
         try:
             schedule = find(target_s)
@@ -85,6 +87,10 @@ class _Tried:
         self._safe: list[tuple[Schedule, MarginParts]] = []
         self._unsafe = [(free, first)]
         self._refusal: InfeasibleError | None = None
+
+    @property
+    def has_safe(self) -> bool:
+        return bool(self._safe)
 
     def next_target_s(self, begin_s: float) -> float | None:
         if self._least_s is None:

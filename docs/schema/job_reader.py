@@ -26,7 +26,8 @@ _DEVICE = {"name": "x", "memory_bytes": "48 GiB", "bandwidth_bytes_per_s": "1 TB
 SAMPLES: tuple[Json, ...] = (
     {"model": "opt-13b", "cluster": "local", "slurm": _SLURM,
      "workload": {"requests": "requests.jsonl", "output_tokens": {"file": "lengths.txt"}},
-     "constraint": {"latency_s": 20}, "schedule": {"policy": "rra"}, "run": {"engine": "xgpt"}},
+     "constraint": {"latency_s": 20}, "schedule": {"policy": "rra"}, "run": {"engine": "xgpt"},
+     "search": {"max_seconds": 60}},
     {"model": "opt-13b", "cluster": {
         "device": _DEVICE, "num_nodes": 1, "devices_per_node": 1, "intra_link": _LINK,
         "inter_link": _LINK},

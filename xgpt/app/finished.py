@@ -26,7 +26,8 @@ from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
 _WIDTH = 80
-_LABELS = ("name", "source", "output", "slurm", "results")  # keys that decide nothing of answers
+# keys that decide nothing of answers
+_LABELS = ("name", "source", "output", "slurm", "results", "max_search_s")
 
 
 def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:

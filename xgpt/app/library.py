@@ -32,11 +32,13 @@ def load(path: str | PathLike[str], overrides: Mapping[str, object] | None = Non
 
 
 def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float = GAP,
-         max_nodes: int | None = None) -> Plan:
+         max_nodes: int | None = None, max_seconds: float | None = None) -> Plan:
     """Plans the job: the schedule of highest throughput within its latency bound. `horizon`: "job",
     for its own queries (by default, where it has any), or "steady", for a job without end. `gap`:
-    share by which a schedule may be better than the one found. Raises InfeasibleError."""
-    options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job.job))
+    share by which a schedule may be better than the one found. `max_nodes`, `max_seconds`: where
+    the search ends, with what it has proved until then. Raises InfeasibleError."""
+    options = PlanOptions(gap=gap, max_nodes=max_nodes, max_seconds=max_seconds,
+                          horizon=horizon or default_horizon(job.job))
     return plan_job(job, options=options)
 
 

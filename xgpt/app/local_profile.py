@@ -32,6 +32,7 @@ from xgpt.launch.contention import Contention, in_words
 from xgpt.launch.launcher import Launcher, RankProgram, threads_per_rank
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
+from xprofiler.noise import noise_words, noisy
 from xprofiler.points import Needs, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
@@ -104,11 +105,12 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
 
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
-    """The cached profile; where it lacks sizes that this job needs, these are measured briefly.
-    Raises StoppedEarly as `local_profile`."""
+    """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
+    disagree, these are measured briefly. Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = quick_points(wanted.model, wanted.needs, wanted.own)
-        return not any(lacking(profile, degree, points) for degree in wanted.degrees)
+        return not any(lacking(profile, degree, points) or noisy(profile, degree, points)
+                       for degree in wanted.degrees)
 
     session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
@@ -180,9 +182,23 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         profile = load_profile(path)
     tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
              f"{judge(profile).sentence}")
-    if (warning := in_words(contention.others_share())) is not None:
-        tell.say(f"profile: {warning} (then measure it anew with `xgpt profile --again`)")
+    for warning in _warnings(profile, wanted, contention.others_share()):
+        tell.say(f"profile: {warning}")
     return profile
+
+
+def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | None) -> list[str]:
+    """What is doubtful about what was just measured, and what to do about it."""
+    points = quick_points(wanted.model, wanted.needs, wanted.own)
+    found = noise_words([one for degree in wanted.degrees
+                         for one in noisy(profile, degree, points)])
+    others = in_words(others_share)
+    if found is None:
+        return [] if others is None else [
+            f"{others} (then measure it anew with `xgpt profile --again`)"]
+    cause = "" if others is None else f" ({others})"
+    return [f"WARNING: {found}{cause}. The schedule may be a poor one. End what else runs here and "
+            "repeat the command: it measures these sizes again"]
 
 
 def _sufficient(path: Path, is_enough: Callable[[Profile], bool],

@@ -14,7 +14,7 @@ from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, StageAssignment
-from xgpt.core.units import format_bytes
+from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.table import choice_table, fact, paragraph, schedule_table, stage_table
 from xgpt.report.words import counted
 from xprofiler.derived import Derived
@@ -23,6 +23,7 @@ from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xscheduler.layouts import LaidOut, LayoutComparison
 from xscheduler.planner import Horizon, Planner, PlanOptions
+from xscheduler.watch import Watch
 from xsimulator.memory import capacity_bytes, weight_bytes
 
 
@@ -59,6 +60,7 @@ class JobPlanner:
         nothing open. Raises InfeasibleError for weights that all devices together do not hold."""
         opened = executable(opened)
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
+        self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
         self._derived: dict[Layout, Derived] = {}
         self._is_given = timing is not None
@@ -73,6 +75,7 @@ class JobPlanner:
         """The best of any layout under the bound (by default the job's), by times that are measured
         for as long as the job is worth it. Raises InfeasibleError, and InputError for what no
         layout can hold."""
+        self._watch.reset()
         tried: dict[Layout, LaidOut] = {}
         for layout in self._jobs:  # of one that is behind, its place is enough
             tried[layout] = self._tried(layout, latency_bound_s, is_rough=any(
@@ -84,6 +87,10 @@ class JobPlanner:
                 tried[layout] = self._tried(layout, latency_bound_s)
             compared = self._compared(tried)
         schedule, best = compared.chosen(), compared.best
+        if self._watch.has_cut:
+            self._jobs[best.layout].tell.say(
+                f"note: the search was ended after {format_seconds(self._watch.seconds)}, as asked "
+                "(search.max_seconds): what is shown as proved holds, and more time may find more")
         return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
                     horizon=self._options.horizon)
 
@@ -135,7 +142,7 @@ class JobPlanner:
 
     def _planner(self, layout: Layout, timing: TimingSource) -> Planner:
         self._rough.pop(layout, None)  # of other times
-        return planner_of(self._jobs[layout], timing, self._options)
+        return planner_of(self._jobs[layout], timing, self._options, self._watch)
 
     def _tried(self, layout: Layout, latency_bound_s: float | None, *,
                is_rough: bool = False) -> LaidOut:
@@ -143,10 +150,11 @@ class JobPlanner:
         if is_rough:
             if layout not in self._rough:
                 self._rough[layout] = planner_of(self._jobs[layout], planner.timing, replace(
-                    self._options, has_margin=False, is_brief=True, is_rough=True))
+                    self._options, has_margin=False, is_brief=True, is_rough=True), self._watch)
             planner = self._rough[layout]
         try:
-            with told_while(self._jobs[layout].tell, "finding the best schedule"):
+            with self._watch, told_while(self._jobs[layout].tell, "finding the best schedule",
+                                         lambda: self._watch.words):
                 planned: Schedule | XgptError = planner.plan(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
             planned = refusal
@@ -218,10 +226,10 @@ def executable(opened: OpenedJob, schedule: Schedule | None = None) -> OpenedJob
 
 
 def planner_of(opened: OpenedJob, timing: TimingSource,
-               options: PlanOptions | None = None) -> Planner:
-    """The planner of a job that is executable."""
+               options: PlanOptions | None = None, watch: Watch | None = None) -> Planner:
+    """The planner of a job that is executable. watch: see Planner."""
     options = replace(options or PlanOptions(), untimed=engine_of(opened.job).note)
-    return Planner(opened.problem, timing, options, tell=opened.tell.say)
+    return Planner(opened.problem, timing, options, tell=opened.tell.say, watch=watch)
 
 
 def plan_job(opened: OpenedJob, timing: TimingSource | None = None,

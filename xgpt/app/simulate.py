@@ -11,10 +11,11 @@ import numpy as np
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
+from xgpt.app.telling import told_while
 from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.job import FixedSchedule
 from xgpt.core.json_values import estimate_keys
-from xgpt.core.policies import baselines, searched_policies
+from xgpt.core.policies import baselines, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.report import timeline
@@ -22,15 +23,17 @@ from xgpt.report.chart import Chart
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.image import SUFFIXES, write_image
 from xgpt.report.policy_words import row_of
-from xgpt.report.replay_table import ReplayFigures, policies_table, replay_table
+from xgpt.report.replay_table import NONE_KEEPS, ReplayFigures, policies_table, replay_table
 from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.evaluator import in_run_order
 from xscheduler.planner import PlanOptions
-from xscheduler.search import find_schedule
+from xscheduler.search import GAP, find_schedule
 from xscheduler.spaces.grid import best as best_of_grid
+from xscheduler.spaces.space import Effort
+from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.perfetto import write_trace
@@ -52,7 +55,7 @@ class Simulation:
     estimate: Estimate
     figures: ReplayFigures
     replay: ReplayResult
-    others: Mapping[str, Estimate | None] | None
+    others: Mapping[str, Estimate | str] | None  # or why there is none, in words
 
     def __str__(self) -> str:
         constraint = self.problem.constraint
@@ -65,9 +68,11 @@ class Simulation:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat object: the estimate's keys, then the replay and the others."""
-        others = {} if self.others is None else {"baselines": {
-            name: None if other is None else estimate_keys(other)
-            for name, other in self.others.items()}}
+        found = self.others or {}
+        others = {} if self.others is None else {
+            "baselines": {name: None if isinstance(other, str) else estimate_keys(other)
+                          for name, other in found.items()},
+            "not_possible": {name: why for name, why in found.items() if isinstance(why, str)}}
         return {**estimate_keys(self.estimate), "replay": asdict(self.figures), **others}
 
     def draw(self, picture: Path, trace: Path) -> None:
@@ -103,20 +108,20 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
-    policy: Any = make_policy(name, problem, timing)
+    form: Any = make_policy(name, problem, timing)
     if missing and given is None and replace(fixed, policy=None) == FixedSchedule():
-        if (best := _best(opened, timing, name)) is None:
+        if isinstance(best := _best(opened, timing, name), str):
             raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
-                        f"no configuration of {name} fits and keeps it")
+                        f"no configuration of {name}: {best}")
         return best
     if missing:
         raise InputError([mistake(
             opened.job, f"schedule.{variable}", None,
             "simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
-    estimate: Estimate = policy.estimate(config)
+    estimate: Estimate = form.estimate(config)
     if math.isinf(estimate.figures.latency_s):
-        words = policy.beyond(config, REFUSED_BEYOND) if hasattr(policy, "beyond") else [
+        words = form.beyond(config, REFUSED_BEYOND) if hasattr(form, "beyond") else [
             "a size of this schedule lies beyond that"]
         raise InputError([mistake(
             opened.job, "schedule", None,
@@ -165,24 +170,33 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigure
         preemptions=result.preemptions)
 
 
-def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | None]:
-    """The best of every policy, but for the searched one that is shown already."""
-    best: dict[str, Estimate | None] = {}
+def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | str]:
+    """The best of every policy, but for the searched one that is shown already, or why it has
+    none."""
+    best: dict[str, Estimate | str] = {}
     for name in (*(name for name in searched_policies() if name != shown), *baselines()):
-        opened.tell.say(f"looking for the best {name} ...")
-        best[name] = _best(opened, timing, name)
+        with told_while(opened.tell, f"finding the best of {policy(name).title}"):
+            best[name] = _best(opened, timing, name)
     return best
 
 
-def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | None:
-    """The best within the bound, RRA's and WAA's by the search, baselines' by their grids; without
-    a margin, so that all are measured alike."""
-    problem = opened.problem
-    if name in searched_policies():
-        try:
-            return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)),
-                                 timing).estimate
-        except InfeasibleError:
-            return None
-    policy: Any = make_policy(name, problem, timing)
-    return best_of_grid(policy, problem.constraint.latency_s)
+def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | str:
+    """The best within the bound, RRA's and WAA's by the search, baselines' by their grids, or why
+    there is none; without a margin, so that all are measured alike."""
+    problem, row = opened.problem, policy(name)
+    if row.is_decoder_only and problem.model.is_encoder_decoder:
+        return "not for encoder-decoder models: its steps encode and decode in one pass"
+    if len(row.pools) > problem.cluster.num_devices:
+        return "needs two devices at least: one encodes, one decodes"
+    try:
+        if name in searched_policies():
+            with Watch(opened.job.max_search_s) as watch:
+                return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)), timing,
+                                     Effort(gap=GAP, watch=watch)).estimate
+        form: Any = make_policy(name, problem, timing)
+        return best_of_grid(form, problem.constraint.latency_s) or NONE_KEEPS
+    except InfeasibleError:
+        return NONE_KEEPS
+    except InputError as refusal:
+        return "; ".join(mistake.allowed for mistake in refusal.mistakes)
+

@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -47,15 +47,18 @@ class LogTeller:
 
 
 @contextmanager
-def told_while(tell: Teller, what: str) -> Iterator[None]:
-    """Tells that something silent goes on, once that has taken two seconds, until it ends."""
+def told_while(tell: Teller, what: str, how_far: Callable[[], str] = str) -> Iterator[None]:
+    """Tells that something silent goes on, once that has taken two seconds, until it ends; with it
+    `how_far` it is, in words (or none)."""
     is_over = threading.Event()
 
     def say_so() -> None:
         begin_s, wait_s = time.monotonic(), SILENT_S
         while not is_over.wait(wait_s):
             wait_s = _STILL_S
-            tell.progress(f"{what}, {format_seconds(round(time.monotonic() - begin_s))} so far")
+            passed = format_seconds(round(time.monotonic() - begin_s))
+            more = how_far()
+            tell.progress(f"{what}, {passed} so far{': ' if more else ''}{more}")
         if wait_s == _STILL_S:
             tell.end_progress()
 

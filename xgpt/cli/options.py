@@ -30,7 +30,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "run.ranks": (), "run.dtype": ("xgpt.core.run_section:DTYPES",),
     "run.weight_dtype": ("xgpt.core.run_section:DTYPES", "int8"), "run.seed": (),
     "run.temperature": (), "run.threads_per_rank": (), "run.weights": ("checkpoint", "random"),
-    "run.engine": ("xgpt.core.engines:engine_names",), "output": ()}
+    "run.engine": ("xgpt.core.engines:engine_names",), "search.max_seconds": (), "output": ()}
 
 json_option = click.option("--json", "as_json", is_flag=True,
                            help="Print one machine-readable object on stdout.")
@@ -89,6 +89,20 @@ def job_options(command: F) -> F:
                         shell_complete=complete_override,
                         help="Override one key of the job file; may be repeated.")(
                             json_option(command))
+
+
+def within_seconds(command: F) -> F:
+    """--max-seconds N: the job's `search.max_seconds`."""
+    return click.option(
+        "--max-seconds", type=click.FloatRange(min=0, min_open=True), metavar="N",
+        help="End the search for a schedule after N seconds, with what it has proved until then.")(
+            command)
+
+
+def with_seconds(overrides: tuple[str, ...], max_seconds: float | None) -> tuple[str, ...]:
+    """The overrides of a command, with what its --max-seconds asks for."""
+    return overrides if max_seconds is None else (
+        *overrides, f"search.max_seconds={max_seconds:g}")
 
 
 def check_writable(path: Path, option: str) -> None:

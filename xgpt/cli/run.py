@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import JobFile, job_arguments, job_options, print_json
+from xgpt.cli.options import (
+    JobFile,
+    job_arguments,
+    job_options,
+    print_json,
+    with_seconds,
+    within_seconds,
+)
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import StoppedEarly
 from xgpt.core.job import Job
@@ -34,10 +41,11 @@ _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has non
               "in a folder earlier-DATE of its output.")
 @click.option("--results", metavar="FILE", type=click.Path(path_type=Path),
               help="Write the results into this file besides: .csv, .tsv, .parquet or .jsonl.")
+@within_seconds
 @click.option("--dry-run", is_flag=True,
               help="Print the schedule and, for Slurm, the batch script; start nothing.")
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
-           through_slurm: bool, is_again: bool, results: Path | None,
+           through_slurm: bool, is_again: bool, results: Path | None, max_seconds: float | None,
            dry_run: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for.
 
@@ -50,6 +58,7 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         raise click.UsageError("--results is of one job file; give each its own key `results`")
     if results is not None:  # from where the command is called; the job file's start elsewhere
         overrides = (*overrides, f"results={json.dumps(str(results.absolute()))}")
+    overrides = with_seconds(overrides, max_seconds)
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):

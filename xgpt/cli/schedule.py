@@ -7,7 +7,13 @@ import click
 from xgpt.app.opened import open_job
 from xgpt.app.plan import default_horizon
 from xgpt.app.what_if import answers_for
-from xgpt.cli.options import check_writable, job_arguments, print_json
+from xgpt.cli.options import (
+    check_writable,
+    job_arguments,
+    print_json,
+    with_seconds,
+    within_seconds,
+)
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job_file import load_job
@@ -43,17 +49,18 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> f
               help="Stop once no schedule can be better by more than this.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Stop each policy's search after N boxes of configurations.")
+@within_seconds
 @click.option("--horizon", type=click.Choice(("job", "steady")),
               help="Plan for the job's own queries, as submit does (default, where it has any), or "
               "for the steady state of a job without end.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float,
-             max_nodes: int | None, horizon: Horizon | None) -> None:
+             max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
         check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
-    job = load_job(job_file, overrides)
+    job = load_job(job_file, with_seconds(overrides, max_seconds))
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
     answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,

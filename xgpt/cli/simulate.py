@@ -7,7 +7,13 @@ import click
 from xgpt.app.opened import open_file
 from xgpt.app.plan import settled
 from xgpt.app.simulate import simulate_job
-from xgpt.cli.options import check_writable, job_arguments, print_json
+from xgpt.cli.options import (
+    check_writable,
+    job_arguments,
+    print_json,
+    with_seconds,
+    within_seconds,
+)
 from xgpt.cli.terminal import Terminal, say
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.schedule_file import load_schedule
@@ -23,14 +29,17 @@ from xgpt.report.image import SUFFIXES, can_draw
               "FILE.trace.json.gz for Perfetto.")
 @click.option("--baselines", is_flag=True,
               help="Show the best of RRA, WAA, FT, DSI, ORCA, vLLM and Sarathi within the bound.")
+@within_seconds
 def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-             schedule_file: Path | None, timeline_file: Path | None, baselines: bool) -> None:
+             schedule_file: Path | None, timeline_file: Path | None, baselines: bool,
+             max_seconds: float | None) -> None:
     """Estimate a given schedule: throughput, latency, memory; replayed as a check."""
     pictures = [] if timeline_file is None else _picture_files(timeline_file)
     for path in pictures if timeline_file is None else [timeline_file, *pictures]:
         check_writable(path, "--timeline")
     given = None if schedule_file is None else load_schedule(schedule_file).estimate
-    opened, timing = settled(open_file(job_file, overrides, Terminal()), given)
+    opened, timing = settled(open_file(
+        job_file, with_seconds(overrides, max_seconds), Terminal()), given)
     simulation = simulate_job(opened, timing, given, with_others=baselines)
     if pictures:
         simulation.draw(*pictures)

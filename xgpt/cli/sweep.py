@@ -6,7 +6,7 @@ import click
 
 from xgpt.app.sweeps.formats import FORMATS
 from xgpt.app.sweeps.sweep import refusal_of, sweep_points
-from xgpt.cli.options import job_options, print_json
+from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import wrong
 from xgpt.core.sweep_file import SweepFlags, load_sweep
@@ -28,11 +28,12 @@ from xgpt.core.sweep_file import SweepFlags, load_sweep
               help="Plan for a job without end (default), or for the job's own queries.")
 @click.option("--cores", type=click.IntRange(min=1), metavar="N",
               help="Processes that plan side by side; default: one for each core.")
+@within_seconds
 @click.option("--run", "runs", is_flag=True,
               help="Then run every point on this machine, one after the other.")
 def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | None,
           over: tuple[str, ...], out: Path | None, formats: str, horizon: str | None,
-          cores: int | None, runs: bool) -> None:
+          cores: int | None, max_seconds: float | None, runs: bool) -> None:
     """Throughput against the latency bound, over policies, models, clusters...
 
     The same command goes on where it was stopped.
@@ -40,8 +41,8 @@ def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | N
     chosen = [name.strip() for name in formats.split(",") if name.strip()]
     for name in set(chosen) - set(FORMATS):
         raise wrong("command line", "--format", name, f"{', '.join(FORMATS)}")
-    spec = load_sweep(file, SweepFlags(overrides=overrides, over=over, bounds=bounds, out=out,
-                                       horizon=horizon))
+    spec = load_sweep(file, SweepFlags(overrides=with_seconds(overrides, max_seconds), over=over,
+                                       bounds=bounds, out=out, horizon=horizon))
     terminal = Terminal()
     swept = sweep_points(spec, terminal, cores=cores, formats=chosen, runs=runs)
     facts = {"name": swept.name, "folder": swept.folder, "files": swept.files,

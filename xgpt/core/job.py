@@ -113,3 +113,4 @@ class Job:
     results: Path | None = None  # a file of results besides results.jsonl
     profile: Path | None = None  # a Profile file to plan with
     adjustment: Adjustment = Adjustment()
+    max_search_s: float | None = None  # that finding a schedule may take; None: as long as it does

@@ -81,7 +81,8 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         slurm=read_slurm(top, folder), output=output,
         results=read_results_key(top, workload.requests, output, folder),
         source=Path(os.path.abspath(path)),
-        profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"))
+        profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
+        max_search_s=_read_search(top))
     top.finish()
     return job
 
@@ -201,6 +202,16 @@ def _read_normal(section: Section) -> LengthSpec:
     if std is not None and maximum is not None and std > maximum:
         section.reject("std", f"must not exceed max = {maximum}")
     return LengthSpec(kind="normal", mean=mean, std=std, maximum=maximum)
+
+
+def _read_search(top: Section) -> float | None:
+    section = top.section("search", "a mapping, for example {max_seconds: 60}")
+    if section is None:
+        return None
+    most_s = section.amount("max_seconds", None, parse_seconds, lambda x: x > 0,
+                            "seconds > 0, '90 s' or '2 min'")
+    section.finish()
+    return most_s
 
 
 def _read_constraint(top: Section) -> Constraint:

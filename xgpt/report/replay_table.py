@@ -11,6 +11,7 @@ from xgpt.report.figures import percent, plain
 from xgpt.report.policy_words import controls_cell
 from xgpt.report.table import fact, table
 
+NONE_KEEPS = "none fits and keeps the bound"  # of a policy
 _STAGES_LISTED = 8
 
 
@@ -55,16 +56,16 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
     return "\n".join(fact(label, value) for label, value in lines)
 
 
-def policies_table(rows: Iterable[tuple[str, Estimate | None]], constraint: Constraint) -> str:
-    """The best of each policy within the bound, one line each, against the first: the schedule
-    that was asked for, which need not keep it."""
+def policies_table(rows: Iterable[tuple[str, Estimate | str]], constraint: Constraint) -> str:
+    """The best of each policy within the bound, one line each, or why there is none, against the
+    first: the schedule that was asked for, which need not keep it."""
     rows = list(rows)
     first = rows[0][1]
-    assert first is not None
+    assert not isinstance(first, str)
     body = []
     for name, e in rows:
-        cells = ("-", "-", "-", "none fits and keeps the bound")
-        if e is not None:
+        cells = ("-", "-", "-", e if isinstance(e, str) else "")
+        if not isinstance(e, str):
             over = " OVER" if e.figures.latency_s > constraint.latency_s else ""
             cells = (plain(e.figures.throughput_qps),
                      f"{e.figures.throughput_qps / first.figures.throughput_qps:.2f}",

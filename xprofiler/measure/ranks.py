@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from xprofiler.measure.probe import StepParts
+from xprofiler.profile import NOISE_LIMIT
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
 from xrunner.transport.comm import wait_politely
@@ -68,7 +69,8 @@ class Ranks:
 
     def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False) -> list[StepParts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
-        disagree: the least disturbed attempt counts. `is_brief`: as seldom as will do, once."""
+        disagree: the least disturbed attempt counts. `is_brief`: as seldom as will do, and again
+        only where they disagree by more than a profile is left at."""
         first, count = self.gather(self._in_turn(step)), _SLOW_STEPS
         is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
         if is_brief and not is_slow:
@@ -78,10 +80,11 @@ class Ranks:
             once_s = max(parts.whole_s for parts in self.gather(self._in_turn(step)))
             count = int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
         attempts: list[list[StepParts]] = []
-        for _ in range(1 if is_brief else _ATTEMPTS):
+        most = NOISE_LIMIT if is_brief else SPREAD_LIMIT
+        for _ in range(_ATTEMPTS):
             steps = self.together(lambda: [step() for _ in range(count)])
             attempts.append([*first, *steps] if is_slow else steps)
-            if _spread(attempts[-1]) <= SPREAD_LIMIT:
+            if _spread(attempts[-1]) <= most:
                 break
         return min(attempts, key=_spread)
 

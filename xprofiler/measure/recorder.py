@@ -33,8 +33,14 @@ class Recorder:
                 for x, y in self._tables.get(TableKey(operator.value, degree), {})}
 
     def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float]) -> None:
-        """Samples of one place; those of the same place measured before stay."""
-        self._tables.setdefault(key, {}).setdefault((x, y), []).extend(samples_s)
+        """Samples of one place; those of the same place measured before stay, but where their
+        repeats disagree: then those that agree better do."""
+        places, new = self._tables.setdefault(key, {}), list(samples_s)
+        known = places.setdefault((x, y), [])
+        if known and _sample(x, y, known).is_noisy:
+            places[x, y] = min(known, new, key=lambda own: _sample(x, y, own).spread)
+        else:
+            known.extend(new)
 
     def add_network(self, tables: Mapping[TableKey, tuple[Sample, ...]]) -> None:
         for key, points in tables.items():
@@ -83,6 +89,10 @@ class Recorder:
         if samples_s := [*known, *_ordered([host + s for s in besides])]:
             tables[overhead] = (Sample(x=0, samples_s=_ordered(samples_s)),)
         return replace(self._profile, tables=tables, spent_s=spent_s)
+
+
+def _sample(x: float, y: float, values: Sequence[float]) -> Sample:
+    return Sample(x=x, y=y, samples_s=_ordered(values))
 
 
 def _samples(places: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Sample, ...]:

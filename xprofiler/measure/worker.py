@@ -31,6 +31,7 @@ from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
+from xprofiler.noise import noisy
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
@@ -112,7 +113,9 @@ class _Measuring:
         points = (quick_points(self._spec, needs, Needs(**self._request.own)) if is_quick
                   else skeleton(self._spec, needs))
         degrees, ranks = self._request.degrees, self._known.metadata.ranks
-        todo = [(d, p) for d in degrees for p in points if not self._recorder.has(p, d)]
+        again = {d: {one.point for one in noisy(self._known, d, points)} for d in degrees}
+        todo = [(d, p) for d in degrees for p in points
+                if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(map(self._effort, (p for _, p in todo)))
         self._worked_s = 0.0  # at points of the skeleton
         for index, degree in enumerate(degrees):

@@ -13,6 +13,7 @@ from xgpt.core.schedule import Estimate
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult, Outcome, maximise
 from xscheduler.spaces.tensor_plans import TensorPlan
+from xscheduler.watch import Watch
 
 SMALL_BATCHES = (1, 2, 4)  # among which the tightest latencies are
 
@@ -96,11 +97,12 @@ class Searched(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How far a search goes: until no admissible point is better by more than the share `gap`, or
-    so many boxes were looked at."""
+    """How far a search goes: until no admissible point is better by more than the share `gap`, so
+    many boxes were looked at, or the `watch` is over."""
 
     gap: float
     max_nodes: int | None = None
+    watch: Watch | None = None
 
 
 def search_space(space: Space, latency_bound_s: float, effort: Effort,
@@ -109,7 +111,8 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
     is not looked into."""
     own = space.examiner(latency_bound_s, effort.gap, floor_qps)
     outcome = maximise(own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes,
-                       split=own.split, floor=floor_qps)
+                       split=own.split, floor=floor_qps,
+                       ends=None if effort.watch is None else effort.watch.ends)
     return Searched(outcome, tuple(own.plan_of_root))
 
 

@@ -162,15 +162,15 @@ def test_the_options_are_frozen() -> None:
                 flag for p in own.params for flag in p.opts if flag.startswith("--")}
     shared = {"--set", "--json"}
     assert flags == {
-        "submit": shared | {"--slurm", "--dry-run", "--again", "--results"},
+        "submit": shared | {"--slurm", "--dry-run", "--again", "--results", "--max-seconds"},
         "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
-                              "--horizon"},
+                              "--max-seconds", "--horizon"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
         "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},
-        "simulate": shared | {"--schedule", "--timeline", "--baselines"},
+        "simulate": shared | {"--schedule", "--timeline", "--baselines", "--max-seconds"},
         "sweep": shared | {"--bounds", "--over", "--out", "--format", "--horizon", "--cores",
-                           "--run"},
+                           "--max-seconds", "--run"},
         "run": shared | {"--schedule"}, "report": shared | {"--format", "--out"},
         "status": shared, "stop": shared,
         "models": {"--check", "--json"},

@@ -104,3 +104,24 @@ def test_variables_that_are_missing_are_named(job) -> None:
 def test_a_layout_that_cannot_be_is_refused_in_words(job) -> None:
     with pytest.raises(InputError, match="groups within one node"):
         run(job, policy="waa-c", encode_batch=4, tp_degree=4, tp_gpus=4)
+
+
+@pytest.mark.parametrize(("model", "devices", "absent", "why"), [
+    ("opt-125m", 1, {"waa-c", "waa-m"}, "needs two devices"),
+    ("t5-small", 2, {"orca", "vllm", "sarathi"}, "not for encoder-decoder models")])
+def test_baselines_say_which_policies_are_not_possible_and_why(
+        tmp_path: Path, model: str, devices: int, absent: set[str], why: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"""
+model: {model}
+cluster: {{device: L4, num_nodes: 1, devices_per_node: {devices}, intra_link: pcie4-x16,
+          inter_link: ib-100g}}
+workload: {{requests: {{count: 60}}, task: S}}
+constraint: {{latency_s: 60}}
+""")
+    asked = ("--baselines", "--max-seconds", "30")
+    found = json.loads(run(path, "--json", *asked, **CONTROLS["rra"]).stdout)
+    assert set(found["not_possible"]) == absent == {
+        name for name, best in found["baselines"].items() if best is None}
+    table = run(path, *asked, **CONTROLS["rra"]).stdout
+    assert table.count(why) == len(absent) and max(map(len, table.splitlines())) <= 80

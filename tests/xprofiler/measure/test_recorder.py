@@ -183,3 +183,35 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     assert wanted(2, 1) == ["transfer 1 near", "all_reduce 2 near"]
     assert wanted(4, 2) == ["transfer 1 near", "transfer 1 far", "all_reduce 2 near"]
     assert wanted(2, 2) == ["transfer 1 far"]
+
+
+def test_repeats_that_disagree_give_way_to_those_that_agree_better() -> None:
+    recorder = Recorder(EMPTY)
+    key = TableKey("layer_rest", 1)
+    recorder.add(key, 9, 0, [1.0, 2.0, 4.0])
+    recorder.add(key, 9, 0, [1.0, 1.01, 1.02])
+    assert sorted(recorder.profile(spent_s=0, host_s=[]).tables[key][0].samples_s) == [
+        1.0, 1.01, 1.02]
+    recorder.add(key, 9, 0, [1.5])
+    assert len(recorder.profile(spent_s=0, host_s=[]).tables[key][0].samples_s) == 4
+
+
+@pytest.mark.parametrize(("attempts", "taken"), [
+    ([(1.0, 1.0, 1.0)], 1), ([(1.0, 2.0, 4.0), (1.0, 1.01, 1.0)], 2),
+    ([(1.0, 2.0, 4.0), (1.0, 1.5, 2.0), (1.0, 2.0, 4.0)], 3)])
+def test_a_point_that_is_measured_briefly_is_measured_again_where_its_repeats_disagree(
+        attempts: list[tuple[float, ...]], taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from xprofiler.measure import ranks
+
+    monkeypatch.setattr(ranks, "_BRIEF_POINT_S", 0.0)  # as few steps as there may be
+    monkeypatch.setattr(ranks, "_SLOW_STEP_S", 100.0)
+    seconds = [1.0, *(s for attempt in attempts for s in attempt)]  # a warm-up first
+    steps = iter([replace_whole(s) for s in seconds])
+    got = ranks.Ranks(None).steady(lambda: next(steps), is_brief=True)
+    best = min(attempts[:taken], key=lambda own: max(own) - min(own))
+    assert [step.whole_s for step in got] == list(best)
+    assert next(steps, None) is None
+
+
+def replace_whole(seconds: float) -> StepParts:
+    return parts()._replace(whole_s=seconds)

@@ -98,9 +98,8 @@ class Rra:
         plan, batches = self._single(config)
         arrays = self._figures(plan, batches)
         figures = {name: float(values[0]) for name, values in arrays.items()}
-        period, encode = figures["period_s"], figures["encode_s"]
-        figures["decode_iteration_s"] = (
-            max(period - encode, 0.0) / config.decode_iterations if np.isfinite(period) else np.inf)
+        figures["decode_iteration_s"] = float(phase_times(
+            plan, batches, batches.decode_loads(), self.encode_tokens).iteration_s(batches)[0])
         figures |= {"encode_batch": config.encode_batch,
                     "decode_iterations": config.decode_iterations}
         steers = self.adjustment > 0 and self.problem.adjustment.steers is not False

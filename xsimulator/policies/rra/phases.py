@@ -134,6 +134,18 @@ class PhaseTimes(NamedTuple):
         return np.asarray(queries.phases_before * (self.timeline.period_s + before[-1]) + finish)
 
 
+    def iteration_s(self, batches: PhaseBatches) -> FloatArray:
+        """A decode iteration that has any query takes so long [configs], in the mean over the
+        tokens that iterations yield: those without a query take no time, and count for nothing."""
+        queries, finish = batches.queries, self.timeline.finish_s.T
+        seconds = np.diff(finish, axis=0, prepend=self.timeline.encoded_s[None])  # of each block
+        nobody = np.exp(batches.encode_batch * queries.nobody)
+        worked = np.where(nobody < 1, seconds / np.where(nobody < 1, 1 - nobody, 1.0), 0.0)
+        tokens = (queries.widths * queries.active).sum(axis=0)
+        mean = (queries.active * worked).sum(axis=0) / np.where(tokens > 0, tokens, 1.0)
+        return np.where(self.is_timed, mean, np.inf)
+
+
 def phase_times(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
                 tokens: EncodeTokens) -> PhaseTimes:
     encode, encode_timed = _encode_s(plan, batches, tokens)

@@ -1,0 +1,67 @@
+"""Points of a profile whose repeats disagree by so much that nothing is to be planned by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from xprofiler.points import OWN_TABLE, Kind, Point
+from xprofiler.profile import NOISE_LIMIT, Profile, Sample
+from xprofiler.timing import Operator
+
+_NAMED = 3  # points that a sentence names
+_WORDS = {Kind.DECODE: "decoding {0} queries of up to {1} tokens",
+          Kind.CROSS: "decoding {0} queries over {1} input tokens",
+          Kind.ENCODE: "encoding {1} x {0} tokens", Kind.ENCODER: "encoding {1} x {0} tokens",
+          Kind.REST: "encoding {0} tokens in all"}
+
+
+class NoisyPoint(NamedTuple):
+    """`apart`: the distance of its repeats' quartiles, as a share of the step's median."""
+
+    point: Point
+    apart: float
+
+    @property
+    def words(self) -> str:
+        return f"{_WORDS[self.point.kind].format(self.point.x, self.point.y)} ({self.apart:.0%})"
+
+
+def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
+    """Those of the points that `profile` has with repeats further apart than NOISE_LIMIT of the
+    step's time, the worst first: what is long beside the rest of a step counts, not what is
+    short."""
+    rest = profile.table(Operator.LAYER_REST.value, degree)
+    found = []
+    for point in points:
+        own = next((one for one in profile.table(OWN_TABLE[point.kind].value, degree)
+                    if (one.x, one.y) == (point.x, point.y)), None)
+        if own is None or point.kind is Kind.COMPACTION:
+            continue
+        apart = own.spread if point.kind is Kind.REST else _apart(point, own, rest)
+        if apart > NOISE_LIMIT:
+            found.append(NoisyPoint(point, apart))
+    return sorted(found, key=lambda one: -one.apart)
+
+
+def noise_words(found: Sequence[NoisyPoint]) -> str | None:
+    """What is noisy, in a sentence; None where nothing is."""
+    if not found:
+        return None
+    named = ", ".join(one.words for one in found[:_NAMED])
+    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    count = f"{len(found)} {'sizes' if len(found) > 1 else 'size'}"
+    return (f"{count} could not be timed well: repeats of the same step lie "
+            f"further apart than {NOISE_LIMIT:.0%}: {named}{more}")
+
+
+def _apart(point: Point, own: Sample, rest: Sequence[Sample]) -> float:
+    """Of attention and the rest of a layer together. Encode attention is by the query."""
+    is_encode = point.kind in (Kind.ENCODE, Kind.ENCODER)
+    rows, times = (point.x * point.y, point.y) if is_encode else (point.x, 1)
+    whole_s = times * own.median_s
+    if rest:
+        near = min(rest, key=lambda one: abs(math.log(max(one.x, 1) / rows)))
+        whole_s += near.median_s * (rows / near.x if rows > near.x > 0 else 1.0)
+    return times * own.median_s * own.spread / whole_s if whole_s > 0 else 0.0
