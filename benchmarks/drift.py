@@ -60,7 +60,7 @@ def ft_bound_s(timing: TimingSource, share: float) -> float:
 
 def best_of(policy: str, problem: Problem, timing: TimingSource) -> Estimate:
     """The policy's best within the problem's bound. Raises InfeasibleError."""
-    fixed = replace(problem.fixed, policy=policy)
+    fixed = replace(problem.fixed, policies=(policy,))
     return Scheduler(replace(problem, fixed=fixed), timing).find(compares=False).estimate
 
 

@@ -239,7 +239,7 @@ def _factors(row: Row) -> str:
     timing, problem = scenario.timing(), scenario.problem(bound_s)
     ft: Any = make_policy("ft", problem, timing)
     same_plan = baselines.best(ft, bound_s, plans=[ft_plan(problem.cluster)])
-    fixed = replace(problem, fixed=replace(problem.fixed, policy="rra"))
+    fixed = replace(problem, fixed=replace(problem.fixed, policies=("rra",)))
     rra = best_schedule(fixed, timing).estimate
     steps = [(same_plan, row.ft), (row.ft_best, same_plan), (rra, row.ft_best),
              (row.found.estimate, rra)]

@@ -169,7 +169,7 @@ def replayed() -> Iterator[Row]:
             constraint=latency_constraint(latency_s=math.inf), default_max_tokens=joint.outputs.max)
         timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
         for policy in ("rra", "waa-c"):
-            found = bounded(replace(problem, fixed=FixedSchedule(policy=policy)), timing)
+            found = bounded(replace(problem, fixed=FixedSchedule(policies=(policy,))), timing)
             if found is not None:
                 yield from of_schedule(problem, timing, found, task)
 

@@ -17,6 +17,7 @@ from xscheduler.spaces.space import Searched, Space, Tight, words_of
 # how the rows are labelled
 POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
 NOT_LOOKED_INTO = "not looked into"  # how the reason of a policy begins that is known to lose
+LEFT_OUT = "left out"  # and of one that is not among those compared
 FREE_ROW = "without a latency bound"
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 

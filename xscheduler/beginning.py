@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xgpt.core.policies import changeable_policy, policy
+from xgpt.core.policies import changeable_policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
@@ -38,7 +38,7 @@ def can_settle(problem: Problem) -> bool:
     """Whether a run of the job can change its schedule once it has seen lengths."""
     fixed = problem.fixed
     is_fixed = fixed.encode_batch is not None and fixed.decode_iterations is not None
-    may_change = fixed.policy is None or policy(fixed.policy).is_changeable
+    may_change = changeable_policy(fixed) is not None
     return (problem.observes and problem.is_revised and may_change and not is_fixed
             and (problem.num_queries or 0) > FIRST_QUERIES)
 
@@ -46,11 +46,10 @@ def can_settle(problem: Problem) -> bool:
 def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     """The schedule to begin with, of the policy that can be changed; None where something else
     than latency is in the way."""
-    name = problem.fixed.policy or changeable_policy()
-    constraint, fixed = problem.constraint, replace(problem.fixed, policy=name)
-    if math.isinf(constraint.latency_s):
+    name, constraint = changeable_policy(problem.fixed), problem.constraint
+    if name is None or math.isinf(constraint.latency_s):
         return None
-    plans = tensor_plans(problem, timing)
+    fixed, plans = replace(problem.fixed, policies=(name,)), tensor_plans(problem, timing)
     own = RraSpace(name, problem, timing, plans)
     if fixed.decode_iterations is None:
         fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))

@@ -5,13 +5,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from xgpt.core.controls import RraControls, max_in_system
+from xgpt.core.controls import ContinuousControls, RraControls, max_in_system
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Pool, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, breaches
-from xscheduler.alternatives import DEGREE_ROW, FREE_ROW, NOT_LOOKED_INTO, POLICY_ROW
+from xscheduler.alternatives import (
+    DEGREE_ROW,
+    FREE_ROW,
+    LEFT_OUT,
+    NOT_LOOKED_INTO,
+    POLICY_ROW,
+)
 from xscheduler.evaluator import config_of
 from xsimulator import memory
 from xsimulator.policies import make_policy
@@ -19,6 +26,7 @@ from xsimulator.policies import make_policy
 _BINDING = {Limit.LATENCY: "the latency bound", Limit.MEMORY: "memory",
             Limit.QUERIES: "the number of queries"}
 FULL = 0.01  # share of a limit left below which it counts as reached
+WAITING = 0.98  # share of max_active below which queries wait for memory
 
 
 def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | None = None, *,
@@ -36,7 +44,8 @@ def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | 
 def _why_policy(schedule: Schedule, problem: Problem) -> str:
     own_qps = schedule.figures.throughput_qps
     start = f"{schedule.estimate.policy.upper()} ({_how(schedule)})"
-    rows = [row for row in schedule.rejected if row.label.startswith(POLICY_ROW)]
+    rows = [row for row in schedule.rejected
+            if row.label.startswith(POLICY_ROW) and not row.reason.startswith(LEFT_OUT)]
     if not rows:
         return (f"{start}: the job fixes the policy." if problem.fixed.policy is not None else
                 f"{start}: no other policy was compared.")
@@ -60,6 +69,8 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
 def _how(schedule: Schedule) -> str:
     """What the policy makes the devices do, in its figures."""
     deployment, figures = schedule.deployment, schedule.figures
+    if isinstance(schedule.controls, ContinuousControls):
+        return policy(schedule.controls.policy).words.rpartition(": ")[2]
     if len(deployment.pools) == 1:
         return ("every device encodes and decodes in turn, encoding for "
                 f"{figures.encode_s / figures.period_s:.0%} of the time")
@@ -88,6 +99,10 @@ def _why_variables(schedule: Schedule) -> str:
         work = (f"{queries} encoded{'' if batch == 1 else ' together'} once every "
                 f"{'iteration' if iterations == 1 else f'{iterations} iterations'}, which keeps "
                 f"{decoding} when a phase begins")
+    elif isinstance(controls := schedule.controls, ContinuousControls):
+        budget = controls.token_budget
+        work = (f"up to {controls.max_active} queries are at work at a time, {decoding}"
+                f"{f', in steps of at most {budget} tokens' if budget else ''}")
     else:
         work = f"{queries} encoded at a time, which keeps {decoding}"
     return f"{work}; {_groups(schedule.deployment.decoding)}; {_tensor_plan(schedule)}."
@@ -136,6 +151,8 @@ def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | Non
     binding = (binding_limits(schedule, problem, limit_s) if timing is None
                else next_batch_breaks(schedule, problem, timing, limit_s))
     latency = _BINDING[Limit.LATENCY]
+    is_continuous = isinstance(schedule.controls, ContinuousControls)
+    at_a_time = "at a time" if is_continuous else "encoded at a time"
     is_free = latency in binding and _costs_nothing(schedule)
     if is_free:  # a limit that is reached, and without which nothing would be faster
         binding = [limit for limit in binding if limit != latency]
@@ -143,7 +160,7 @@ def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | Non
         f"; {latency} is reached, too, and costs nothing" if is_free else "")
     if binding:
         words = f"{_and(binding)} {'limits' if len(binding) == 1 else 'limit'} the speed"
-        proof = ": with one query more encoded at a time it would be exceeded" if timing else ""
+        proof = f": with one query more {at_a_time} it would be exceeded" if timing else ""
         if len(binding) > 1:
             proof = proof.replace("it would", "they would")
         return f"{words[0].upper()}{words[1:]}{proof}{aside} ({state})"
@@ -151,7 +168,7 @@ def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | Non
         return f"{latency[0].upper()}{latency[1:]} is reached, but costs nothing ({state})"
     if timing is None:
         return f"No limit is reached within {FULL:.0%}: {state}"
-    return ("Only the devices limit the speed: one query more encoded at a time would be allowed, "
+    return (f"Only the devices limit the speed: one query more {at_a_time} would be allowed, "
             f"but bring nothing ({state})")
 
 
@@ -179,10 +196,14 @@ def next_batch_breaks(schedule: Schedule, problem: Problem, timing: TimingSource
                       limit_s: float) -> list[str]:
     """Limits that the same schedule with one query more in each encode batch does not keep."""
     config = config_of(schedule.estimate)
-    larger = replace(config, encode_batch=config.encode_batch + 1)
+    name = "encode_batch" if hasattr(config, "encode_batch") else "max_active"
+    larger = replace(config, **{name: getattr(config, name) + 1})
     arrays = make_policy(schedule.estimate.policy, problem, timing).evaluate([larger])
     arrays = replace(arrays, fits=arrays.memory_bytes <= schedule.figures.memory_capacity_bytes)
     broken = breaches(arrays, Limits(queries=problem.num_queries or math.inf, latency_s=limit_s))
+    if isinstance(schedule.controls, ContinuousControls):  # memory makes queries wait, no more
+        broken[Limit.MEMORY] |= (arrays.present < WAITING * larger.max_active) & (
+            arrays.memory_bytes > (1 - FULL) * schedule.figures.memory_capacity_bytes)
     return [words for limit, words in _BINDING.items() if broken[limit][0]]
 
 

@@ -33,6 +33,7 @@ from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
 from xscheduler.watch import Watch
 from xscheduler.within import PlannedWithin, plan_within
+from xsimulator.hardware import most_queries_per_s
 
 Horizon = Literal["job", "steady"]
 
@@ -105,9 +106,10 @@ class Planner:
         """The schedule to run under a bound, by default the problem's. Raises InfeasibleError."""
         problem = _bounded(self.problem, latency_bound_s)
         with self._watched():
-            return with_room(plan_with_enough(
+            schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
+        return schedule.changed(hardware_qps=most_queries_per_s(problem))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the bound (by default the problem's) with
@@ -203,9 +205,10 @@ class Planner:
         """What is searched: lengths yet to be observed want a schedule that can be changed in
         place."""
         fixed = self.problem.fixed
-        if self.options.horizon == "steady" or not self.problem.observes or fixed.policy:
+        changeable = changeable_policy(fixed)
+        if self.options.horizon == "steady" or not self.problem.observes or not changeable:
             return self.problem
-        return replace(self.problem, fixed=replace(fixed, policy=changeable_policy()))
+        return replace(self.problem, fixed=replace(fixed, policies=(changeable,)))
 
     @cached_property
     def _evaluator(self) -> Evaluator:

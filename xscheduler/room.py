@@ -48,7 +48,7 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
     planned to hold; infinite where not even short outputs tell."""
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
     deployment = estimate.deployment
-    fixed = replace(problem.fixed, policy=estimate.policy, tp_degree=deployment.tp_degree,
+    fixed = replace(problem.fixed, policies=(estimate.policy,), tp_degree=deployment.tp_degree,
                     tp_gpus=deployment.tp_gpus, decode_micro_batches=deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(
         inputs=problem.lengths.inputs, outputs=outputs))

@@ -11,12 +11,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from xgpt.core.errors import wrong
-from xgpt.core.policies import policy, searched_policies
+from xgpt.core.policies import able_policies, policy, searched_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule, Status
+from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
-from xscheduler.alternatives import BestPoint, best_in, explain, rows_beside
+from xscheduler.alternatives import (
+    LEFT_OUT,
+    POLICY_ROW,
+    BestPoint,
+    best_in,
+    explain,
+    rows_beside,
+)
 from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
 
@@ -41,9 +48,10 @@ class Scheduler:
         """effort: of each policy's search, by default until the gap is GAP; the result's status
         says when another limit was hit."""
         self.problem, self._effort = problem, effort or Effort(gap=GAP)
+        names, self._left_out = _policies_of(problem)
         plans = tensor_plans(problem, timing)
         spaces = [policy(name).load("space")(name, problem, timing, plans)
-                  for name in _policies_of(problem)]
+                  for name in names]
         self.spaces: list[Space] = [space for space in spaces if space.plans]
         if not self.spaces:
             raise wrong("schedule", "schedule.policy", problem.fixed.policy,
@@ -60,7 +68,7 @@ class Scheduler:
         results = self._search_all(bound_s)
         admissible = [best for space in self.spaces for best in best_in(space, results[space.name])]
         if not admissible:
-            is_proved = all(one.outcome.status is Status.INFEASIBLE for one in results.values())
+            is_proved = all(one.outcome.upper_bound == -math.inf for one in results.values())
             raise explain(self.spaces, bound_s, is_proved=is_proved)
         # of equals the policy that comes first
         best = max(admissible, key=lambda one: one.candidate.objective)
@@ -75,9 +83,10 @@ class Scheduler:
             gap=upper / estimate.figures.throughput_qps - 1, nodes=nodes, seconds=seconds,
             fingerprint=self.problem.fingerprint,
             unbounded_qps=None if free is None else free.candidate.objective,
-            rejected=rows_beside(best, self.spaces, results, free, bound_s),
+            rejected=(*rows_beside(best, self.spaces, results, free, bound_s), *self._left_out),
             pruned=tuple((f"{name}: {reason}", count) for name, one in results.items()
-                         for reason, count in one.outcome.closed))
+                         for reason, count in one.outcome.closed),
+            policy_bounds=_bounds_of(results))
 
     def selections(self, num_queries: int) -> list[Selection]:
         """Configurations of each policy all over its space, for a job of so many queries."""
@@ -87,10 +96,11 @@ class Scheduler:
         """Each policy in turn. One that is shown not to win is not searched to its own best: its
         runner-up is the best seen, and its upper bound says how much better it may be."""
         results: dict[str, Searched] = {}
-        # what is likely to win comes first, for it spares the others' searches: WAA where outputs
-        # are short (paper section 4.1). A wrong guess costs time alone.
+        # what is likely to win comes first, for it spares the others' searches: WAA before RRA
+        # where outputs are short (paper section 4.1). A wrong guess costs time alone.
         is_short = self.problem.lengths.outputs.mean <= SHORT_OUTPUTS
-        for space in reversed(self.spaces) if is_short else self.spaces:
+        for space in sorted(reversed(self.spaces) if is_short else self.spaces,
+                            key=lambda space: policy(space.name).turn):
             results[space.name] = search_space(space, bound_s, self._effort, max(
                 (one.outcome.best.objective for one in results.values()
                  if one.outcome.best is not None), default=0.0))
@@ -102,7 +112,7 @@ class Scheduler:
             self._free.update(results)
         effort = replace(self._effort, gap=FREE_GAP)
         seen: list[BestPoint] = []
-        for space in self.spaces:
+        for space in sorted(self.spaces, key=lambda space: policy(space.name).turn):
             if space.name not in self._free:
                 floor = max((one.candidate.objective for one in seen), default=0.0)
                 self._free[space.name] = search_space(space, math.inf, effort, floor)
@@ -110,17 +120,31 @@ class Scheduler:
         return max(seen, key=lambda one: one.candidate.objective, default=None)
 
 
-def _policies_of(problem: Problem) -> tuple[str, ...]:
+def _policies_of(problem: Problem) -> tuple[tuple[str, ...], tuple[Rejected, ...]]:
+    """(names of those that are searched, what is said of those left out)."""
     fixed = problem.fixed
-    if fixed.policy is None:
-        # a variable that some policies alone have is a wish for one of them
-        return tuple(name for name in searched_policies() if fixed.decode_iterations is None
-                     or "decode_iterations" in policy(name).variable_names)
-    if fixed.policy not in searched_policies():
-        raise wrong("schedule", "schedule.policy", fixed.policy,
+    wanted = fixed.policies or searched_policies()
+    able = [row.name for row in able_policies(fixed)]
+    alone = [name for name in able if problem.model.is_encoder_decoder
+             and policy(name).is_decoder_only]
+    reasons = {"the job fixes a variable that it does not have": [
+        name for name in wanted if name not in able], "for decoder-only models": alone}
+    names = tuple(name for name in able if name not in alone and policy(name).is_searched)
+    reasons["it is not searched; `xgpt simulate` finds its best"] = [
+        name for name in able if not policy(name).is_searched]
+    if not names:
+        raise wrong("schedule", "schedule.policy", ", ".join(fixed.policies),
                     f"{', '.join(searched_policies())} (or left out): baselines are not searched; "
                     "`xgpt simulate` finds their best")
-    return (fixed.policy,)
+    return names, tuple(
+        Rejected(label=f"{POLICY_ROW}{', '.join(own)}", throughput_qps=None, latency_s=None,
+                 reason=f"{LEFT_OUT}: {why}") for why, own in reasons.items() if own)
+
+
+def _bounds_of(results: Mapping[str, Searched]) -> tuple[tuple[str, float], ...]:
+    """Of each policy that has an admissible schedule, the highest first."""
+    bounds = ((name, one.outcome.upper_bound) for name, one in results.items())
+    return tuple(sorted((pair for pair in bounds if pair[1] > 0), key=lambda pair: -pair[1]))
 
 
 def _status(results: Mapping[str, Searched], upper: float, best: BestPoint) -> Status:

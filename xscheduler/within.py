@@ -134,6 +134,7 @@ class _Tried:
         return PlannedWithin(
             schedule=schedule.changed(
                 limit_s=self._bound_s, bound_qps=bound_qps, gap=bound_qps / queries - 1,
+                policy_bounds=self._free.proof.policy_bounds,
                 unbounded_qps=self._free.proof.unbounded_qps),
             margin=own, cost=1 - queries / self._free.estimate.figures.throughput_qps,
             is_safe=bool(self._safe))

@@ -80,6 +80,14 @@ class StepTable:
         self._decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
         self._head = SizeTable(lambda n: times.first_tokens_s(n)[..., None], lowered=lowered)
 
+    def rows_s(self, tokens: FloatArray) -> FloatArray:
+        """[kinds, *tokens.shape] of encode steps: all but attention and head."""
+        return self._encode_rows(tokens)
+
+    def head_s(self, queries: FloatArray) -> FloatArray:
+        """The last stage's head, and the tokens' way back to the first."""
+        return np.asarray(self._head(queries)[0])
+
     def encode_s(self, tokens: FloatArray, queries: FloatArray,
                  attention_s: PerDegree) -> list[FloatArray]:
         """Seconds of encode steps, with the arguments of StageTimes.encode_s."""

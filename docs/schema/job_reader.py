@@ -38,6 +38,7 @@ SAMPLES: tuple[Json, ...] = (
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},
 )
+_OR_SEVERAL = ("schedule.policy",)  # a list of what stands there for one will do as well
 Asked = dict[str, list[Json]]  # dotted key -> schemas of what it is asked for
 
 
@@ -116,12 +117,16 @@ def _value(key: str, asked: Asked, required: set[str], words: dict[str, str]) ->
     """What a key may hold; a key without a value counts as not given."""
     has_keys = any(other.startswith(f"{key}.") for other in asked)
     forms = [form for form in asked[key] if form and form != {"type": "object"}]
+    if key in _OR_SEVERAL:
+        forms += [{"type": "array", "minItems": 1, "items": {"enum": [
+            name for name in form["enum"] if name != "auto"]}} for form in forms]
     if has_keys:
         forms.append(_object(key, asked, set() if _has_forms(key, asked) else required, words))
     described = {"description": words[key]} if key in words else {}
     if {} in asked[key] and has_keys:
         forms.append({"type": ["string", "array"]})  # a word, or several, instead of the mapping
-    elif {} in asked[key] and not (forms and all({"enum", "minLength"} & {*f} for f in forms)):
+    elif {} in asked[key] and not (forms and all(
+            {"enum", "minLength", "minItems"} & {*f} for f in forms)):
         return described  # any value: the reader looks at it itself
     if key in required:
         return {**described, **(forms[0] if len(forms) == 1 else {"anyOf": forms})}

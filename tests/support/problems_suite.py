@@ -203,7 +203,7 @@ def toy_case(seed: int, *, largest: int = 48) -> Case:
         deviation *= 1.1
     outputs = (mean, deviation, longest)
     pairs = correlated(rng, longest) if longest < 3 or rng.random() < 0.2 else None
-    fixed = FixedSchedule(policy=policy)
+    fixed = FixedSchedule(policies=(policy,))
     if rng.random() < 0.5:  # every tensor plan, or one
         fixed = replace(fixed, tp_degree=1)
     if rng.random() < 0.15:
@@ -234,7 +234,7 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
         model=catalog.model(model), cluster=catalog.cluster(PAPER[model]), lengths=lengths,
         dtype="float16", num_queries=None, constraint=latency_constraint(
             latency_s=math.inf, kind=str(rng.choice(["sequence", "batch"]))),
-        fixed=FixedSchedule(policy=policy), default_max_tokens=lengths.outputs.max)
+        fixed=FixedSchedule(policies=(policy,)), default_max_tokens=lengths.outputs.max)
     timing: TimingSource = roofline_of(problem)
     if is_planted:
         timing = planted(rng, roofline_of(problem))

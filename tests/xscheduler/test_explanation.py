@@ -47,7 +47,7 @@ def test_a_policy_is_never_said_to_be_better_than_it_is(qps, words):
 
 def test_without_rows_of_other_policies_none_is_compared():
     assert "no other policy was compared" in sentences(rejected=())[0]
-    fixed = toy_problem(latency_s=2.0, fixed=FixedSchedule(policy="rra"))
+    fixed = toy_problem(latency_s=2.0, fixed=FixedSchedule(policies=("rra",)))
     assert "the job fixes the policy" in sentences(fixed, rejected=())[0]
     assert "only policy that can be used" in sentences(rejected=ROWS[1:2])[0]
 

@@ -37,7 +37,7 @@ def timing_of(problem: Problem) -> Roofline:
 
 
 def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for() -> None:
-    problem = problem_of(policy="rra")
+    problem = problem_of(policies=("rra",))
     own, steady = (plan(problem, timing_of(problem), options) for options in (None, STEADY))
     assert own.proof.status == Status.JOB and steady.proof.status != Status.JOB
     assert own.estimate.figures.throughput_qps <= steady.estimate.figures.throughput_qps
@@ -47,7 +47,7 @@ def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_a
 
 @pytest.mark.parametrize("policy", ["ft", "dsi", "orca", "vllm", "sarathi"])
 def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
-    problem = problem_of(None, 20.0, policy=policy)
+    problem = problem_of(None, 20.0, policies=(policy,))
     schedule = plan(problem, timing_of(problem))
     assert schedule.estimate.controls.policy == policy and schedule.proof.status == Status.GRID
     assert schedule.estimate.figures.latency_s * schedule.margin.factor <= 20.0
@@ -66,7 +66,7 @@ def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_
 
 
 def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note() -> None:
-    problem = problem_of(3, policy="rra", encode_batch=8, decode_iterations=4)
+    problem = problem_of(3, policies=("rra",), encode_batch=8, decode_iterations=4)
     said: list[str] = []
     schedule = plan(problem, timing_of(problem), tell=said.append)
     assert schedule.estimate.figures.encode_batch == 8
@@ -74,7 +74,7 @@ def test_what_only_the_number_of_queries_forbids_is_planned_with_a_note() -> Non
 
 
 def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own() -> None:
-    problem = problem_of(None, 12.0, policy="rra")
+    problem = problem_of(None, 12.0, policies=("rra",))
     planner = Planner(problem, timing_of(problem))
     schedules = [planner.plan(bound_s) for bound_s in (4.0, 12.0)]
     rates = [schedule.estimate.figures.throughput_qps for schedule in schedules]

@@ -119,14 +119,14 @@ def test_an_infeasible_problem_is_told_what_would_make_it_feasible():
 
 def test_what_the_job_fixes_may_not_go_with_another_gpu():
     # the toy has six layers: six single devices are the most there can be
-    fixed = FixedSchedule(policy="rra", tp_degree=1, tp_gpus=0)
+    fixed = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0)
     problem = toy_problem(per_node=6, latency_s=math.inf, fixed=fixed)
     gpu, _ = price(problem, searched)
     assert gpu.throughput_qps is None and "more stages than layers" in gpu.sentence
 
 
 def test_the_real_search_finds_each_offers_worth():
-    fixed = FixedSchedule(policy="rra", tp_degree=1, tp_gpus=0, decode_iterations=4)
+    fixed = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, decode_iterations=4)
     free = find_schedule(toy_problem(fixed=fixed), roofline_of(toy_problem()))
     problem = toy_problem(fixed=fixed, latency_s=free.estimate.figures.latency_s / 3)
     later, gpu, memory = price(problem, searched)

@@ -107,7 +107,7 @@ def test_a_bound_costs_throughput_and_the_schedule_says_how_much():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_input_same_schedule_nodes_and_reasons(policy):
     problem = toy_problem(latency_s=0.05, num_queries=QUERIES,
-                          fixed=FixedSchedule(policy=policy))
+                          fixed=FixedSchedule(policies=(policy,)))
     first, second = (find_schedule(problem, planted(np.random.default_rng(3), roofline_of(problem)))
                      for _ in range(2))
     assert first.proof.nodes > 0 and first.proof.pruned
@@ -115,7 +115,7 @@ def test_same_input_same_schedule_nodes_and_reasons(policy):
 
 
 def test_of_several_bounds_each_has_the_answer_it_has_alone():
-    problem = toy_problem(num_queries=QUERIES, fixed=FixedSchedule(policy="rra"))
+    problem = toy_problem(num_queries=QUERIES, fixed=FixedSchedule(policies=("rra",)))
     timing = roofline_of(problem)
     one = tightest(oracles(problem, timing, ["rra"]))
     swept = Scheduler(problem, timing)
@@ -129,7 +129,7 @@ def test_of_several_bounds_each_has_the_answer_it_has_alone():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
     problem = toy_problem(num_queries=400, outputs=(20, 12, 50), fixed=FixedSchedule(
-        policy=policy))
+        policies=(policy,)))
     timing = planted(np.random.default_rng(5), roofline_of(problem))
     whole = find_schedule(problem, timing, Effort(gap=0.0))
     cut, again = (find_schedule(problem, timing, Effort(gap=0.0, max_nodes=1)) for _ in range(2))
@@ -164,7 +164,8 @@ def test_a_model_too_large_names_memory():
 
 
 def test_fixed_values_are_kept():
-    fixed = FixedSchedule(policy="rra", encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
+    fixed = FixedSchedule(policies=("rra",), encode_batch=7, decode_iterations=5,
+                          tp_degree=2, tp_gpus=2)
     problem = toy_problem(fixed=fixed)
     found = find_schedule(problem, roofline_of(problem))
     config = RraConfig(encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
@@ -185,7 +186,7 @@ def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
 
 
 @pytest.mark.parametrize(("fixed", "what"), [
-    (FixedSchedule(policy="ft"), "left out"),
+    (FixedSchedule(policies=("ft",)), "left out"),
     (FixedSchedule(tp_degree=3), "attention heads"),
     (FixedSchedule(tp_degree=2, tp_gpus=3), "multiple"),
     (FixedSchedule(tp_gpus=3), "multiple")])
@@ -196,7 +197,7 @@ def test_fixed_values_that_cannot_be_held_are_wrong_input(fixed, what):
 
 
 def test_one_device_cannot_be_divided():
-    problem = toy_problem(devices=1, fixed=FixedSchedule(policy="waa-c"))
+    problem = toy_problem(devices=1, fixed=FixedSchedule(policies=("waa-c",)))
     with pytest.raises(InputError, match="cannot be divided"):
         find_schedule(problem, roofline_of(problem))
     alone = find_schedule(replace(problem, fixed=FixedSchedule(), num_queries=QUERIES),
@@ -211,14 +212,14 @@ def test_a_finite_job_never_plans_more_queries_than_it_has():
 
 
 def test_a_noisy_profile_is_searched_as_far_as_it_reaches():
-    problem = toy_problem(fixed=FixedSchedule(policy="rra"))
+    problem = toy_problem(fixed=FixedSchedule(policies=("rra",)))
     found = find_schedule(problem, noisy_profile(np.random.default_rng(2), problem, noise=0.1))
     assert found.proof.gap <= 0.005 and math.isfinite(found.estimate.figures.latency_s)
 
 
 @pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
 def test_a_profile_without_compaction_or_too_small_for_the_job_ends_waa_s_search(policy):
-    problem = toy_problem(fixed=FixedSchedule(policy=policy))
+    problem = toy_problem(fixed=FixedSchedule(policies=(policy,)))
     found = noisy_profile(np.random.default_rng(2), problem, noise=0.1)
     tables = {key: points for key, points in found.profile.tables.items()
               if key.name != Operator.KV_COMPACTION.value}
@@ -239,7 +240,7 @@ def test_a_tail_of_next_to_no_queries_is_no_refused_size():
 
 def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
     problem = toy_problem(outputs=(6.53, 1.2, 20), num_queries=QUERIES,
-                          fixed=FixedSchedule(policy="rra"))
+                          fixed=FixedSchedule(policies=("rra",)))
     timing = roofline_of(problem)
     grids = oracles(problem, timing, ["rra"])
     bound_s = 1.25 * tightest(grids)
@@ -258,7 +259,7 @@ def opt_13b(latency_s):
     return Problem(
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"),
         lengths=catalog.task("S"), dtype="float16", num_queries=None, default_max_tokens=80,
-        constraint=latency_constraint(latency_s=latency_s), fixed=FixedSchedule(policy="rra"))
+        constraint=latency_constraint(latency_s=latency_s), fixed=FixedSchedule(policies=("rra",)))
 
 
 def test_opt_13b_summarising_on_four_a40_trades_as_in_the_papers_case_study():

@@ -15,7 +15,7 @@ from xgpt.app.telling import told_while
 from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.job import FixedSchedule
 from xgpt.core.json_values import estimate_keys
-from xgpt.core.policies import baselines, policy, searched_policies
+from xgpt.core.policies import able_policies, baselines, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.report import timeline
@@ -101,15 +101,16 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
 
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
-    if given is None and fixed == FixedSchedule():
+    if given is None and fixed.policy is None and replace(fixed, policies=()) == FixedSchedule():
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
-    name = given.policy if given is not None else fixed.policy or searched_policies()[0]
+    rows = able_policies(fixed)
+    name = given.policy if given is not None else rows[0].name
     source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
     form: Any = make_policy(name, problem, timing)
-    if missing and given is None and replace(fixed, policy=None) == FixedSchedule():
+    if missing and given is None and replace(fixed, policies=()) == FixedSchedule():
         if isinstance(best := _best(opened, timing, name), str):
             raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
                         f"no configuration of {name}: {best}")
@@ -191,7 +192,8 @@ def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | str:
     try:
         if name in searched_policies():
             with Watch(opened.job.max_search_s) as watch:
-                return find_schedule(replace(problem, fixed=FixedSchedule(policy=name)), timing,
+                return find_schedule(replace(problem, fixed=FixedSchedule(policies=(name,))),
+                                     timing,
                                      Effort(gap=GAP, watch=watch)).estimate
         form: Any = make_policy(name, problem, timing)
         return best_of_grid(form, problem.constraint.latency_s) or NONE_KEEPS

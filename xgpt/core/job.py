@@ -46,7 +46,7 @@ class FixedSchedule:
     """Control variables the user fixed; None is left to the scheduler. `replicas`: copies of the
     model, all alike."""
 
-    policy: str | None = None
+    policies: tuple[str, ...] = ()  # among which is chosen; (): all that the engine executes
     replicas: int | None = None
     encode_batch: int | None = None
     decode_iterations: int | None = None
@@ -57,6 +57,11 @@ class FixedSchedule:
     tp_degree: int | None = None
     tp_gpus: int | None = None
     others: tuple[tuple[str, int], ...] = ()  # (name, value) of variables of policies elsewhere
+
+    @property
+    def policy(self) -> str | None:
+        """The only policy that is left; None where there is a choice."""
+        return self.policies[0] if len(self.policies) == 1 else None
 
     def value_of(self, variable: str) -> int | None:
         """What the user fixed a control variable to, of a policy of ours or of another package."""

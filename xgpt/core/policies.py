@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.plugins import load_row, rows_of_others
@@ -50,6 +50,8 @@ class Policy:
     space: str | None = None
     pools: tuple[Role, ...] = ("both",)
     is_searched: bool = False  # where the job leaves the policy open
+    turn: int = 1  # at which a search over several looks at it: likely winners first
+    is_papers: bool = False  # one of those that the paper proposes
     has_even_batches: bool = False  # encode batches are kept even while a job runs
     is_changeable: bool = False  # control variables may change while a job runs
     # One pass encodes some queries beside decoding others, or encodes a query again with what it
@@ -85,7 +87,7 @@ def _waa(name: str, title: str, words: str) -> Policy:
         closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
         config=f"{_FORMS}.waa.config:WaaConfig",
         space="xscheduler.spaces.waa:WaaSpace",
-        pools=("encode", "decode"), is_searched=True, has_even_batches=True)
+        pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True)
 
 
 def _static(name: str, title: str, words: str, *more: Variable) -> Policy:
@@ -112,8 +114,8 @@ _ROWS = (
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            closed_form=f"{_FORMS}.rra.closed_form:Rra",
            config=f"{_FORMS}.rra.config:RraConfig",
-           space="xscheduler.spaces.rra:RraSpace", is_searched=True, has_even_batches=True,
-           is_changeable=True),
+           space="xscheduler.spaces.rra:RraSpace", is_searched=True, is_papers=True,
+           has_even_batches=True, is_changeable=True),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
          "divided by computing time"),
     _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "
@@ -159,9 +161,28 @@ def searched_policies() -> tuple[str, ...]:
     return tuple(row.name for row in policies() if row.is_searched)
 
 
-def changeable_policy() -> str:
-    """The name of the first of these whose control variables may change while a job runs."""
-    return next(name for name in searched_policies() if policy(name).is_changeable)
+class Asked(Protocol):
+    """What a job asks of its schedule: policies to choose among (none: whichever there are), and
+    control variables that it fixes."""
+
+    @property
+    def policies(self) -> tuple[str, ...]: ...
+
+    def value_of(self, variable: str) -> int | None: ...
+
+
+def able_policies(asked: Asked) -> tuple[Policy, ...]:
+    """The policies asked for, or else those that are searched, that have every variable which is
+    given a value: a variable that some alone have is a wish for one of them."""
+    given = {variable.name for row in policies() for variable in row.variables
+             if asked.value_of(variable.name) is not None}
+    return tuple(row for row in map(policy, asked.policies or searched_policies())
+                 if given <= {*row.variable_names})
+
+
+def changeable_policy(asked: Asked) -> str | None:
+    """The first of these whose control variables may change while a job runs, if there is one."""
+    return next((row.name for row in able_policies(asked) if row.is_changeable), None)
 
 
 def baselines() -> tuple[str, ...]:

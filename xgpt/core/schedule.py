@@ -254,7 +254,8 @@ class Proof:
     """What the search proved. `bound_qps` is an upper bound on the throughput of any admissible
     configuration, `gap` what it is above the schedule's, as a share; `nodes` the configurations
     evaluated; `unbounded_qps` the best throughput with no latency bound; `pruned` the boxes given
-    up, by reason."""
+    up, by reason; `policy_bounds` what no configuration of each policy exceeds, the highest first;
+    `hardware_qps` what the devices could do at all (xsimulator.hardware)."""
 
     status: str
     bound_qps: float
@@ -263,6 +264,8 @@ class Proof:
     seconds: float
     unbounded_qps: float | None = None
     pruned: tuple[tuple[str, int], ...] = ()
+    policy_bounds: tuple[tuple[str, float], ...] = ()
+    hardware_qps: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

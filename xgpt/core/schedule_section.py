@@ -1,25 +1,35 @@
 """The section `schedule` of a job file: control variables that the user fixed, and adjustment."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
+from xgpt.core.errors import nearest
 from xgpt.core.job import Adjustment, FixedSchedule
-from xgpt.core.policies import Policy, policies, policy, policy_names, searched_policies
+from xgpt.core.policies import (
+    Policy,
+    able_policies,
+    policies,
+    policy,
+    policy_names,
+    searched_policies,
+)
 from xgpt.core.sections import Section, is_one_of
 from xgpt.core.units import parse_share
 
 # More no device holds; and each part of a batch is a step of its own in every estimate.
 MOST, MOST_PARTS = 1_000_000, 4096
+AUTO = "auto"
 
 
 def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     field = top.get("schedule")
-    if field is None or field.value == "auto":
+    if field is None or field.value == AUTO:
         return FixedSchedule(), Adjustment()
     section = top.section("schedule", "auto, or a mapping of control variables")
     if section is None:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
-        policy=section.choice("policy", None, policy_names()), replicas=_read_replicas(section),
+        policies=_read_policies(section), replicas=_read_replicas(section),
         **{name: section.integer(name, None, int(name != "tp_gpus"), most) for name, most in (
             ("encode_batch", MOST), ("decode_iterations", MOST), ("max_active", MOST),
             ("decode_micro_batches", MOST_PARTS), ("encode_micro_batches", MOST_PARTS),
@@ -28,10 +38,8 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
         section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
-    # the one searched first stands for all those that a search looks at: it has their variables
-    row = policy(schedule.policy or searched_policies()[0])
-    _check_controls(section, schedule, row)
-    adjustment = _read_adjustment(section, row)
+    rows = _check_controls(section, schedule)
+    adjustment = _read_adjustment(section, rows)
     section.finish()
     return schedule, adjustment
 
@@ -46,6 +54,24 @@ def _read_replicas(section: Section) -> int | None:
         else None, f"auto, or a whole number of copies from 1 to {MOST_PARTS}")
 
 
+def _read_policies(section: Section) -> tuple[str, ...]:
+    """The names given, each once; () where the choice is left open."""
+    field, names = section.get("policy"), policy_names()
+    if field is None or not isinstance(field.value, list):
+        name = section.choice("policy", AUTO, (AUTO, *names))
+        return () if name == AUTO else (name,)
+    given = [each.value for each in field.value]
+    known = [name for name in given if isinstance(name, str) and name in names]
+    if given and known == given:
+        return tuple(dict.fromkeys(known))
+    wrong = next((name for name in given if name not in known), None)
+    shown = wrong if isinstance(wrong, str) else ""
+    which = f", where {shown!r} is none" if shown.isidentifier() else ""
+    section.reject("policy", f"{nearest(shown, (AUTO, *names))}, or several of these in a list"
+                             f"{which}".replace("known:", "allowed:"))
+    return ()
+
+
 def _read_others(section: Section) -> tuple[tuple[str, int], ...]:
     """Control variables that only policies of other packages have."""
     own = {field.name for field in fields(FixedSchedule)}
@@ -55,13 +81,13 @@ def _read_others(section: Section) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in values if value is not None)
 
 
-def _read_adjustment(section: Section, row: Policy) -> Adjustment:
+def _read_adjustment(section: Section, rows: Sequence[Policy]) -> Adjustment:
     steers = section.flag("steer", False) if section.has("steer") else None
     share = section.amount("adjustment", None, parse_share, lambda x: 0 <= x < 1,
                            "a share of an encode batch's mean input tokens, '10%' or 0.1; 0 for "
                            "none")
     for key in ("adjustment", "steer"):
-        if section.has(key) and not row.has_even_batches:
+        if section.has(key) and not any(row.has_even_batches for row in rows):
             even = [each.name for each in policies() if each.has_even_batches]
             section.reject(key, f"of {', '.join(even)} alone")
     if steers and share == 0:
@@ -74,15 +100,22 @@ def _read_adjustment(section: Section, row: Policy) -> Adjustment:
     return Adjustment()
 
 
-def _check_controls(section: Section, schedule: FixedSchedule, row: Policy) -> None:
-    """Every variable given is one of the policy's."""
-    own = row.variable_names
-    for name in sorted({name for each in policies() for name in each.variable_names} - {*own}):
-        if schedule.value_of(name) is not None:
+def _check_controls(section: Section, schedule: FixedSchedule) -> tuple[Policy, ...]:
+    """The policies that are left, of those that the job names or that a search looks at: the ones
+    that have every variable given. Where none has, each variable that the nearest lacks is a
+    mistake."""
+    wanted = [policy(name) for name in schedule.policies or searched_policies()]
+    rows = able_policies(schedule)
+    given = [name for name in sorted({name for row in policies() for name in row.variable_names})
+             if schedule.value_of(name) is not None]
+    if not rows:
+        nearest_row = max(wanted, key=lambda row: len({*given} & {*row.variable_names}))
+        for name in [name for name in given if name not in nearest_row.variable_names]:
             others = [each.name for each in policies() if name in each.variable_names]
-            section.reject(
-                name, f"a variable of {', '.join(others)}; {row.name} has {', '.join(own)}")
+            section.reject(name, f"a variable of {', '.join(others)}; {nearest_row.name} has "
+                                 f"{', '.join(nearest_row.variable_names)}")
     parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
-    if "encode_micro_batches" in own and parts and groups and parts % groups:
+    if rows and parts and groups and parts % groups:
         section.reject("encode_micro_batches",
                        f"must be a multiple of decode_micro_batches = {groups}")
+    return rows or tuple(wanted)

@@ -153,6 +153,8 @@ def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
         ("Search", proof.status, True),
         ("Proved at most", f"{plain(proof.bound_qps)} queries/s", math.isfinite(proof.bound_qps)),
         ("Gap", percent(proof.gap, 2), math.isfinite(proof.gap)),
+        ("Of the devices", words.hardware_words(schedule) if proof.hardware_qps else "",
+         bool(proof.hardware_qps)),
         ("Configurations", f"{proof.nodes:,} evaluated", True))
     return [(label, text) for label, text, is_shown in facts if is_shown]
 

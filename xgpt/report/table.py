@@ -40,6 +40,10 @@ def schedule_table(schedule: Schedule) -> str:
         cost.append(("margin", words.margin_words(schedule)))
     search = [("search", f"{_status(schedule)}, {words.counted(proof.nodes, 'configuration')} in "
                          f"{format_seconds(proof.seconds)}")]
+    if len(proof.policy_bounds) > 1:
+        search.append(("at most", words.bounds_words(schedule)))
+    if proof.hardware_qps:
+        search.append(("devices", words.hardware_words(schedule)))
     if proof.pruned:
         search.append(("ruled out", words.pruned_words(schedule)))
     return _facts("chosen", e, schedule.bound, cost, search)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule, StageAssignment, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import lost_to_bound, percent, plain
@@ -19,7 +20,9 @@ _REASONS = {
     "number of queries": "over the job's queries",
     "measured range": "beyond what was measured",
     "decided at its corner": "decided at the best corner",
-    "each point evaluated": "evaluated point by point"}
+    "each point evaluated": "evaluated point by point",
+    "bounded by the least work of a query": "bounded by the least work of a query"}
+WIDE = 0.02  # share above a schedule from which on a bound counts as wide
 # C0 controls but tab and newline, DEL and C1 controls, what turns the direction of text, lone
 # surrogates, non-characters
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e"
@@ -115,6 +118,26 @@ def proof(schedule: Schedule) -> str:
                    f"(at most {plain(search.bound_qps)} queries/s), by the same estimates")
     ruled_out = f" Ruled out: {pruned_words(schedule)}." if search.pruned else ""
     return f"Search status {search.status}, after {looked}: {quality}.{ruled_out}"
+
+
+def bounds_words(schedule: Schedule) -> str:
+    """What no configuration of each policy exceeds, and whose bound leaves most open."""
+    proof, own = schedule.proof, schedule.figures.throughput_qps
+    (name, most), *others = proof.policy_bounds
+    rest = ", ".join(f"{plain(qps)} by {policy(other).title}" for other, qps in others)
+    text = f"{plain(most)} queries/s by {policy(name).title}{f', {rest}' if rest else ''}"
+    if not others or most <= own * (1 + WIDE):
+        return text
+    return (f"{text}: it is {policy(name).title}'s own bound that leaves "
+            f"{percent(most / own - 1, 1)} open")
+
+
+def hardware_words(schedule: Schedule) -> str:
+    """The share of what the devices could do at all."""
+    most = schedule.proof.hardware_qps
+    assert most is not None, "asked of a plan"
+    return (f"{percent(schedule.figures.throughput_qps / most, 0)} of the {plain(most)} queries/s "
+            "that products at the peak rate and KV entries at full bandwidth would allow")
 
 
 def margin_words(schedule: Schedule) -> str:

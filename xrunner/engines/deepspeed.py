@@ -21,10 +21,10 @@ _KEY = "run.engine"
 
 
 def _refusals(job: Job) -> Iterator[Mistake]:
-    policy, parts = job.schedule.policy, job.schedule
-    if policy not in (None, *_POLICIES):
-        yield mistake(job, "schedule.policy", policy, f"{' or '.join(_POLICIES)} (or left "
-                      "out: ft): the engine deepspeed works static batches")
+    named, parts = job.schedule.policies, job.schedule
+    if len(named) > 1 or not {*named} <= {*_POLICIES}:
+        yield mistake(job, "schedule.policy", ", ".join(named), f"{' or '.join(_POLICIES)} (or "
+                      "left out: ft): the engine deepspeed works static batches")
     if job.run.dtype == "float16":
         yield _float16(job)
     if job.run.weights == "random":
@@ -33,7 +33,7 @@ def _refusals(job: Job) -> Iterator[Mistake]:
     if job.run.hosts:
         yield mistake(job, "run.hosts", ", ".join(job.run.hosts), "this machine alone: the "
                       "engine deepspeed was never tried over several")
-    if policy is None and (parts.decode_iterations or parts.max_active or parts.token_budget):
+    if not named and (parts.decode_iterations or parts.max_active or parts.token_budget):
         yield mistake(job, "schedule", None, "encode_batch, decode_micro_batches: the "
                       "engine deepspeed works static batches (policy ft or dsi)")
 
@@ -55,11 +55,11 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
         problem.cluster.num_devices)
     if schedule is not None:
         mistakes += _unknown_schedule(job, schedule, ranks)
-        fixed = replace(fixed, policy=schedule.estimate.policy)
+        fixed = replace(fixed, policies=(schedule.estimate.policy,))
     if mistakes:
         raise InputError(mistakes)
     degree, gpus = (ranks, ranks) if ranks > 1 else (1, 0)
-    return replace(problem, fixed=replace(fixed, policy=fixed.policy or _POLICIES[0],
+    return replace(problem, fixed=replace(fixed, policies=fixed.policies or _POLICIES[:1],
                                           replicas=1, tp_degree=degree, tp_gpus=gpus))
 
 

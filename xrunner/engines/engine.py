@@ -48,16 +48,19 @@ def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """Every policy that its own kind of model allows, every layout."""
+    """Every policy that its own kind of model allows, every layout. What else is named is left out
+    by the search, which says so."""
     fixed = problem.fixed
-    policy = fixed.policy if schedule is None else schedule.estimate.policy
-    if policy is not None and row_of(policy).is_decoder_only and problem.model.is_encoder_decoder:
+    named = fixed.policies if schedule is None else (schedule.estimate.policy,)
+    is_able = [not (row_of(name).is_decoder_only and problem.model.is_encoder_decoder)
+               for name in named]
+    if named and not any(is_able):
         able = [row.name for row in policies() if not row.is_decoder_only]
-        raise wrong(job.source, "schedule.policy", policy,
-                    f"one of {', '.join(able)} for an encoder-decoder model: {policy} encodes "
+        raise wrong(job.source, "schedule.policy", ", ".join(named),
+                    f"one of {', '.join(able)} for an encoder-decoder model: {named[0]} encodes "
                     "queries beside decoding others, or again with what they generated, in one "
                     "pass through the same layers")
-    fixed = replace(fixed, policy=policy)
+    fixed = replace(fixed, policies=named)
     if schedule is not None:
         fixed = replace(fixed, tp_degree=schedule.estimate.deployment.tp_degree,
                         tp_gpus=schedule.estimate.deployment.tp_gpus)

@@ -1,8 +1,9 @@
 """What is decided while a job runs, by the output lengths that it has shown (paper sections 7.6 and
 7.7).
 
-RRA changes its batch sizes in place. WAA's would need other buffers and, mostly, other layers: for
-it what is decided is what a re-deployment would bring, and the job goes on."""
+RRA changes its batch sizes in place. WAA's would need other buffers and, mostly, other layers; the
+continuous policies' take up queries as others end, whatever their lengths, and have caches of one
+size: for them what is decided is what a re-deployment would bring, and the job goes on."""
 
 import time
 from collections.abc import Mapping
@@ -228,7 +229,7 @@ class Decider:
             f"{look.sentence}; back to the beginning, {_changed(now, first)}: {revised.reason}"))
 
     def _ask(self, problem: Problem, look: Look) -> Decision:
-        """WAA is only told what a re-deployment would bring."""
+        """A run that cannot change is only told what a re-deployment would bring."""
         limit_s = problem.constraint.latency_s / self.running.margin.factor
         ways = reschedule(self.running, problem, self._timing, latency_limit_s=limit_s)
         record = look.record() | {"choice": ways.choice, "reason": ways.sentence,
@@ -255,8 +256,9 @@ def _variables(estimate: Estimate) -> dict[str, int]:
     own = {"encode_batch": estimate.figures.encode_batch,
            "decode_iterations": estimate.figures.decode_iterations,
            "decode_micro_batches": estimate.deployment.num_groups}
-    names = {"encode_batch", "decode_micro_batches", *policy(estimate.policy).variable_names}
-    return {name: value for name, value in own.items() if name in names}
+    names = ("decode_micro_batches", *policy(estimate.policy).variable_names)
+    known = {**estimate.variables, **own}
+    return {name: known[name] for name in names if isinstance(known.get(name), int)}
 
 
 def _changed(old: Estimate, new: Estimate) -> str:
@@ -268,5 +270,5 @@ def _changed(old: Estimate, new: Estimate) -> str:
 def _advice(ways: Reschedule) -> str:
     if ways.choice == "keep" or ways.choice is None:
         return ways.sentence
-    return (f"{ways.sentence} WAA changes nothing while it runs: if that is worth it, stop the job "
+    return (f"{ways.sentence} Only RRA changes while it runs: if that is worth it, stop the job "
             "(Ctrl-C) and submit it with the lengths seen so far (docs/schedule.md)")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from xgpt.core.controls import RraControls, WaaControls
+from xgpt.core.controls import ContinuousControls, RraControls, WaaControls
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.policies import policy, searched_policies
 from xgpt.core.problem import Problem
@@ -288,6 +288,9 @@ class PinnedSearch:
 def variables_words(estimate: Estimate) -> str:
     """The control variables, in words; not every policy has iterations."""
     figures, controls = estimate.figures, estimate.controls
+    if isinstance(controls, ContinuousControls):
+        budget = f", token_budget {controls.token_budget}" if controls.token_budget else ""
+        return f"max_active {controls.max_active}{budget}"
     iterations = (f"decode_iterations {controls.decode_iterations}, "
                   if isinstance(controls, RraControls) else "")
     return (f"encode_batch {figures.encode_batch}, {iterations}"

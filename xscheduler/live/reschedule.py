@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -33,6 +34,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
+from xscheduler.live.as_it_is import way_as_it_is
 from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, variables_words
 from xscheduler.search import find_schedule
@@ -79,8 +81,11 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     deployed = current.estimate if isinstance(current, Schedule) else current
     fits_the_job(deployed, problem)
     limit_s = problem.constraint.latency_s if latency_limit_s is None else latency_limit_s
-    pinned = PinnedSearch(deployed, problem, timing, limit_s)
-    keep, adjust = pinned.current(), pinned.best()
+    if isinstance(deployed.controls, ContinuousControls):
+        keep = adjust = way_as_it_is(deployed, problem, timing, limit_s)
+    else:
+        pinned = PinnedSearch(deployed, problem, timing, limit_s)
+        keep, adjust = pinned.current(), pinned.best()
     if keep.qps > adjust.qps:  # it lies off the lines that were looked at
         adjust = keep
     if best is None:
@@ -134,9 +139,11 @@ def _recommend(ways: Reschedule) -> Reschedule:
             f"bound, and no other batch sizes bring more than {WORTH:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
             else f"while the current one no longer serves ({ways.keep.reason})")
-    assert ways.adjust.estimate is not None
+    assert ways.adjust.estimate is not None and ways.keep.estimate is not None
+    is_other = ways.adjust.estimate.policy != ways.keep.estimate.policy
+    what = "the policy" if is_other else "the batch sizes"
     return replace(ways, choice="adjust", sentence=(
-        f"Change the batch sizes to {variables(ways.adjust.estimate)}: {adjust:.4g} queries/s, "
+        f"Change {what} to {variables(ways.adjust.estimate)}: {adjust:.4g} queries/s, "
         f"{gain}, and no layer moves{unless}."))
 
 
@@ -178,7 +185,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     bound that a change is planned for."""
     now = running.estimate
     assert policy(now.policy).is_changeable, f"{now.policy = }"
-    fixed = replace(problem.fixed, policy=now.policy, tp_degree=now.deployment.tp_degree,
+    fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
     most = [count for count in (problem.num_queries, most_present) if count is not None]
     problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))

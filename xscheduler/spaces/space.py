@@ -118,6 +118,7 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
 
 def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:
     """A point as it is shown."""
-    names = ", ".join(f"{name} {value}" for name, value in zip(space.variables, point, strict=True))
+    names = ", ".join(f"{name} {value}" for name, value in zip(space.variables, point, strict=True)
+                      if value)  # 0: it has no such variable
     own = space.plans[plan]
     return f"{names}, tp_degree {own.tp_degree}, tp_gpus {own.tp_gpus}"

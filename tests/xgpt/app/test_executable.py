@@ -127,7 +127,7 @@ def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
     problem = replace(session.problem, model=catalog.model("t5-11b"))
     with pytest.raises(InputError, match="ft, dsi for an encoder-decoder model"):
         executable(replace(session, problem=problem))
-    fixed = replace(problem.fixed, policy="dsi", max_active=None)
+    fixed = replace(problem.fixed, policies=("dsi",), max_active=None)
     assert executable(replace(session, problem=replace(problem, fixed=fixed)))
 
 

@@ -70,7 +70,7 @@ def test_every_key_of_a_full_job_arrives(folder: Path) -> None:
     assert job.workload.input_tokens == LengthSpec(kind="normal", mean=256, std=252, maximum=512)
     assert (job.workload.max_tokens, job.workload.chat) == (80, False)
     assert job.constraint == latency_constraint(latency_s=11.5, kind="queries", quantile=0.95)
-    assert job.schedule == FixedSchedule(policy="rra", encode_batch=49, decode_iterations=7,
+    assert job.schedule == FixedSchedule(policies=("rra",), encode_batch=49, decode_iterations=7,
                                          tp_degree=4, tp_gpus=4)
     assert job.run == RunSpec(ranks=4, dtype="bfloat16", seed=3, temperature=0.7, top_k=5,
                               top_p=0.9)
@@ -222,7 +222,7 @@ def test_every_policy_is_known_by_name(folder: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "key", "words"), [
-    ("{token_budget: 512}", "schedule.token_budget", "vllm, sarathi"),
+    ("{encode_micro_batches: 4}", "schedule.encode_micro_batches", "a variable of dsi"),
     ("{policy: waa-c, decode_iterations: 4}", "schedule.decode_iterations", "waa-c has"),
     ("{policy: orca, encode_batch: 4}", "schedule.encode_batch", "orca has max_active"),
     ("{policy: dsi, decode_micro_batches: 4, encode_micro_batches: 6}",
@@ -245,7 +245,7 @@ def test_the_workload_adjustment_fixes_nothing_of_the_schedule(
     path.write_text(MINIMAL)
     job = load_job(path, [f"schedule={schedule}"])
     assert job.adjustment == expected
-    assert job.schedule == FixedSchedule(policy=job.schedule.policy)
+    assert job.schedule == FixedSchedule(policies=job.schedule.policies)
 
 
 @pytest.mark.parametrize(("schedule", "key", "words"), [

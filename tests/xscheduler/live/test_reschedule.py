@@ -134,7 +134,7 @@ def test_what_the_job_fixes_stays_fixed():
         found.deployment.num_groups,
         found.figures.encode_batch,
     ) == (3, 2, 5)
-    other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policy="waa-c")))
+    other = adjusted(rra(), toy_problem(fixed=FixedSchedule(policies=("waa-c",))))
     assert other.estimate is None and "policy waa-c" in other.reason
 
 

@@ -17,7 +17,7 @@ BOUNDS_S = (math.inf, 12.0, 6.0)
 
 @pytest.mark.parametrize("policy", ["ft", "orca"])
 def test_a_bound_s_best_does_not_depend_on_the_bounds_before_it(policy):
-    problem = replace(problem_of(), fixed=FixedSchedule(policy=policy))
+    problem = replace(problem_of(), fixed=FixedSchedule(policies=(policy,)))
     timing = roofline_of(problem)
     shared = BaselineSearch(problem, timing)
     in_turn = [shared.find(bound_s).estimate for bound_s in BOUNDS_S]
@@ -28,7 +28,7 @@ def test_a_bound_s_best_does_not_depend_on_the_bounds_before_it(policy):
 
 
 def test_a_configuration_is_evaluated_once():
-    problem = replace(problem_of(), fixed=FixedSchedule(policy="ft"))
+    problem = replace(problem_of(), fixed=FixedSchedule(policies=("ft",)))
     search = BaselineSearch(problem, roofline_of(problem))
     search.find(8.0)
     evaluated = search.num_evaluated
@@ -38,7 +38,7 @@ def test_a_configuration_is_evaluated_once():
 
 @pytest.mark.parametrize("policy", ["rra", pytest.param("ft", marks=pytest.mark.slow)])
 def test_without_a_margin_the_bound_is_kept_as_the_closed_form_has_it(policy):
-    problem = replace(problem_of(), fixed=FixedSchedule(policy=policy))
+    problem = replace(problem_of(), fixed=FixedSchedule(policies=(policy,)))
     timing = roofline_of(problem)
     bare = Planner(problem, timing, PlanOptions(horizon="steady", has_margin=False)).plan(6.0)
     kept = Planner(problem, timing, PlanOptions(horizon="steady")).plan(6.0)

@@ -128,7 +128,7 @@ def _asked(point: SweepPoint, key: str) -> Row:
         "key": key, "scenario": scenario_of(point, job), "fingerprint": fingerprint_of(job),
         "model": Path(job.model).name if Path(job.model).is_absolute() else job.model,
         "cluster": cluster, "gpus": job.run.ranks, "task": job.workload.output_tokens.task,
-        "engine": job.run.engine, "policy": job.schedule.policy or AUTO,
+        "engine": job.run.engine, "policy": "+".join(job.schedule.policies) or AUTO,
         "bound": "inf" if math.isinf(bound_s) else f"{bound_s:g} s",
         "bound_s": None if point.share is not None else bound_s}
     return plain(row | shown)  # type: ignore[no-any-return]
@@ -154,7 +154,7 @@ def _free_job(point: SweepPoint) -> Job:
     the sweep compares policies."""
     job = point.job
     if point.shown(POLICY.name) is not None:
-        job = replace(job, schedule=replace(job.schedule, policy=None))
+        job = replace(job, schedule=replace(job.schedule, policies=()))
     return job
 
 

@@ -62,12 +62,12 @@ class Continuous:
         self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
                               reserved_output_tokens=problem.default_max_tokens)
         longest = self.flow.max_reserve_tokens
-        self._queries = QuerySizes(
+        self.queries = QuerySizes(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
             reserved_outputs=longest - problem.lengths.inputs.max)
-        self._filling = filling(self._queries)
-        self.name = self._filling.name
-        self._memory = ContinuousMemory(problem, longest)
+        self.filling = filling(self.queries)
+        self.name = self.filling.name
+        self.memory = ContinuousMemory(problem, longest)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self._times = cache(lambda key: LoadTimes(
@@ -80,13 +80,13 @@ class Continuous:
         configs = [ContinuousConfig(max_active=count, tp_degree=tp_degree, tp_gpus=tp_gpus,
                                     token_budget=budget)
                    for tp_degree, tp_gpus in plans for count in geometric(max_queries)
-                   for budget in self._filling.budgets]
+                   for budget in self.filling.budgets]
         useful = []  # those that fit, with no more queries than memory ever holds
         for key, rows in by_plan(configs).items():
             own, plan = [configs[row] for row in rows], self.plans.both(*key)
-            kv_tokens, fits = self._memory.kv_tokens(plan, self._groups(plan, own))
+            kv_tokens, fits = self.memory.kv_tokens(plan, self._groups(plan, own))
             least = kv_tokens / (self.problem.lengths.inputs.support[0] + 1)
-            most = np.minimum(least, 1.5 * kv_tokens / self._queries.present.context + 8)
+            most = np.minimum(least, 1.5 * kv_tokens / self.queries.present.context + 8)
             useful += [config for config, is_held, count in zip(own, fits, most, strict=True)
                        if is_held and config.max_active <= count]
         return useful
@@ -118,22 +118,22 @@ class Continuous:
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         figures = {name: float(values[0]) for name, values in self._figures([config]).items()}
         groups, kv_tokens = self._groups(plan, [config]), figures["kv_tokens"]
-        budget = self._filling.budget_of(config.token_budget) or None
+        budget = self.filling.budget_of(config.token_budget) or None
         return self._assembler.estimate(
             ContinuousControls(policy=self.name, max_active=config.max_active, token_budget=budget),
             one_pool(config, plan.stages, int(groups.number[0]), kv_tokens),
             figures | {"decode_iterations": 1}, notes=extrapolation(figures["stretch"]),
-            held_bytes=self._memory.by_stage(plan, groups, np.array([kv_tokens]))[0])
+            held_bytes=self.memory.by_stage(plan, groups, np.array([kv_tokens]))[0])
 
     def _groups(self, plan: StagePlan, configs: Sequence[ContinuousConfig]) -> Groups:
         active = np.array([c.max_active for c in configs], float)
         count = np.minimum(len(plan.stages), active).astype(np.int64)
         slots = active / count
-        return Groups(count, slots, self._filling.step_tokens(np.ceil(slots),
+        return Groups(count, slots, self.filling.step_tokens(np.ceil(slots),
                                                               self._budgets(configs)))
 
     def _budgets(self, configs: Sequence[ContinuousConfig]) -> FloatArray:
-        return np.array([self._filling.budget_of(c.token_budget) for c in configs], float)
+        return np.array([self.filling.budget_of(c.token_budget) for c in configs], float)
 
     def _held(self, configs: Sequence[ContinuousConfig]) -> list[_OfPlan]:
         """All plans are asked for at once: a walk costs the same for many configurations."""
@@ -142,10 +142,10 @@ class Continuous:
         for key, rows in by_plan(configs).items():
             plan = self.plans.both(*key)
             groups = self._groups(plan, [configs[row] for row in rows])
-            kv_tokens, fits = self._memory.kv_tokens(plan, groups)
+            kv_tokens, fits = self.memory.kv_tokens(plan, groups)
             slots[rows], group_tokens[rows] = groups.slots, np.floor(kv_tokens / groups.number)
             parts.append((key, rows, groups, kv_tokens, fits))
-        load = self._filling.load(slots, group_tokens, self._budgets(configs))
+        load = self.filling.load(slots, group_tokens, self._budgets(configs))
         return [_OfPlan(*part, load.take(part[1])) for part in parts]
 
     def _figures(self, configs: Sequence[ContinuousConfig]) -> dict[str, FloatArray]:
@@ -155,7 +155,7 @@ class Continuous:
     def _plan_figures(self, held: _OfPlan) -> dict[str, FloatArray]:
         load, number, steps = held.load, held.groups.number, self._times(held.key)(held.load)
         between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
-                            alternates=self._filling.alternates)
+                            alternates=self.filling.alternates)
         qps = number * load.per_step / between.any_s
         seconds = {
             "latency_s": self._latency(load, between), "period_s": between.any_s,
@@ -167,12 +167,12 @@ class Continuous:
             "decode_batch": number * load.decoding, "present": number * load.present,
             "encode_batch": load.encoded.mean(axis=1), "kv_tokens": held.kv_tokens,
             "fits": held.fits.astype(float),
-            "memory_bytes": self._memory.by_stage(
+            "memory_bytes": self.memory.by_stage(
                 self.plans.both(*held.key), held.groups, held.kv_tokens).max(axis=1)}
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
-        return load.encode_steps * between.encode_s + self._filling.decode_latency(
+        return load.encode_steps * between.encode_s + self.filling.decode_latency(
             self.flow.iterations_of(longest), load, between)
 
 

@@ -50,6 +50,15 @@ class ContinuousMemory:
         group_blocks = np.clip(np.ceil(most), blocks, np.maximum(room, blocks))
         return group_blocks * BLOCK_TOKENS * groups.number, room >= blocks
 
+    def most_tokens(self, plan: StagePlan, number: int, step_tokens: FloatArray) -> FloatArray:
+        """No KV budget of one of `number` groups [configs] is larger, where steps have so many
+        tokens; 0 where it does not hold the longest query."""
+        few = Groups(np.full(len(step_tokens), number), np.ones(len(step_tokens)), step_tokens)
+        one = memory.kv_bytes(self._problem, plan.stages, 1.0)
+        left = self._capacity_bytes - plan.weight_bytes - self._activation_bytes(plan, few)
+        room = np.floor((left / one).min(axis=1) / number / BLOCK_TOKENS)
+        return np.where(room >= np.ceil(self._longest / BLOCK_TOKENS), room * BLOCK_TOKENS, 0.0)
+
     def by_stage(self, plan: StagePlan, groups: Groups, kv_tokens: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages]."""
         return (plan.weight_bytes + self._activation_bytes(plan, groups)

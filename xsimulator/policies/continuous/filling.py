@@ -48,7 +48,7 @@ class OrcaFilling:
         """What a group holds with so many slots, KV tokens and tokens a step, all [configs]."""
         present = self._queries.present
         iterations = present.iterations
-        places = loads.most_that_fit(slots, kv_tokens, present.reserve, present.reserve_std)
+        places = self.most_present(slots, kv_tokens)
         share = loads.one_at_a_time(places, iterations)
         decoding = share * iterations
         alone = np.where(share < 1, np.maximum(places, decoding), decoding)
@@ -59,6 +59,11 @@ class OrcaFilling:
             per_step=share, share=share, tokens=self._queries.input_sizes * ones, encoded=ones,
             beside=beside, alone=alone, ended=share, decoding=decoding, present=decoding + share,
             encode_steps=np.ones(len(slots)), between=none, waits=none)
+
+    def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
+        """Slots and KV tokens would hold so many queries [configs] if all were at their mean."""
+        present = self._queries.present
+        return loads.most_that_fit(slots, kv_tokens, present.reserve, present.reserve_std)
 
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
         """The most tokens [configs] that one step works decide on the room for activations."""
@@ -108,6 +113,9 @@ class VllmFilling:
             beside=np.zeros(len(slots)), alone=present, decoding=present, present=present,
             encode_steps=np.ones(len(slots)), between=encodes, waits=waits)
 
+    def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
+        return self._paged.most_present(slots, kv_tokens)
+
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
         return np.asarray(np.maximum(np.maximum(budget, slots), self._queries.longest))
 
@@ -155,6 +163,9 @@ class SarathiFilling:
             per_step=rate, share=chance, tokens=tokens, encoded=counts, beside=beside,
             alone=alone, ended=rate, decoding=decoding, present=decoding + rate,
             encode_steps=steps, between=np.zeros(len(slots)), waits=waits)
+
+    def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
+        return self._paged.most_present(slots, kv_tokens)
 
     def step_tokens(self, slots: FloatArray, budget: FloatArray) -> FloatArray:
         return budget

@@ -26,7 +26,8 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     if policy not in (None, _POLICY):
         raise InputError([mistake(job, "schedule.policy", policy,
                                   f"{_POLICY}: the engine toy works static batches")])
-    return replace(problem, fixed=replace(problem.fixed, policy=_POLICY, tp_degree=1, tp_gpus=0))
+    fixed = replace(problem.fixed, policies=(_POLICY,), tp_degree=1, tp_gpus=0)
+    return replace(problem, fixed=fixed)
 
 
 ENGINE = Engine(name="toy", worker="toy_echo.worker", restricted=_restricted,
