@@ -16,7 +16,7 @@ import torch
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Deployment, Pool, Schedule, StageAssignment
+from xgpt.core.schedule import Pool, Schedule, StageAssignment
 from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
@@ -31,6 +31,7 @@ from xrunner.ops import cuda_modules, native
 from xrunner.ops.int8 import is_int8_served
 from xrunner.plan import RunPlan, weights_key
 from xrunner.rank import Stopwatch
+from xrunner.replica import Replica, replica_of
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import transfers
 from xrunner.world import World
@@ -73,6 +74,7 @@ class Loaded(NamedTuple):
 
     executor: StageExecutor
     route: Route
+    replica: Replica
     pool: Pool
     stage: StageAssignment
     weights: Weights
@@ -80,26 +82,28 @@ class Loaded(NamedTuple):
 
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
          shelf: Shelf) -> Loaded:
-    deployment, rank = schedule.deployment, world.comm.rank
-    pool, stage = next((pool, stage) for pool in deployment.pools for stage in pool.stages
+    rank = world.comm.rank
+    replica = replica_of(schedule.deployment, rank)
+    pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
     key = weights_key(plan, schedule)
     if shelf.holds(key):
         restart_peak_memory(world.device)  # what an earlier run took is not this one's
-    weights = shelf.weights(key, lambda: _read(plan, deployment, pool, stage, world))
-    sender, receiver = _couriers(deployment, pool, weights.model.spec, world)
-    beat = Beat(plan.output, rank=rank, stage=stage.index, pool=pool.name)
+    weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
+    sender, receiver = _couriers(replica, pool, weights.model.spec, world)
+    beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
+                replica=replica.number)
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              beat=beat)
-    return Loaded(executor, routes(deployment.pools)[rank], pool, stage, weights)
+    return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 
-def _read(plan: RunPlan, deployment: Deployment, pool: Pool, stage: StageAssignment,
+def _read(plan: RunPlan, replica: Replica, pool: Pool, stage: StageAssignment,
           world: World) -> Weights:
     rank, shard = world.comm.rank, WHOLE
-    if any(other.tp_degree > 1 for other in deployment.stages):
+    if any(other.tp_degree > 1 for own in replica.pools for other in own.stages):
         index = stage.ranks.index(rank)
-        group = world.split(stage.index, index)
+        group = world.split(replica.world_stage(stage.index), index)
         if stage.tp_degree > 1:
             shard = Shard(index, stage.tp_degree, group.all_reduce, group.gather)
     if plan.weight_dtype == INT8 and not is_int8_served():
@@ -117,12 +121,12 @@ def _read(plan: RunPlan, deployment: Deployment, pool: Pool, stage: StageAssignm
     return Weights(model, seconds, reader.bytes_read, from_disk, disk_rate)
 
 
-def _couriers(deployment: Deployment, pool: Pool, spec: ModelSpec,
+def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
               world: World) -> tuple[EntrySender | None, EntryReceiver | None]:
     """This rank's end of the handover between an encode and a decode pool."""
-    if len(deployment.pools) == 1:
+    if len(replica.pools) == 1:
         return None, None
-    encode, decode = deployment.encoding, deployment.decoding
+    encode, decode = replica.encoding, replica.decoding
     comm, abort = world.duplicate(), partial(world.abort, 1)
     needed = transfers(encode.stages, decode.stages, spec)
     if pool.role == "encode":
@@ -139,7 +143,8 @@ def report_of(loaded: Loaded) -> RankReport:
         handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
     elif executor.receiver is not None:
         handed_bytes = executor.receiver.num_bytes
-    return RankReport(rank=loaded.route.rank, stage=loaded.stage.index, pool=loaded.pool.name,
+    return RankReport(rank=loaded.route.rank, replica=loaded.replica.number,
+                      stage=loaded.replica.world_stage(loaded.stage.index), pool=loaded.pool.name,
                       role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
                       load_s=weights.seconds, bytes_read=weights.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,

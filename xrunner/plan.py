@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.schedule import Schedule
 from xgpt.core.whole_file import write_atomically
+from xrunner.rules.routing import DEFAULT_ROUTING
 
 # History of the file format.
 #   1: first version
@@ -20,7 +21,8 @@ from xgpt.core.whole_file import write_atomically
 PLAN_VERSION = 3
 # What decides no token: names and places, how the work is shared out, and in which order.
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
-                 "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window")
+                 "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
+                 "routing", "mean_output_tokens")
 AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 
 
@@ -49,6 +51,8 @@ class RunPlan:
     is_watched: bool = False  # the launcher follows output lengths, and may change an RRA schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
     shuffle_window: int = 1  # queries that are taken in random order among themselves
+    routing: str = DEFAULT_ROUTING  # of queries to replicas
+    mean_output_tokens: float = 0.0  # that are expected of a query, for that; 0: as many as allowed
     most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
     engine: str = OWN_ENGINE
     requests_digest: str = ""
@@ -77,7 +81,7 @@ def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
     files = dict(sorted(plan.model_files.items()))
     return {"model": json.dumps(files) if files else str(plan.model_dir), "engine": plan.engine,
             "dtype": plan.dtype, "weight_dtype": plan.weight_dtype, "device": plan.device_kind,
-            "layout of ranks and stages": json.dumps(deployment),
+            "layout of ranks and stages": json.dumps([deployment, schedule.deployment.replicas]),
             "number of threads": str(plan.threads_per_rank)}
 
 

@@ -54,6 +54,7 @@ class FinishedQuery:
     last_token_s: float
     arrival_s: float = 0.0
     error: str | None = None  # why it has no answer, or no more of one
+    replica: int | None = None  # which answered it, where there are several
 
     @property
     def latency_s(self) -> float:

@@ -153,9 +153,8 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         "ranks": [{"rank": r.rank, **_place(r), "disk_bytes": r.disk_bytes, **_figures([r])}
                   for r in reports]}
     write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
-    lines = [json.dumps({"stage": group[0].stage, "rank": group[0].rank, "pool": group[0].pool,
-                         "role": group[0].role, **record._asdict()}) for group in stages
-             for record in group[0].log]
+    lines = [json.dumps({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
+             for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
 
 
@@ -179,7 +178,8 @@ def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:
 
 
 def _place(report: RankReport) -> dict[str, Any]:
-    return {"stage": report.stage, "pool": report.pool, "role": report.role}
+    return {"stage": report.stage, "replica": report.replica, "pool": report.pool,
+            "role": report.role}
 
 
 def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:

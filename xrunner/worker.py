@@ -1,28 +1,38 @@
 """One rank: `mpiexec -n N python -m mpi4py -m xrunner.worker OUT/run.json`.
 
-All ranks run this; what differs is the stage they belong to, and their place in it. `-m mpi4py`
-makes an uncaught error on one rank end them all."""
+All ranks run this; what differs is the replica and the stage they belong to, and their place in it.
+`-m mpi4py` makes an uncaught error on one rank end them all."""
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from xgpt.core.controls import RraControls
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Pool, Schedule
 from xgpt.core.schedule_file import load_schedule
-from xrunner.engine.head import Head, PoolLink
+from xgpt.core.spool import Spool
+from xrunner.engine.head import Alone, Head, PoolLink, Supply
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
-from xrunner.engine.roster import Vocabulary
+from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
+from xrunner.engine.roster import Extent, Vocabulary
+from xrunner.io.intake import query_of
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.loading import Loaded, Shelf, load, report_of
 from xrunner.plan import RunPlan, load_plan
+from xrunner.query import PreparedQuery
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
+from xrunner.replica import Replica, replicas_of
+from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xrunner.transport.comm import Comm
@@ -44,10 +54,12 @@ def work(plan: RunPlan, world: World, shelf: Shelf) -> None:
         _lead(plan, schedule, world, clock, shelf)
         return
     loaded = load(plan, schedule, world, clock, shelf)
-    if loaded.route.steps_from is None:
+    if loaded.route.steps_from is not None:
+        _follow(world, loaded, clock)
+    elif loaded.pool.role == "decode":
         _lead_decoding(plan, schedule, world, loaded, clock)
     else:
-        _follow(world, loaded, clock)
+        _lead_replica(plan, schedule, world, loaded, clock)
     loaded.executor.close()
     world.gather(report_of(loaded))
 
@@ -63,14 +75,37 @@ def _follow(world: World, loaded: Loaded, clock: Stopwatch) -> None:
 
 def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
                    clock: Stopwatch) -> None:
-    """The first rank of a decode pool is its head; what is done goes to rank 0."""
+    """The first rank of a decode pool is its head; what is done goes to the encode pool's."""
     receiver = loaded.executor.receiver
     assert receiver is not None
-    link = FromEncodePool(world.comm, receiver, encode_head=0)
+    link = FromEncodePool(world.comm, receiver, encode_head=loaded.replica.head)
     head = Head(rule=_rule_of(loaded.pool, schedule), executor=loaded.executor, link=link,
                 neighbours=Neighbours(world.comm, loaded.route), sink=link, clock=clock,
                 vocabulary=_vocabulary(plan, loaded))
     head.start()
+    _serve(head, world, clock)
+
+
+def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loaded,
+                  clock: Stopwatch) -> None:
+    """The first rank of a replica other than the first is its head; rank 0 says what it works, and
+    hears what is done."""
+    rule, spool = _rule_of(loaded.pool, schedule), Spool(plan.output)
+    supply = FromRankZero(world.comm, loaded.replica.number, partial(query_of, spool, plan),
+                          tells_lengths=plan.is_watched and isinstance(rule, RraRule))
+    head = Head(rule=rule, executor=loaded.executor, sink=supply, clock=clock,
+                neighbours=Neighbours(world.comm, loaded.route),
+                vocabulary=_vocabulary(plan, loaded),
+                link=_link(rule, schedule, loaded.replica, world.comm, supply))
+    if isinstance(rule, RraRule):
+        rule.make_room(plan.slots)
+    head.roster.extent = _extent(spool)
+    head.start(_spare_bytes(schedule))
+    _serve(head, world, clock)
+
+
+def _serve(head: Head, world: World, clock: Stopwatch) -> None:
+    """A head's run, from the ranks' common start on."""
     world.barrier()
     clock.restart()
     head.run()
@@ -82,24 +117,29 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     """Rank 0 reads the queries, is the first pool's head, and writes everything."""
     queries, num_errors, before = read_work(plan)
     loaded = load(plan, schedule, world, clock, shelf)
-    sink = RunSink(plan, num_queries=len(queries), before=before)
+    sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
+        len(queries), plan, before)
     rule = _rule_of(loaded.pool, schedule)
-    head = Head(rule=rule, executor=loaded.executor, sink=sink, clock=clock,
+    others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
+    head = Head(rule=rule, executor=loaded.executor, sink=others or sink, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
-                vocabulary=_vocabulary(plan, loaded), link=_link(rule, schedule, world.comm))
-    changeable = rule if isinstance(rule, RraRule) else None
-    if changeable is not None:
-        changeable.make_room(plan.slots)
-    order = order_of(len(queries), plan, before)
+                vocabulary=_vocabulary(plan, loaded),
+                link=_link(rule, schedule, loaded.replica, world.comm, others))
+    if isinstance(rule, RraRule):
+        rule.make_room(plan.slots)
     if plan.is_watched:
-        sink.launcher = LauncherLink(plan.output, rule=changeable, first_query=before.total,
-                                  at_work=None if changeable is None else head.lengths_so_far,
-                                  order=order if plan.shuffle_window > 1 or before.held else None)
-    for place in order:
-        query = queries[place]
-        assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
-    figures = schedule.figures
-    head.start(spare_bytes=max(figures.memory_capacity_bytes - max(figures.memory_bytes), 0))
+        is_as_read = plan.shuffle_window <= 1 and not before.held
+        sink.launcher = LauncherLink(plan.output, first_query=before.total,
+                                     order=None if is_as_read or others is not None else order,
+                                     **_followed(head, schedule, others))
+    if others is None:
+        for place in order:
+            query = queries[place]
+            assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+    else:
+        head.roster.extent = _extent(Spool(plan.output))
+        others.start(head)
+    head.start(_spare_bytes(schedule))
 
     def report() -> RankReport:
         loaded.executor.close()
@@ -109,18 +149,61 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
             num_errors=num_errors)
 
 
+def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink,
+                    queries: Sequence[PreparedQuery], order: Sequence[int]) -> ToReplicas | None:
+    """Rank 0's end of the links to them; None where there is one replica."""
+    heads = [replica.head for replica in replicas_of(schedule.deployment)[1:]]
+    if not heads:
+        return None
+    own = [queries[place] for place in order]
+    tokens = expected_tokens(
+        np.array([len(query.input_ids) for query in own], np.int64),
+        np.array([query.max_new_tokens for query in own], np.int64), plan.mean_output_tokens,
+        np.array([query.is_forced for query in own], bool))
+    router = Router(tokens, replicas=1 + len(heads), window=window_of(schedule.estimate),
+                    routing=plan.routing)
+    return ToReplicas(comm, sink, router, queries, order, heads)
+
+
+def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
+    """What the launcher changes while the job runs, and what it is told of the queries at work;
+    nothing of either under WAA."""
+    rule, controls = head.rule, schedule.controls
+    if not isinstance(rule, RraRule):
+        return {}
+    if others is None:
+        return {"rule": rule, "at_work": head.lengths_so_far}
+    assert isinstance(controls, RraControls), f"{controls = }"
+    return {"rule": OfEveryReplica(rule, others, controls.even),
+            "at_work": lambda: head.lengths_so_far() | others.lengths_so_far()}
+
+
+def _extent(spool: Spool) -> Extent:
+    """Of the whole job: any of its queries may come to any replica."""
+    inputs, outputs = spool.input_tokens, spool.most_outputs
+    return Extent(queries=len(spool), longest_input=int(inputs.max(initial=1)),
+                  longest_output=int(outputs.max(initial=1)),
+                  longest=int((inputs + outputs).max(initial=1)))
+
+
+def _spare_bytes(schedule: Schedule) -> int:
+    figures = schedule.figures
+    return max(figures.memory_capacity_bytes - max(figures.memory_bytes), 0)
+
+
 def _rule_of(pool: Pool, schedule: Schedule) -> BatchingRule:
     names = [other.name for other in schedule.deployment.pools]
     return rules_for(schedule.estimate)[names.index(pool.name)]
 
 
-def _link(rule: BatchingRule, schedule: Schedule, comm: Comm) -> PoolLink | None:
-    """What ties the encode pool of `rule` to the decode pool; None where one pool does both."""
-    if len(schedule.deployment.pools) == 1:
-        return None
+def _link(rule: BatchingRule, schedule: Schedule, replica: Replica, comm: Comm,
+          supply: Supply | None) -> PoolLink:
+    """What ties the pool of `rule`, which encodes, to the decode pool of its replica."""
+    if len(replica.pools) == 1:
+        return Alone(supply)
     assert isinstance(rule, EncodingRule), f"{rule = }"
-    decode = schedule.deployment.decoding
-    return ToDecodePool(comm, rule, _rule_of(decode, schedule), decode.stages[0].ranks[0])
+    decode = replica.decoding
+    return ToDecodePool(comm, rule, _rule_of(decode, schedule), decode.stages[0].ranks[0], supply)
 
 
 def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
@@ -135,7 +218,7 @@ def _check_fits(schedule: Schedule, comm: Comm) -> None:
     roles, expected = [pool.role for pool in deployment.pools], list(policy(name).pools)
     if roles != expected:
         raise XgptError(f"the schedule's stages have the roles {roles}; {name} has {expected}")
-    ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
+    ranks = sorted(rank for replica in replicas_of(deployment) for rank in replica.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
                         f"{comm.size}")

@@ -66,25 +66,28 @@ TIMES = {"latency_s": number("from the start of its encoding to its last token")
          "encode_start_s": number("since the run's start"),
          "ttft_s": number("to the first token, from the run's start"),
          "tpot_s": or_none(number("mean of each token after the first; null for a single one"))}
+REPLICA = {"replica": whole("of the model, which answered it, where there are several")}
 RESULT = of_keys({
     "id": text("of the request"), "index": whole("place in the file, from 0"),
     "text": text("the answer"), "output_ids": array(whole("token")),
     "input_tokens": whole("of the prompt"), "output_tokens": whole("of the answer"),
-    "finish_reason": FINISH, **TIMES, "error": text("why there is no answer")},
+    "finish_reason": FINISH, **TIMES, **REPLICA, "error": text("why there is no answer")},
     words="A result, or one that is held back until those before it are done.",
-    without=("error",))
+    without=("error", *REPLICA))
 OPENAI_RESULT = of_keys({
     "id": text("of the batch request"), "custom_id": text("of the request"),
     "error": or_none({"type": "object"}), "response": or_none({"type": "object"}),
     "xgpt": of_keys({"index": RESULT["properties"]["index"],
-                     "output_ids": RESULT["properties"]["output_ids"], **TIMES})},
+                     "output_ids": RESULT["properties"]["output_ids"], **TIMES, **REPLICA},
+                    without=(*REPLICA,))},
     words="A batch response object of OpenAI's format, with our figures under `xgpt`.")
 REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
                          "id": or_none(text("of the request, where it has one")),
                          "file": text("where there are several"),
                          "error": text("why it cannot run")}, without=("file",))
 ROLE = {"enum": ["both", "encode", "decode"]}
-PLACE = {"stage": whole("its number"), "pool": text("its pool"), "role": ROLE}
+PLACE = {"stage": whole("its number, over all replicas"),
+         "replica": whole("of the model, from 0"), "pool": text("its pool"), "role": ROLE}
 WORK = {"busy_s": number("at work"), "load_s": number("to load the model's part"),
         "bytes_read": whole("of the model"), "rows_compacted": whole("moved in the cache"),
         "peak_memory_bytes": whole("most that was in use"),
@@ -230,7 +233,8 @@ def profile_schema() -> Json:
 
 def schemas(folder: Path) -> dict[str, Json]:
     """By the file's name. `folder`: where sample files may be written."""
-    steps = of_fields(StepRecord, stage=whole("its number"), rank=whole("its first rank"),
+    steps = of_fields(StepRecord, stage=whole("its number, over all replicas"),
+                      replica=whole("of the model"), rank=whole("its first rank"),
                       pool=text("its pool"), role=ROLE)
     job = job_schema(folder)
     return {"job": job, "sweep": sweep_schema(job), "sweep-line": sweep_row(),

@@ -6,8 +6,12 @@
     measured         what is left: the head, messages, and ranks that wait for one another
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
@@ -17,7 +21,7 @@ from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import in_run_order, job_lengths
 from xsimulator.replay.job import Replayer
-from xsimulator.replay.recorded import load_recording
+from xsimulator.replay.recorded import Recording, load_recordings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +50,46 @@ class Attribution:
 def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
               predicted_s: float) -> Attribution | None:
     """Attributes the time of the whole run in `output`; None where its record does not tell: it was
-    stopped or resumed, or is longer than the log."""
+    stopped or resumed, or is longer than the log. Of several copies of the model the last to be
+    done decides, each with the queries that it took."""
     estimate = schedule.estimate
     try:
-        recording = load_recording(output, estimate.deployment.pools)
-        replayer = Replayer(problem, timing, estimate)
-        order = in_run_order(problem, estimate, len(recording.inputs))
-        queries = QueryLengths(
-            inputs=recording.inputs[order], outputs=recording.outputs[order],
-            most_outputs=_most_outputs(problem, schedule, len(recording.inputs)))
-        own, clocks = replayer.run(queries), recording.clocks()
-        timed = replayer.run(queries, clocks=clocks)
+        recordings = load_recordings(output, estimate.deployment)
+        count = sum(len(recording.queries) for recording in recordings)
+        order = in_run_order(problem, estimate, count)
+        most = np.empty(count, np.int64)  # by place in the job
+        most[order] = _most_outputs(problem, schedule, count)
+        replayer = Replayer(problem, timing, estimate.one_copy)
+        parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
+                 for recording in recordings if len(recording.queries)]
     except (XgptError, ValueError, KeyError, AssertionError):  # an explanation ends no run
         return None
-    matched = sum(clock.num_matched for clock in clocks)
     return Attribution(
-        predicted_s=predicted_s, with_lengths_s=own.makespan_s, with_times_s=timed.makespan_s,
-        measured_s=recording.wall_s,
-        same_steps=matched / max(sum(clock.num_steps for clock in clocks), 1))
+        predicted_s=predicted_s, with_lengths_s=max(part.own_s for part in parts),
+        with_times_s=max(part.timed_s for part in parts), measured_s=recordings[0].wall_s,
+        same_steps=sum(part.matched for part in parts) / max(sum(part.steps for part in parts), 1))
+
+
+class _Part(NamedTuple):
+    """Seconds of what a copy of the model took, and the replay's steps."""
+
+    own_s: float
+    timed_s: float
+    matched: int
+    steps: int
+
+
+def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
+          most: IntArray) -> _Part:
+    """`order`: of the recording's queries, where they are not in that in which they were taken up;
+    `most`: output tokens that each of the job's queries reserved."""
+    rows = np.arange(len(recording.queries)) if order is None else np.array(order)
+    queries = QueryLengths(inputs=recording.inputs[rows], outputs=recording.outputs[rows],
+                           most_outputs=most[recording.queries[rows]])
+    own, clocks = replayer.run(queries), recording.clocks()
+    timed = replayer.run(queries, clocks=clocks)
+    return _Part(own.makespan_s, timed.makespan_s, sum(clock.num_matched for clock in clocks),
+                 sum(clock.num_steps for clock in clocks))
 
 
 def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> IntArray:

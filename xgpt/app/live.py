@@ -23,7 +23,7 @@ from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress
 
 _MESSAGES = 8
-COLUMNS = ("rank", "stage", "pool", "busy now", "on average", "queries")
+COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
 ASK_S = 10.0  # between questions to Slurm
 
 
@@ -78,15 +78,25 @@ class Glance:
         return facts
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether there are several."""
+        return any(rank.replica for rank in self.ranks)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("rank", *(("replica",) if self.has_replicas else ()), *COLUMNS)
+
+    @property
     def rank_rows(self) -> list[tuple[str, ...]]:
-        """The cells of each rank's row, under COLUMNS. One that has ended is busy no more."""
+        """The cells of each rank's row, under `columns`. One that has ended is busy no more."""
         rows: list[tuple[str, ...]] = []
         for rank in self.ranks:
             mean = rank.busy_s / rank.elapsed_s if rank.elapsed_s > 0 else 0.0
             present = (f"{rank.recent_share:.0%}", str(rank.queries)) if self.is_active else (
                 "-", "-")
-            rows.append((str(rank.rank), str(rank.stage), rank.pool, present[0], f"{mean:.0%}",
-                         present[1]))
+            place = (str(rank.replica),) if self.has_replicas else ()
+            rows.append((str(rank.rank), *place, str(rank.stage), rank.pool, present[0],
+                         f"{mean:.0%}", present[1]))
         return rows
 
     @property
@@ -106,7 +116,8 @@ class Glance:
         lines = [fact(self.name, f"{self.state}, {self.output}")]
         lines += [fact(label, words) for label, words in self.facts]
         if self.ranks:
-            lines += ["", table(COLUMNS, self.rank_rows, right=(0, 1, 3, 4, 5))]
+            right = [place for place, name in enumerate(self.columns) if name != "pool"]
+            lines += ["", table(self.columns, self.rank_rows, right=right)]
         if self.remark:
             lines += ["", fact("note", self.remark)]
         if self.messages:
@@ -173,11 +184,12 @@ def _pace(now: Progress | None, before: Progress | None) -> float | None:
 
 
 def _in_system(ranks: Iterable[RankState]) -> int | None:
-    """Queries with a place in the caches of each pool's first stage."""
-    first: dict[str, RankState] = {}
+    """Queries with a place in the caches of the first stage of each pool of each replica."""
+    first: dict[tuple[int, str], RankState] = {}
     for rank in ranks:
-        if rank.pool not in first or rank.stage < first[rank.pool].stage:
-            first[rank.pool] = rank
+        pool = rank.replica, rank.pool
+        if pool not in first or rank.stage < first[pool].stage:
+            first[pool] = rank
     return sum(rank.queries for rank in first.values()) if first else None
 
 
@@ -190,6 +202,7 @@ def _measured(output: Path) -> Iterable[RankState]:
             busy_s = float(rank["busy_s"])
             yield RankState(
                 rank=rank["rank"], stage=rank["stage"], pool=rank["pool"], elapsed_s=wall_s,
-                busy_s=busy_s, recent_share=busy_s / wall_s if wall_s else 0.0, queries=0)
+                busy_s=busy_s, recent_share=busy_s / wall_s if wall_s else 0.0, queries=0,
+                replica=rank.get("replica", 0))
     except (OSError, ValueError, KeyError, TypeError):
         return

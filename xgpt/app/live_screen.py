@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xgpt.app.live import COLUMNS, Glance
+from xgpt.app.live import Glance
 from xgpt.core.errors import MissingExtraError
 
 _LOOK_S = 1.0
@@ -66,7 +66,7 @@ def screen(now: Glance, paces: list[float]) -> Any:
     parts.append(facts)
     if now.ranks:
         ranks = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in COLUMNS:
+        for name in now.columns:
             ranks.add_column(name, justify="left" if name == "pool" else "right")
         ranks.add_column("", width=20)
         for rank, row in list(zip(now.ranks, now.rank_rows, strict=True))[:_most_ranks()]:

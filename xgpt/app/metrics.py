@@ -92,7 +92,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
             "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
         "operators": measured.get("operators"),
         "model_source": opened.files.served_by, "weights": job.run.weights,
-        "ranks": cluster.num_devices, "dtype": opened.problem.dtype,
+        "ranks": schedule.deployment.num_devices, "dtype": opened.problem.dtype,
         "weight_dtype": opened.problem.weight_dtype,
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": {"device": cluster.device.name,

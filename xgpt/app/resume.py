@@ -86,4 +86,6 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> di
 def _executed(schedule: Schedule) -> tuple[object, ...]:
     """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
     controls, names = schedule.controls, policy(schedule.controls.policy).variable_names
-    return schedule.deployment.stages, *(getattr(controls, name) for name in ("policy", *names))
+    deployment = schedule.deployment
+    own = (getattr(controls, name) for name in ("policy", *names))
+    return deployment.stages, deployment.replicas, *own

@@ -25,7 +25,7 @@ from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.launch.contention import Contention
-from xgpt.launch.launcher import Ahead, RankProgram
+from xgpt.launch.launcher import Ahead, RankProgram, ranks_per_node
 from xgpt.launch.process import RanksFailed
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
@@ -171,7 +171,8 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
     program = RankProgram(
         module=engine_of(opened.job).worker, argument=run_file, inherited=(lock,),
         standby=opened.standby, holds=weights_key(load_plan(run_file), schedule),
-        count=sum(stage.tp_degree for stage in schedule.estimate.deployment.stages))
+        count=schedule.deployment.num_devices, per_node=ranks_per_node(
+            schedule.deployment, opened.problem.cluster.devices_per_node))
     try:
         launcher_of(opened.job, opened.problem).run(
             program, watch=watch, ask_to_stop=StopRequest(output).make)

@@ -112,7 +112,8 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
 def decisions_with_phases(decisions: Sequence[Decision],
                           changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What metrics.json says of each decision, with the phase and time at which it was taken up."""
-    taken = {change["revision"]: change for change in changes}
+    # each replica takes it up in a phase of its own: the first one stands for all
+    taken = {change["revision"]: change for change in changes if not change.get("replica")}
     return [{**decision.record, "sentence": decision.sentence,
              **{key: taken.get(decision.record.get("revision"), {}).get(key)
                 for key in ("phase", "elapsed_s")}} for decision in decisions]

@@ -152,6 +152,7 @@ class Spool:
         path = folder / "tokens.bin"
         self._tokens = np.memmap(path, _TOKEN, "r") if path.stat().st_size else np.empty(0, _TOKEN)
         self._records_path = folder / "records.jsonl"
+        self._records: IO[bytes] | None = None
 
     def __len__(self) -> int:
         return len(self._queries)
@@ -163,6 +164,25 @@ class Spool:
         request = self._queries[query, 0]
         first, end = self._places[request:request + 2, 1].tolist()
         return Tokens(self._tokens, first, end - first)
+
+    @property
+    def input_tokens(self) -> IntArray:
+        """[queries]"""
+        requests = np.asarray(self._queries[:, 0])
+        tokens: IntArray = np.diff(self._places[:, 1])[requests]
+        return tokens
+
+    @property
+    def most_outputs(self) -> IntArray:
+        """[queries] tokens that each may generate."""
+        return np.asarray(self._queries[:, 1])
+
+    def record(self, query: int) -> Record:
+        if self._records is None:  # kept open: those who ask for one ask for others
+            self._records = self._records_path.open("rb")
+            weakref.finalize(self, self._records.close)
+        self._records.seek(self._places[self._queries[query, 0], 0])
+        return _record(self._records.readline())
 
     def records(self, most: int | None = None) -> Iterator[Record]:
         """Yields the records of all queries in order, or of the first `most`."""

@@ -46,7 +46,7 @@ class HostsLauncher:
         if self.program is not None:
             options += ["-launcher-exec", _path_of(self.program)]
         return mpi_command(ranks, [*options, "-hosts", ",".join(self.names), "-ppn",
-                                   str(self.ranks_each)])
+                                   str(ranks.per_node or self.ranks_each)])
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:

@@ -10,18 +10,21 @@ from typing import Protocol
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Deployment
 from xgpt.launch.process import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
-    output folder's lock). `standby`: who may serve as these ranks. `holds`: what they will have in
-    memory, by what may differ, in words."""
+    output folder's lock). `per_node`: ranks on a node, where they are fewer than the launcher's
+    own. `standby`: who may serve as these ranks. `holds`: what they will have in memory, by what
+    may differ, in words."""
 
     module: str
     argument: Path
     count: int
+    per_node: int | None = None
     inherited: tuple[int, ...] = ()
     standby: Ahead | None = None
     holds: Mapping[str, str] = field(default_factory=dict)
@@ -63,3 +66,9 @@ def threads_per_rank(job: Job, problem: Problem) -> int:
     """Threads of each rank: what the job says, else an even share of the cores."""
     given = job.run.threads_per_rank
     return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
+
+
+def ranks_per_node(deployment: Deployment, devices_per_node: int) -> int:
+    """Ranks that a node gets of a deployment: whole replicas, unless one is larger than a node."""
+    each = deployment.devices_per_replica
+    return max(devices_per_node // each * each, min(each, devices_per_node))

@@ -65,15 +65,15 @@ class SlurmLauncher:
     def command(self, ranks: RankProgram) -> list[str]:
         program = [*self.spec.container, sys.executable, "-m", "mpi4py", "-m", ranks.module,
                    str(ranks.argument)]
-        each = str(self.ranks_each)
+        each = ranks.per_node or self.ranks_each
         if self.spec.launch == "mpiexec":
-            return [find_mpiexec(), "-n", str(ranks.count), "-ppn", each, *program]
+            return [find_mpiexec(), "-n", str(ranks.count), "-ppn", str(each), *program]
         # NOTE: since 22.05 srun does not take cpus-per-task from the job, nor tasks that sbatch's
         # own `--export` left without an environment
         cpus = self.environ.get("SLURM_CPUS_PER_TASK")
         return ["srun", "--overlap", "--kill-on-bad-exit=1", f"--mpi={self.spec.mpi}",
                 "--export=ALL", "--distribution=block",
-                f"--nodes={-(-ranks.count // self.ranks_each)}", f"--ntasks={ranks.count}",
+                f"--nodes={-(-ranks.count // each)}", f"--ntasks={ranks.count}",
                 f"--ntasks-per-node={each}", *([f"--cpus-per-task={cpus}"] if cpus else []),
                 *program]
 

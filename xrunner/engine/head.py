@@ -15,7 +15,9 @@ from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, Step
-from xrunner.transport.messages import StartMessage
+from xrunner.transport.messages import Message, StartMessage
+
+LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
 
 
 class Sink(Protocol):
@@ -47,14 +49,62 @@ class PoolLink(Protocol):
         """Ends after the last step; whether all that was handed on is done."""
 
 
+class Supply(Protocol):
+    """Brings a head its queries while it runs (xrunner.engine.replicas)."""
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks whose messages it takes up."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be more to do than the head knows of."""
+
+    def look(self, head: Head, wait_s: float = 0.0) -> None:
+        """Takes up what has come, and what comes within `wait_s`."""
+
+    def hear(self, head: Head, message: Message) -> None:
+        """Takes up a message from one of the `sources`."""
+
+    def close(self, head: Head) -> bool:
+        """Ends after the last step; whether all that was brought elsewhere is done."""
+
+
+class AllHere:
+    """The supply of a head that has had all its queries before it runs."""
+
+    sources = ()
+    is_open = False
+
+    def look(self, head: Head, wait_s: float = 0.0) -> None:
+        """Nothing will come."""
+
+    def hear(self, head: Head, message: Message) -> None:
+        raise AssertionError(f"{message = } from nobody")
+
+    def close(self, head: Head) -> bool:
+        return True
+
+
 class Alone:
     """The link of a pool that works its queries from their beginning to their end."""
+
+    def __init__(self, supply: Supply | None = None) -> None:
+        self._supply: Supply = supply or AllHere()
 
     def start(self, head: Head, spare_bytes: int) -> StartMessage:
         return head.roster.start_message(head.rule, spare_bytes)
 
     def next_group(self, head: Head) -> int | None:
-        return head.rule.next_group()
+        wait_s = 0.0
+        while True:
+            self._supply.look(head, wait_s)
+            group = head.rule.next_group()
+            if group is not None or not self._supply.is_open or head.sink.should_stop():
+                return group
+            if wait_s:
+                head.report()
+            wait_s = LOOK_S
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
         """Nobody else needs to know."""
@@ -63,7 +113,7 @@ class Alone:
         """Nobody else needs to know."""
 
     def close(self, head: Head) -> bool:
-        return True
+        return self._supply.close(head)
 
 
 class Head:

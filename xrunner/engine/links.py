@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from xrunner.engine.head import Head
+from xrunner.engine.head import LOOK_S, AllHere, Head, Supply
 from xrunner.engine.roster import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, EncodingRule, Step
@@ -32,7 +32,6 @@ from xrunner.transport.messages import (
     TokensMessage,
 )
 
-_LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
 _REPORT_S = 0.25  # between reports of progress while no query is done
 
 
@@ -40,10 +39,12 @@ class ToDecodePool:
     """The encode head's link. A group of its rule is taken until its batch has been handed over."""
 
     def __init__(self, comm: Comm, rule: EncodingRule, decode_rule: BatchingRule,
-                 decode_head: int) -> None:
-        """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank."""
+                 decode_head: int, supply: Supply | None = None) -> None:
+        """`decode_rule`: what the decode pool's caches are sized by; `decode_head`: its rank.
+        `supply`: None where all queries are here before it runs."""
         self._comm, self._decode_head = comm, decode_head
         self._rule, self._decode_rule = rule, decode_rule
+        self._supply: Supply = supply or AllHere()
         self._away: dict[int, PreparedQuery] = {}  # handed over, not done
         self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
         self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits
@@ -60,16 +61,18 @@ class ToDecodePool:
         wait_s = 0.0
         while True:
             self._take_in(head, wait_s)
+            self._supply.look(head)
             if wait_s:
                 head.report()
-            if not (head.roster.has_work or self._away) or head.sink.should_stop():
+            has_work = head.roster.has_work or self._away or self._supply.is_open
+            if not has_work or head.sink.should_stop():
                 self._tell_to_stop()
                 return None
             group = self._rule.next_group()
             if group is not None and group not in self._batch_of and all(
                     group != taken for taken, _ in self._handing.values()):
                 return group
-            wait_s = _LOOK_S
+            wait_s = LOOK_S
 
     def executed(self, head: Head, step: Step, *, gives_tokens: bool) -> None:
         self._batch_of[step.group] = step.phase
@@ -87,7 +90,7 @@ class ToDecodePool:
         self._tell_to_stop()
         while not self._has_ended:
             self._hear(head, *self._comm.receive(self._decode_head))
-        return not self._away
+        return self._supply.close(head) and not self._away
 
     def _tell_to_stop(self) -> None:
         if not self._has_told_to_stop:
@@ -99,8 +102,9 @@ class ToDecodePool:
         if head.commit_returned():
             wait_s = 0.0
         tokens_from = head.neighbours.route.tokens_from
-        sources = [self._decode_head] + ([] if tokens_from is None else [tokens_from])
-        while (got := self._comm.poll(*sources, wait_s=wait_s)) is not None:
+        sources = (self._decode_head, *(() if tokens_from is None else (tokens_from,)))
+        while (got := self._comm.poll(*sources, *self._supply.sources,
+                                      wait_s=wait_s)) is not None:
             self._hear(head, *got)
             wait_s = 0.0
         head.commit_returned()
@@ -120,9 +124,10 @@ class ToDecodePool:
                 index = result.query.index
                 self._rule.release(index)
                 head.sink.finished(replace(result, query=self._away.pop(index)))
-        else:
-            assert isinstance(message, StopMessage), f"{message = }"
+        elif isinstance(message, StopMessage):
             self._has_ended = True
+        else:
+            self._supply.hear(head, message)
 
     def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
         """Hands the group's queries to the decode pool; entries of those `ended` go in vain."""

@@ -51,7 +51,7 @@ class RankReport:
     """A rank's account of the run, sent to the head at its end."""
 
     rank: int
-    stage: int  # of all pools'
+    stage: int  # of all pools of all replicas
     log: tuple[StepRecord, ...]
     busy_s: float
     load_s: float
@@ -60,6 +60,7 @@ class RankReport:
     peak_memory_bytes: int
     pool: str = "all"
     role: Role = "both"  # of the pool
+    replica: int = 0
     handover_bytes: int = 0  # WAA: of entries sent, or received
     handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
     disk_bytes: int | None = None  # that loading took from storage; None: not counted here

@@ -4,7 +4,7 @@ what has become of each so far."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,17 @@ _RECENT_TOKENS = 32  # a power of two: a stop string is looked for in so many at
 _CUT_CHARACTERS = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What caches are sized by: how many queries there may be, the tokens of their longest input,
+    the most of an output, and the most of both together."""
+
+    queries: int
+    longest_input: int
+    longest_output: int
+    longest: int
+
+
 class Roster:
     """Turns what the rule decides into the message of a step, and keeps the account of slots."""
 
@@ -33,6 +44,7 @@ class Roster:
         self.active: dict[int, ActiveQuery] = {}  # at work, or done in a batch that is not
         self.in_vain: list[int] = []  # they ended elsewhere, but their entries were handed over
         self._use, self._start_token = slot_use, start_token
+        self.extent: Extent | None = None  # where not all queries wait here from the beginning
         self._new: dict[int, PreparedQuery] = {}
         self._begun: dict[int, ActiveQuery] = {}  # waiting: evicted, or from another pool
         self._in_part: set[int] = set()  # active, their inputs encoded in part
@@ -55,24 +67,28 @@ class Roster:
         """The sizes of caches for a pool that works all waiting queries by `rule`, to their end. A
         group gets no more slots than there are queries: a short job's caches would be mostly empty,
         and take seconds to be made resident."""
-        waiting = self._new.values()
-        inputs = max((len(query.input_ids) for query in waiting), default=1)
-        outputs = max((query.max_new_tokens for query in waiting), default=1)
-        capacity, encoded = max((query.reserve_tokens for query in waiting), default=1), 0
+        extent = self.extent or _extent_of(self._new.values())
+        inputs, outputs = extent.longest_input, extent.longest_output
+        capacity, encoded = extent.longest, 0
         if self._start_token is not None:
             capacity, encoded = outputs, inputs
         if rule.slot_use is SlotUse.KEPT:
             # a row grows with the longest output of its batch, and by one superfluous step
             capacity = outputs + 1 + (0 if encoded else inputs)
         return StartMessage(num_groups=rule.num_groups, capacity=capacity,
-                            slots=min(rule.group_max_active, max(len(waiting), 1)),
+                            slots=min(rule.group_max_active, max(extent.queries, 1)),
                             encoded_capacity=encoded,
                             spare_bytes=spare_bytes)
 
     @property
+    def num_waiting(self) -> int:
+        """Queries whose encoding has not begun."""
+        return len(self._new)
+
+    @property
     def longest_input(self) -> int:
-        """Tokens of the longest input that waits."""
-        return max((len(query.input_ids) for query in self._new.values()), default=1)
+        """Tokens of the longest input that waits, or may come."""
+        return (self.extent or _extent_of(self._new.values())).longest_input
 
     def compose(self, step: Step, now: float) -> tuple[StepMessage, Tensor, list[int]]:
         """The step's header; its input tokens, of those who decode [n], then of what is encoded
@@ -156,6 +172,13 @@ class Roster:
             seated.append(Span(seats.index(query), first, tokens, is_last))
             (self._in_part.discard if is_last else self._in_part.add)(query)
         return tuple(seated)
+
+
+def _extent_of(queries: Collection[PreparedQuery]) -> Extent:
+    return Extent(queries=len(queries),
+                  longest_input=max((len(query.input_ids) for query in queries), default=1),
+                  longest_output=max((query.max_new_tokens for query in queries), default=1),
+                  longest=max((query.reserve_tokens for query in queries), default=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

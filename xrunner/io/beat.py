@@ -25,14 +25,16 @@ class RankState:
     busy_s: float
     recent_share: float
     queries: int
+    replica: int = 0
 
 
 class Beat:
     """One rank's file. It is called after every step, and writes now and then."""
 
-    def __init__(self, output: Path, *, rank: int, stage: int, pool: str) -> None:
+    def __init__(self, output: Path, *, rank: int, stage: int, pool: str,
+                 replica: int = 0) -> None:
         self._path = output / BEATS / f"{rank}.json"
-        self._rank, self._stage, self._pool = rank, stage, pool
+        self._rank, self._stage, self._pool, self._replica = rank, stage, pool, replica
         self._written_s, self._busy_s = -math.inf, 0.0
 
     def __call__(self, now_s: float, busy_s: float, queries: int) -> None:
@@ -48,7 +50,8 @@ class Beat:
             self._path.parent.mkdir(exist_ok=True)
             write_atomically(self._path, json.dumps(asdict(RankState(
                 rank=self._rank, stage=self._stage, pool=self._pool, elapsed_s=now_s,
-                busy_s=busy_s, recent_share=min(max(share, 0.0), 1.0), queries=queries))) + "\n")
+                busy_s=busy_s, recent_share=min(max(share, 0.0), 1.0), queries=queries,
+                replica=self._replica))) + "\n")
 
 
 def read_beats(output: Path) -> list[RankState]:

@@ -220,14 +220,23 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
     """Yields the job's queries in their order, indexed from 0 without gaps."""
     for index, record in enumerate(spool.records()):
-        sampling = Sampling(
-            temperature=plan.temperature if record.temperature is None else record.temperature,
-            top_k=plan.top_k if record.top_k is None else record.top_k,
-            top_p=plan.top_p if record.top_p is None else record.top_p,
-            # queries without a seed of their own must not all draw the same numbers
-            seed=(plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
-                  if record.seed is None else record.seed))
-        yield PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
-                            max_new_tokens=spool.most_output_tokens(index),
-                            is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
-                            stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat)
+        yield _prepared(spool, plan, index, record)
+
+
+def query_of(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
+    """One query of the job."""
+    return _prepared(spool, plan, index, spool.record(index))
+
+
+def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> PreparedQuery:
+    sampling = Sampling(
+        temperature=plan.temperature if record.temperature is None else record.temperature,
+        top_k=plan.top_k if record.top_k is None else record.top_k,
+        top_p=plan.top_p if record.top_p is None else record.top_p,
+        # queries without a seed of their own must not all draw the same numbers
+        seed=(plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
+              if record.seed is None else record.seed))
+    return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
+                        max_new_tokens=spool.most_output_tokens(index),
+                        is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
+                        stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat)

@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from xgpt.core.whole_file import write_atomically
 from xrunner.query import FinishedQuery
-from xrunner.rules.rra import PhaseControls, RraRule
+from xrunner.rules.rra import PhaseControls
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
 _INTERVAL_S = 0.5  # between states written, and between looks for a change
@@ -66,26 +66,43 @@ def read_observed(output: Path) -> ObservedState | None:
     return ObservedState(first=raw["first"], finished=finished, active=active)
 
 
+class Changeable(Protocol):
+    """A rule that takes up other control variables between two phases, or those of all replicas."""
+
+    @property
+    def next_phase(self) -> int:
+        """The first phase that a change can still be made for."""
+
+    def change(self, controls: PhaseControls, *, phase: int) -> None: ...
+
+
 class LauncherLink:
     """Rank 0's end of the link: it keeps what it is told of, and hands changes to the rule."""
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
-                 rule: RraRule | None = None, order: Sequence[int] | None = None) -> None:
+                 rule: Changeable | None = None, order: Sequence[int] | None = None) -> None:
         """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
         knows them (WAA): then only queries are told of before which, in the order of admission,
         all are done, since of the others just the short ones are. `rule`: what is changed; None:
-        nothing is. `order`: the queries as they are taken up, where that is not by their index; the
-        state names queries by their places in it, counted from `first_query`."""
-        self._place = {} if order is None else {
-            index: first_query + k for k, index in enumerate(order)}
+        nothing is. `order`: the queries as they are taken up, where that is not by their index, as
+        far as it is known (`begin`); the state names queries by their places in it, counted from
+        `first_query`."""
+        self._place: dict[int, int] = {}
+        self._first_query = first_query
+        self.begin(order or ())
         self._output, self._at_work, self._rule = output, at_work, rule
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not
         self._first = self._next = first_query
         self._last_s = 0.0
-        self._revision = 0
+        self.revision = 0  # of the change taken up last
         self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from
+
+    def begin(self, queries: Sequence[int]) -> None:
+        """These are taken up next, after all that it has been told of."""
+        for index in queries:
+            self._place[index] = self._first_query + len(self._place)
 
     def finished(self, result: FinishedQuery) -> None:
         lengths = len(result.query.input_ids), len(result.output_ids)
@@ -118,11 +135,16 @@ class LauncherLink:
             self._first = max(self._finished) - kept
             self._finished = {q: n for q, n in self._finished.items() if q >= self._first}
 
-    def _take_up(self, rule: RraRule, elapsed_s: float) -> None:
+    def _take_up(self, rule: Changeable, elapsed_s: float) -> None:
         order = load_change_order(self._output)
-        if order is None or order.revision <= self._revision:
+        if order is None or order.revision <= self.revision:
             return
-        self._revision, phase = order.revision, rule.next_phase
+        self.revision, phase = order.revision, rule.next_phase
         rule.change(order.controls, phase=phase)
-        self.taken.append({"revision": self._revision, "elapsed_s": elapsed_s, "phase": phase,
+        self.taken.append({"revision": self.revision, "elapsed_s": elapsed_s, "phase": phase,
                            **asdict(order.controls)})
+
+    def taken_by(self, replica: int, revision: int, phase: int, elapsed_s: float) -> None:
+        """Another replica has taken up a change, in a phase of its own."""
+        self.taken.append({"revision": revision, "replica": replica, "elapsed_s": elapsed_s,
+                           "phase": phase})

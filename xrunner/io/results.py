@@ -125,9 +125,11 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
 
 def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
     query, tpot_s = result.query, result.tpot_s
-    times = {"latency_s": round(result.latency_s, 6),
-             "encode_start_s": round(result.encode_start_s, 6), "ttft_s": round(result.ttft_s, 6),
-             "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
+    times: dict[str, float | None] = {
+        "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
+        "ttft_s": round(result.ttft_s, 6), "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
+    if result.replica is not None:
+        times["replica"] = result.replica
     if query.is_openai:
         return _openai_line(result, model, times)
     return {"id": query.id, "index": query.index, "text": result.text,

@@ -3,11 +3,15 @@
 The head decides; each message carries which queries joined and which left; later stages obey what
 arrives. Back from the last stage come the sampled tokens, to the head, and an encoder's output, to
 all stages that look at it. Under WAA the two pools' heads tell each other which queries change
-pools, and the queries' entries go straight from rank to rank (xrunner.transport.courier)."""
+pools, and the queries' entries go straight from rank to rank (xrunner.transport.courier).
+Between replicas, rank 0 tells each other head which queries are its own, and hears what has become
+of them (xrunner.engine.replicas)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.rules.rra import PhaseControls
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import StepKind
 
@@ -139,5 +143,35 @@ class HeldMessage:
     batch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortionMessage:
+    """Rank 0 tells the head of another replica which queries are its own, by their indices in the
+    spool. `is_last`: none will follow; `stops`: it ends after its next step. `change`: of its
+    control variables, by the launcher's order `revision`."""
+
+    queries: tuple[int, ...] = ()
+    is_last: bool = False
+    stops: bool = False
+    change: PhaseControls | None = None
+    revision: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaMessage:
+    """The head of a replica tells rank 0 how far it is: how many of its queries have begun (in the
+    order in which they were given), its tokens so far, and what is done, each query without its
+    input's tokens. `at_work`: (input, output) tokens of the active queries; None where they have
+    not been looked up. `changed`: (revision, the first phase it holds in) of a change taken up."""
+
+    replica: int
+    begun: int
+    output_tokens: int
+    results: tuple[FinishedQuery, ...] = ()
+    at_work: Mapping[int, tuple[int, int]] | None = None
+    changed: tuple[int, int] | None = None
+    has_ended: bool = False
+
+
 Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
-           | HandedMessage | ArrivedMessage | FinishedMessage | BlockMessage | HeldMessage)
+           | HandedMessage | ArrivedMessage | FinishedMessage | BlockMessage | HeldMessage
+           | PortionMessage | ReplicaMessage)

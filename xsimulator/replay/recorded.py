@@ -16,7 +16,7 @@ import numpy as np
 
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.schedule import Pool
+from xgpt.core.schedule import Deployment
 from xsimulator.replay.step_clock import StepSizes
 
 _UNTIMED = frozenset({"cross_kv"})  # taken up as it comes: part of no step
@@ -30,8 +30,10 @@ class _Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """A finished run: its queries in their order, and each pool's steps in theirs."""
+    """A finished run, or what one copy of the model did of it: its queries in their order, by their
+    places in the job, and each pool's steps in theirs."""
 
+    queries: IntArray
     inputs: IntArray  # [queries] tokens
     outputs: IntArray  # [queries] tokens
     pools: tuple[tuple[_Recorded, ...], ...]
@@ -71,20 +73,30 @@ class RecordedClock:
         return list(step.seconds)
 
 
-def load_recording(folder: Path, pools: Sequence[Pool]) -> Recording:
-    """Reads the run whose results lie in `folder`, executed on `pools`. Raises XgptError if it was
-    stopped or resumed, or its record is not whole."""
+def load_recordings(folder: Path, deployment: Deployment) -> list[Recording]:
+    """Reads the run whose results lie in `folder`, as each copy of the model that `deployment` has
+    took part in it. Raises XgptError if the run was stopped or resumed, or its record is not
+    whole."""
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
         raise XgptError(f"{folder} does not hold the record of one whole run")
-    results = [json.loads(line) for line in _lines(folder / "results.jsonl")]
-    lengths = [_lengths(line) for line in results]
-    if not lengths:
+    results = [_Result.of(json.loads(line)) for line in _lines(folder / "results.jsonl")]
+    if not results:
         raise XgptError(f"{folder} holds no results")
     records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]
-    steps = tuple(_steps(records, [stage.index for stage in pool.stages]) for pool in pools)
-    inputs, outputs = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
-    return Recording(inputs=inputs, outputs=outputs, pools=steps, wall_s=float(measured["wall_s"]))
+    found = []
+    for replica in range(deployment.replicas):
+        first = replica * len(deployment.stages)
+        steps = tuple(_steps(records, [first + stage.index for stage in pool.stages])
+                      for pool in deployment.pools)
+        own = [(place, result) for place, result in enumerate(results) if result.replica == replica]
+        if deployment.replicas > 1:  # in the order in which they were taken up
+            own.sort(key=lambda pair: pair[1].start_s)
+        columns = np.array([(place, result.inputs, result.outputs) for place, result in own],
+                           np.int64).reshape(-1, 3)
+        found.append(Recording(queries=columns[:, 0], inputs=columns[:, 1], outputs=columns[:, 2],
+                               pools=steps, wall_s=float(measured["wall_s"])))
+    return found
 
 
 def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple[_Recorded, ...]:
@@ -102,12 +114,24 @@ def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple
     return tuple(steps)
 
 
-def _lengths(line: Mapping[str, Any]) -> tuple[int, int]:
-    """(input tokens, output tokens) of a result, an OpenAI batch response or our own line."""
-    if "response" in line:
-        usage = line["response"]["body"]["usage"]
-        return usage["prompt_tokens"], usage["completion_tokens"]
-    return line["input_tokens"], line["output_tokens"]
+class _Result(NamedTuple):
+    """What a query took, and who took it."""
+
+    inputs: int
+    outputs: int
+    replica: int
+    start_s: float
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> _Result:
+        """Of a result, an OpenAI batch response or our own line."""
+        own = line.get("xgpt", line)
+        if "response" in line:
+            usage = line["response"]["body"]["usage"]
+            lengths = usage["prompt_tokens"], usage["completion_tokens"]
+        else:
+            lengths = line["input_tokens"], line["output_tokens"]
+        return cls(*lengths, own.get("replica", 0), own.get("encode_start_s", 0.0))
 
 
 def _lines(path: Path) -> list[str]:

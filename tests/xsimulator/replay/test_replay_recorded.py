@@ -17,7 +17,7 @@ from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
-from xsimulator.replay.recorded import load_recording
+from xsimulator.replay.recorded import load_recordings
 from xsimulator.replay.records import ReplayResult
 
 QUERIES = 150
@@ -77,7 +77,7 @@ def _doubled(found: object) -> object:
 def test_recorded_times_and_lengths_give_the_runs_makespan(config: RraConfig | WaaConfig,
                                                            tmp_path: Path) -> None:
     replayer, estimate, inputs = made(config, tmp_path)
-    recording = load_recording(tmp_path, estimate.deployment.pools)
+    (recording,) = load_recordings(tmp_path, estimate.deployment)
     assert recording.inputs.tolist() == inputs.tolist()
     queries = planned_queries(PROBLEM, recording.inputs, recording.outputs)
     clocks = recording.clocks()
@@ -96,16 +96,16 @@ def test_a_record_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     (tmp_path / "steps.jsonl").write_text("\n".join(lines[:-3]) + "\n")
     with pytest.raises(XgptError, match="every step"):
-        load_recording(tmp_path, estimate.deployment.pools)
+        load_recordings(tmp_path, estimate.deployment)
     (tmp_path / "measured.json").write_text(json.dumps(
         {"state": "stopped", "queries_before": 0, "wall_s": 1.0}))
     with pytest.raises(XgptError, match="whole run"):
-        load_recording(tmp_path, estimate.deployment.pools)
+        load_recordings(tmp_path, estimate.deployment)
 
 
 def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None:
     replayer, estimate, inputs = made(RRA, tmp_path)
-    recording = load_recording(tmp_path, estimate.deployment.pools)
+    (recording,) = load_recordings(tmp_path, estimate.deployment)
     only_encodes = replace(recording, pools=tuple(
         tuple(step for step in pool if step.kind == "encode") for pool in recording.pools))
     queries = planned_queries(PROBLEM, inputs, recording.outputs)

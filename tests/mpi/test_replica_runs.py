@@ -1,0 +1,92 @@
+"""Replicas on real ranks: one job by two copies of the model, each with ranks of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+import toys  # noqa: E402
+from job_folder import as_requests, read_lines  # noqa: E402
+from replayed import problem_of, replayed_steps  # noqa: E402
+
+from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.plan import RunPlan  # noqa: E402
+from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
+from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
+from xsimulator.replay.job import replay_job  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, toys.make_model("llama", directory)
+
+
+@pytest.mark.parametrize(("policy", "config", "layout"), [
+    ("rra", RraConfig(encode_batch=3, decode_iterations=4, tp_degree=2, tp_gpus=2),
+     [[0, 1], [2, 3]]),
+    ("waa-c", WaaConfig(encode_batch=2), [[0], [1], [2], [3]])])
+def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, policy: str,
+                                   config: object, layout: list[list[int]]) -> None:
+    directory, reference = llama
+    queries, out = toys.random_queries(30, seed=8), tmp_path / "out"
+    answers = {q.id: toys.generate(reference, q) for q in queries}
+    problem = problem_of(directory, np.array([[len(q.input_ids), len(answers[q.id])]
+                                              for q in queries]), 2)
+    timing = Roofline(problem.model, problem.cluster.device, "float32")
+    one = make_policy(policy, problem, timing).estimate(config).changed(kv_tokens=20_000)
+    out.mkdir()
+    save_schedule(schedule_from_flat(
+        estimate=one.in_copies(2), latency_bound_s=math.inf, constraint_kind="sequence",
+        quantile=0.99, status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), out / "schedule.json")
+    run(directory, out, as_requests(queries), ranks=4)
+
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries]
+    assert {r["id"]: r["output_ids"] for r in results} == answers
+    measured = json.loads((out / "measured.json").read_text())
+    assert [(s["stage"], s["ranks"]) for s in measured["stages"]] == list(enumerate(layout))
+    half = len(layout) // 2
+    assert [s["replica"] for s in measured["stages"]] == [0] * half + [1] * half
+    assert measured["queries"] == 30 and measured["state"] == "done"
+    steps = read_lines(out / "steps.jsonl")
+    for replica in (0, 1):
+        own = sorted((r for r in results if r["replica"] == replica),
+                     key=lambda r: (r["encode_start_s"], r["index"]))
+        assert len(own) > 5
+        replayed = replay_job(problem, timing, one, QueryLengths(
+            inputs=np.array([r["input_tokens"] for r in own]),
+            outputs=np.array([r["output_tokens"] for r in own]),
+            most_outputs=np.array([queries[r["index"]].max_new_tokens for r in own])))
+        first = replica * half  # of its stages: the one that encodes
+        assert [(s["kind"], s["group"], s["phase"], s["iteration"], s["queries"]) for s in steps
+                if s["stage"] == first] == replayed_steps(replayed.pools[0])
+        assert all(s["replica"] == replica for s in steps if s["stage"] == first)
+
+
+def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
+    """The ranks alone, without the command around them."""
+    file = out.parent / "requests.jsonl"
+    file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    plan = RunPlan(
+        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=200)
+    toys.write_spool(plan, file)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
+                        watch=lambda: None)

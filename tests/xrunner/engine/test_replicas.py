@@ -1,0 +1,202 @@
+"""Replicas on threads: one job, several heads, and rank 0 that routes between its own steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replayed import problem_of, run_steps
+from toys import Collector, executor_of, generate, head_of, random_queries, serve, spec_of
+
+from xgpt.core.queries import QueryLengths
+from xgpt.core.schedule import Estimate
+from xprofiler.roofline import Roofline
+from xrunner.engine.head import Alone
+from xrunner.engine.pipeline import Neighbours, routes
+from xrunner.engine.replicas import FromRankZero, ToReplicas
+from xrunner.engine.roster import Extent
+from xrunner.engine.stage import StageExecutor
+from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.replica import replica_of, replicas_of
+from xrunner.rules.routing import ROUND_ROBIN, Router, window_of
+from xrunner.rules.steps import rules_for
+from xrunner.transport.comm import LocalComm, local_comms
+from xrunner.transport.messages import StopMessage
+from xsimulator.policies import make_policy
+from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.policies.static.config import StaticConfig
+from xsimulator.replay.job import replay_job
+
+Made = Callable[[str], tuple[Path, Any]]
+CONFIGS = [("rra", RraConfig(encode_batch=2, decode_iterations=4)),
+           ("ft", StaticConfig(encode_batch=3, decode_micro_batches=2)),
+           ("sarathi", ContinuousConfig(max_active=3, token_budget=12))]
+
+
+_ANSWERS: dict[int, list[int]] = {}  # of the one model, by query
+
+
+class Job:
+    """A toy job by so many replicas of an estimate, each of `stages` single ranks."""
+
+    def __init__(self, made: Made, policy: str, config: object, *, replicas: int = 2,
+                 stages: int = 1, count: int = 26) -> None:
+        self.directory, self.model = made("llama")
+        self.queries = random_queries(count, seed=5)
+        for query in self.queries[len(_ANSWERS):]:
+            _ANSWERS[query.index] = generate(self.model, query)
+        self.outputs = np.array([len(_ANSWERS[q.index]) for q in self.queries])
+        inputs = np.array([len(q.input_ids) for q in self.queries])
+        self.problem = problem_of(self.directory, np.stack([inputs, self.outputs], axis=1), stages)
+        self.timing = Roofline(self.problem.model, self.problem.cluster.device, "float32")
+        one: Estimate = make_policy(policy, self.problem, self.timing).estimate(config)
+        self.one = one.changed(kv_tokens=20_000)
+        self.estimate = self.one.in_copies(replicas)
+
+    def run(self, sink: Collector, *, routing: str = ROUND_ROBIN, slow: int | None = None,
+            ) -> dict[int, StageExecutor]:
+        """Every rank's executor. `slow`: a replica that takes its time."""
+        deployment = self.estimate.deployment
+        comms = local_comms(deployment.num_devices)
+        executors = {
+            rank: executor_of(self.directory, stage) for replica in replicas_of(deployment)
+            for pool in replica.pools for stage in pool.stages for rank in stage.ranks}
+        threads = [threading.Thread(target=self._work, daemon=True, args=(
+            comms[rank], executors[rank], slow)) for rank in range(1, deployment.num_devices)]
+        for thread in threads:
+            thread.start()
+        order = list(range(len(self.queries)))
+        router = Router([1.0] * len(order), replicas=deployment.replicas,
+                        window=window_of(self.estimate), routing=routing)
+        supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
+                            [replica.head for replica in replicas_of(deployment)[1:]])
+        head = self._head(comms[0], executors[0], supply)
+        supply.start(head)
+        head.start()
+        sink.is_complete = head.run()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+        return executors
+
+    def replayed(self, results: list[FinishedQuery], replica: int) -> list[tuple[object, ...]]:
+        """The steps of a replay of the queries that went to a replica, in the order in which it
+        took them up."""
+        own = sorted((r for r in results if r.replica == replica),
+                     key=lambda r: (r.encode_start_s, r.query.index))
+        result = replay_job(self.problem, self.timing, self.one, QueryLengths(
+            inputs=np.array([len(r.query.input_ids) for r in own]),
+            outputs=np.array([len(r.output_ids) for r in own]),
+            most_outputs=np.array([r.query.max_new_tokens for r in own])))
+        pool = result.pools[0]
+        return [(step.kind.value, step.group, step.phase, step.iteration, int(encoded + decoded))
+                for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded,
+                                                  strict=True)]
+
+    def check_answers(self, results: list[FinishedQuery]) -> None:
+        assert sorted(r.query.index for r in results) == list(range(len(self.queries)))
+        assert all(list(r.output_ids) == _ANSWERS[r.query.index]
+                   for r in results)
+        assert all(r.query.input_ids for r in results), "as rank 0 knows them"
+
+    def _work(self, comm: LocalComm, executor: StageExecutor, slow: int | None) -> None:
+        replica = replica_of(self.estimate.deployment, comm.rank)
+        if comm.rank != replica.head:
+            serve(comm, routes(replica.pools)[comm.rank], executor)
+            return
+        supply = FromRankZero(comm, replica.number, lambda index: self.queries[index])
+        head = self._head(comm, executor, supply)
+        if slow == replica.number:
+            head.report = lambda: time.sleep(0.03)  # type: ignore[method-assign]
+        head.start()
+        head.run()
+
+    def _head(self, comm: LocalComm, executor: StageExecutor, supply: Any) -> Any:
+        replica = replica_of(self.estimate.deployment, comm.rank)
+        head = head_of(self.directory, Neighbours(comm, routes(replica.pools)[comm.rank]),
+                       executor, rules_for(self.estimate)[0], supply, Alone(supply))
+        head.roster.extent = Extent(queries=len(self.queries), longest_input=20,
+                                    longest_output=30, longest=50)
+        return head
+
+
+class Told(Collector):
+    """A sink that nobody launched."""
+
+    launcher = None
+
+
+@pytest.mark.parametrize(("policy", "config"), CONFIGS)
+def test_each_replica_takes_the_steps_of_its_queries_replay(made: Made, policy: str,
+                                                            config: object) -> None:
+    job, sink = Job(made, policy, config), Told()
+    executors = job.run(sink)
+    assert sink.is_complete
+    job.check_answers(sink.results)
+    for replica in (0, 1):
+        steps = run_steps(executors[replica])
+        assert len(steps) > 10 and steps == job.replayed(sink.results, replica)
+
+
+def test_three_replicas_of_two_stages_each(made: Made) -> None:
+    job, sink = Job(made, *CONFIGS[0], replicas=3, stages=2), Told()
+    assert spec_of(job.directory).num_layers > 2
+    executors = job.run(sink)
+    job.check_answers(sink.results)
+    assert {r.replica for r in sink.results} == {0, 1, 2}
+    for replica in range(3):
+        assert run_steps(executors[2 * replica]) == run_steps(executors[2 * replica + 1])
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made: Made, slow: int) -> None:
+    job, sink = Job(made, *CONFIGS[0], count=40), Told()
+    if slow == 0:
+        sink.progress = lambda *_: time.sleep(0.03)  # type: ignore[method-assign]
+    job.run(sink, slow=slow)
+    job.check_answers(sink.results)
+    shares = [sum(r.replica == replica for r in sink.results) for replica in (0, 1)]
+    assert shares[slow] < 20 < shares[1 - slow]
+
+
+def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made) -> None:
+    job, sink = Job(made, *CONFIGS[0], count=60), Told(stop_after=8)
+    job.run(sink)
+    assert sink.is_complete is False
+    indices = [r.query.index for r in sink.results]
+    assert 8 <= len(indices) == len(set(indices)) < 60
+    assert all(list(r.output_ids) == _ANSWERS[r.query.index] for r in sink.results)
+
+
+def test_fewer_queries_than_replicas(made: Made) -> None:
+    job, sink = Job(made, *CONFIGS[0], replicas=3, count=2), Told()
+    executors = job.run(sink)
+    assert sink.is_complete
+    job.check_answers(sink.results)
+    assert run_steps(executors[2]) == []
+
+
+def test_a_query_is_as_it_was_read() -> None:
+    """What goes from rank to rank is told apart from what rank 0 keeps."""
+    query = PreparedQuery(index=3, id="q", input_ids=(1, 2, 3), max_new_tokens=2)
+    comms = local_comms(2)
+    supply = FromRankZero(comms[1], 1, lambda index: query)
+    supply.finished(FinishedQuery(query=query, output_ids=(4,), finish_reason="stop", text="",
+                                  encode_start_s=0.0, first_token_s=1.0, last_token_s=1.0))
+
+    class HeadAtRest:
+        roster, output_tokens = type("Waiting", (), {"num_waiting": 0})(), 1
+
+        def clock(self) -> float:
+            return 0.0
+
+    comms[0].send(1, StopMessage())
+    supply.close(HeadAtRest())  # type: ignore[arg-type]
+    message, _ = comms[0].receive(1)
+    assert message.results[0].query.input_ids == () and message.has_ended  # type: ignore[union-attr]
