@@ -31,13 +31,14 @@ class SweepAxis:
 
 
 POLICY = SweepAxis(name="policy", key="schedule.policy", title="policy")
+COPIES = SweepAxis(name="copies", key="schedule.replicas", title="copies of the model")
 BOUND = SweepAxis(name="bound", key="constraint.latency_s", title="latency bound")
 AXES = (SweepAxis(name="model", key="model", title="model"),
         SweepAxis(name="cluster", key="cluster", title="cluster"),
         SweepAxis(name="gpus", key="run.ranks", title="GPUs (or ranks)"),
         SweepAxis(name="task", key="workload.task", title="task"),
         SweepAxis(name="engine", key="run.engine", title="engine"),
-        SweepAxis(name="profile", key="profile", title="profile"), POLICY, BOUND)
+        SweepAxis(name="profile", key="profile", title="profile"), COPIES, POLICY, BOUND)
 
 # A value of the one key takes the place of what the base says under the others: lengths are given
 # by a task or by themselves, and a cluster is meant as a whole.
@@ -154,7 +155,8 @@ def _read_value(axis: SweepAxis, field: Field, key: str,
         return _read_share(field, key, mistakes)
     if axis == BOUND and isinstance(value, (int, float)) and not isinstance(value, bool):
         return AxisValue(shown="inf" if math.isinf(value) else f"{value:g} s", field=field)
-    if axis.name == "gpus" and isinstance(value, int) and not isinstance(value, bool):
+    counts = axis.name in ("gpus", COPIES.name)
+    if counts and isinstance(value, int) and not isinstance(value, bool):
         return AxisValue(shown=value, field=field)
     shown = value if isinstance(value, str) else json.dumps(_plain(field), sort_keys=True)
     return AxisValue(shown=shown, field=field)

@@ -210,7 +210,9 @@ def choice(schedule: Schedule) -> Chart | None:
     others = [row for row in schedule.rejected
               if row.throughput_qps is not None and row.latency_s is not None
               and math.isfinite(row.latency_s)]
-    if not others:
+    tried = [one for one in schedule.over_copies
+             if one.throughput_qps is not None and one.latency_s is not None]
+    if not others and len(tried) < 2:
         return None
     own, bound_s = schedule.figures, schedule.bound.limit_s
     series = [
@@ -220,6 +222,12 @@ def choice(schedule: Schedule) -> Chart | None:
         Series(label="chosen", kind="dots", colour="good", x=[own.latency_s],
                y=[own.throughput_qps],
                notes=[f"{schedule.estimate.policy}: {controls_cell(schedule.estimate)}"])]
+    if len(tried) > 1:
+        series.insert(1, Series(
+            label="the best of so many copies", kind="dots", colour=PALETTE[1],
+            x=[one.latency_s for one in tried], y=[one.throughput_qps for one in tried],
+            notes=[f"{one.replicas} x {one.devices_per_replica} devices: {one.words}"
+                   for one in tried]))
     marks = [] if math.isinf(bound_s) else [
         Mark(label=f"bound {format_seconds(bound_s)}", at=bound_s, colour="bad", is_dashed=False)]
     return Chart(name="choice", title="The choice", series=series, marks=marks,

@@ -25,7 +25,7 @@ class Quantity(NamedTuple):
 
 
 def by_scenario(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Points that differ in policy and bound alone."""
+    """Points that differ in copies, policy and bound alone."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(str(row.get("scenario")), []).append(row)
@@ -38,7 +38,7 @@ def sweep_charts(rows: Sequence[Row]) -> list[Chart]:
     if not good:
         return []
     colours = {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(
-        dict.fromkeys(str(row.get("policy")) for row in rows))}
+        dict.fromkeys(map(line_of, rows)))}
     scenarios = by_scenario(good)
     drawn = [chart for chart in (_gains(scenarios), _measured(good)) if chart is not None]
     if len(scenarios) > 1:
@@ -57,6 +57,14 @@ def title_of(name: str) -> str:
     """A policy's name as it is shown: `auto` is whichever is best."""
     return "best of all" if name == "auto" else (
         policy(name).title if name in policy_names() else name)
+
+
+def line_of(row: Row) -> str:
+    """What the line is called that a row's point is on: its policy, and the copies asked for."""
+    title, copies = title_of(str(row.get("policy"))), row.get("copies")
+    if copies in (None, "auto"):
+        return title
+    return f"{title}, {copies} {'copy' if str(copies) == '1' else 'copies'}"
 
 
 def gains(rows: Sequence[Row], over: str = "") -> dict[float, float]:
@@ -87,7 +95,7 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
 
     across = [Quantity("latency bound, seconds", bound),
               Quantity("expected latency, seconds", of("latency_s")),
-              Quantity("devices", of("gpus")),
+              Quantity("devices", of("gpus")), Quantity("copies of the model", of("replicas")),
               Quantity("time of the job, seconds", of("makespan_s")),
               Quantity("device-seconds a query", of("gpu_s_per_query"))]
     up = [Quantity("queries/s", of("throughput_qps")),
@@ -104,14 +112,15 @@ def _quantities(rows: Sequence[Row], place_of_none: float) -> tuple[list[Quantit
 
 def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[Row],
               colours: dict[str, str]) -> Chart:
-    """A line a policy (of several scenarios: points), with the choice of what the axes show."""
+    """A line for each policy and number of copies asked for (of several scenarios: points), with
+    the choice of what the axes show."""
     finite = [bound_of(row) for row in rows if math.isfinite(bound_of(row))]
     end_s = NO_BOUND_AT * max(finite, default=1.0)
     across, up = _quantities(rows, end_s)
     is_one = len({row.get("scenario") for row in rows}) == 1
     series = []
-    for policy_name, colour in colours.items():
-        points = sorted((row for row in rows if row.get("policy") == policy_name), key=bound_of)
+    for line, colour in colours.items():
+        points = sorted((row for row in rows if line_of(row) == line), key=bound_of)
         bounded = sum(math.isfinite(bound_of(row)) for row in points)
         own: list[Row | None] = [*points]
         if is_one and 0 < bounded < len(own):
@@ -120,12 +129,12 @@ def _explorer(name: str, title: str, rows: Sequence[Row], everything: Sequence[R
             columns = {q.label: [None if row is None else q.of(row) for row in own]
                        for q in (*across, *up)}
             series.append(Series(
-                label=title_of(policy_name), kind="line+dots" if is_one else "dots", colour=colour,
+                label=line, kind="line+dots" if is_one else "dots", colour=colour,
                 x=columns[across[0].label], y=columns[up[0].label], columns=columns,
                 notes=["" if row is None else _note(row, is_one) for row in own]))
     has_none = across[0].label.startswith("latency bound") and bool(finite) and any(
         math.isinf(bound_of(row)) for row in rows)
-    missing = len({(row.get("policy"), row.get("bound")) for row in everything
+    missing = len({(line_of(row), row.get("bound")) for row in everything
                    if row.get("scenario") == rows[0].get("scenario")}) - len(rows) if is_one else 0
     return Chart(
         name=name, title=title, series=series, is_wide=not is_one, height=340,

@@ -35,12 +35,14 @@ def _full_table(rows: Sequence[Row]) -> str:
     """A line a point."""
     has_margin = any((number_of(row, "margin") or 1.0) > 1.0005 for row in rows)
     is_run = any(row["measured_status"] for row in rows)
-    header = ["bound", "policy", "queries/s", "latency"]
+    has_copies = any((number_of(row, "replicas") or 1) > 1 for row in rows)
+    header = ["bound", "policy", *["copies"] * has_copies, "queries/s", "latency"]
     header += ["margin"] * has_margin + ["measured"] * is_run + ["schedule"]
     body = []
     for row in rows:
-        cells = [bound_text(row), row["chosen"] or row["policy"], _qps(row, "throughput_qps"),
-                 _seconds(row, "latency_s")]
+        cells = [bound_text(row), row["chosen"] or row["policy"],
+                 *[str(row.get("replicas") or row.get("copies") or "-")] * has_copies,
+                 _qps(row, "throughput_qps"), _seconds(row, "latency_s")]
         if has_margin:
             margin = number_of(row, "margin")
             cells.append("-" if margin is None else f"{margin - 1:.1%}")

@@ -15,7 +15,7 @@ from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptErro
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.sweep_axes import AUTO, BOUND, POLICY
+from xgpt.core.sweep_axes import AUTO, BOUND, COPIES, POLICY
 from xgpt.core.sweep_file import Horizon, SweepPoint
 from xgpt.report.policy_words import controls_line, value_of
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
@@ -76,9 +76,10 @@ def fingerprint_here(point: SweepPoint, tell: Teller) -> str:
 
 
 def scenario_of(point: SweepPoint, job: Job) -> str:
-    """What a point is called but for its policy and its bound."""
+    """What a point is called but for its copies, its policy and its bound."""
     own = [str(value) if name in _TELLING else f"{name} {value}"
-           for name, value in point.values if name not in (POLICY.name, BOUND.name)]
+           for name, value in point.values
+           if name not in (COPIES.name, POLICY.name, BOUND.name)]
     return ", ".join(own) or job.name
 
 
@@ -194,7 +195,7 @@ def _planned(plan: Plan) -> Row:
         "decode_micro_batches": deployment.num_groups,
         "max_in_system": getattr(schedule.controls, "max_in_system", None),
         "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
-        "stages": len(deployment.stages),
+        "replicas": deployment.replicas, "stages": len(deployment.stages),
         "encode_stages": len(deployment.encoding.stages) if is_split else None,
         "controls": controls_line(estimate),
         "proof": str(proof.status), "bound_qps": proof.bound_qps, "gap": proof.gap,
