@@ -109,7 +109,7 @@ def text_of(job: NewJob) -> str:
         _comment(_bound_words(job.latency_s), "  "),
         f"  latency_s: {_seconds(job.latency_s)}", "",
         "run:",
-        "  # 0: the likeliest word each time, so the same answers in every run; 0.7 is livelier",
+        "  # 0: the likeliest word each time; 0.7 is livelier",
         "  temperature: 0", "",
         _comment("Where results go: results.jsonl (one answer a line, in the order of the "
                  "prompts), report.html, and what a stopped run needs to go on."),
