@@ -2,8 +2,9 @@
 
 All functions work on `values` [y, x], seconds; NaN stands for a cell that was not measured."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from xgpt.core.lengths import BoolArray, FloatArray
 
@@ -84,9 +85,23 @@ def continued(sizes: FloatArray, values: FloatArray, factor: float, *, axis: int
 def _isotonic(line: FloatArray) -> FloatArray:
     if (np.diff(line) >= 0).all():
         return line
-    fitted = isotonic_regression(np.log(np.maximum(line, LEAST_S))).x
+    fitted = _pooled(np.log(np.maximum(line, LEAST_S)).tolist())
     # a point that is in no one's way stays exactly what was measured
     return np.where(np.isclose(np.exp(fitted), line, rtol=1e-9), line, np.exp(fitted))
+
+
+def _pooled(values: Sequence[float]) -> FloatArray:
+    """The nearest values that never fall: whatever falls behind its neighbour is pooled with it.
+    (scipy has the same, in a module that takes longer to import than a profile to read.)"""
+    sums: list[float] = []
+    counts: list[int] = []
+    for value in values:
+        total, count = value, 1
+        while sums and sums[-1] * count > total * counts[-1]:
+            total, count = total + sums.pop(), count + counts.pop()
+        sums.append(total)
+        counts.append(count)
+    return np.repeat(np.array(sums) / np.array(counts), counts)
 
 
 def _following(xs: FloatArray, measured: FloatArray, guide: FloatArray) -> FloatArray:

@@ -1,7 +1,8 @@
 """Figures of a schedule, by closed form or by replay, on the stages that it has; and what a
 problem's finite job is expected to measure, its lengths as far as they are known."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,15 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.order import run_order, window_of
 from xscheduler.live.pinned import pinned_policy
 from xsimulator.policies import ClosedForm, make_config
-from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.job import Replayer, planned_queries, replay_job
 from xsimulator.replay.predict import (
     JobPrediction,
     job_replays,
-    predict_job,
+    mean_of,
     replay_latency_s,
 )
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.step_clock import StepClocks
 
 _SEED = 20240427
 
@@ -35,6 +37,11 @@ class Evaluator:
         self._forms: dict[Hashable, ClosedForm] = {}
         self._replayed_s: dict[Estimate, float] = {}
         self._jobs: dict[tuple[Estimate, int], JobPrediction | None] = {}
+
+    @cached_property
+    def clocks(self) -> StepClocks:
+        """The tables of step times that all its replays share."""
+        return StepClocks(self.problem, self.timing)
 
     def latency_s(self, estimate: Estimate) -> float:
         """The constraint's latency by the closed form."""
@@ -56,14 +63,14 @@ class Evaluator:
         enough to count."""
         if estimate not in self._replayed_s:
             self._replayed_s[estimate] = replay_latency_s(
-                self.problem, self.timing, estimate, _SEED)
+                self.problem, self.timing, estimate, _SEED, self.clocks)
         return self._replayed_s[estimate]
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
         """A replay of so many queries, drawn from the problem's lengths."""
         queries = planned_queries(self.problem, *self.problem.lengths.sample(
             num_queries, np.random.default_rng(seed)))
-        return replay_job(self.problem, self.timing, estimate, queries)
+        return replay_job(self.problem, self.timing, estimate, queries, clocks=self.clocks)
 
     def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
         """What the problem's own queries take, the mean of so many replays; None where it cannot
@@ -71,7 +78,8 @@ class Evaluator:
         key = estimate, replays
         if key not in self._jobs:
             try:
-                self._jobs[key] = predict(self.problem, self.timing, estimate, replays=replays)
+                self._jobs[key] = predict(self.problem, self.timing, estimate, replays=replays,
+                                          clocks=self.clocks)
             except XgptError:  # times that the profile refuses
                 self._jobs[key] = None
         return self._jobs[key]
@@ -84,21 +92,21 @@ def config_of(estimate: Estimate) -> Any:
     return config
 
 
-def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *,
-            replays: int = 5) -> JobPrediction | None:
+def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
+            clocks: StepClocks | None = None) -> JobPrediction | None:
     """What the job measures with fill and drain, the mean of so many replays where lengths are not
     all known; None without queries."""
-    known = _known_lengths(problem, estimate)
-    return None if known is None else predict_job(
-        problem, timing, estimate, known[0], np.random.default_rng(problem.seed), known=known[1],
-        replays=replays)
+    results = list(replays_of(problem, timing, estimate, replays=replays, clocks=clocks))
+    return mean_of(results) if results else None
 
 
-def first_replay(problem: Problem, timing: TimingSource, estimate: Estimate) -> ReplayResult | None:
-    """The first of the replays that `predict` takes its means of."""
+def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
+               clocks: StepClocks | None = None) -> Iterator[ReplayResult]:
+    """What `predict` takes the mean of; none without queries."""
     known = _known_lengths(problem, estimate)
-    return None if known is None else next(job_replays(
-        problem, timing, estimate, known[0], np.random.default_rng(problem.seed), known=known[1]))
+    return iter(()) if known is None else job_replays(
+        Replayer(problem, timing, estimate, clocks), known[0],
+        np.random.default_rng(problem.seed), known=known[1], replays=replays)
 
 
 def _known_lengths(problem: Problem, estimate: Estimate) -> tuple[int, QueryLengths | None] | None:

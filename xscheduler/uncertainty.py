@@ -30,7 +30,6 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from scipy import optimize, special
 
 from xgpt.core.lengths import (
     FloatArray,
@@ -39,6 +38,7 @@ from xgpt.core.lengths import (
     with_longer_inputs,
     with_output_moments,
 )
+from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
@@ -244,13 +244,9 @@ def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> flo
         place = min(math.ceil(confidence * (count + 1)), count) - 1
         limit = float(np.sort(logarithms)[place])
     else:
-        def excess(tried: float) -> float:
-            return float(special.ndtr((tried - logarithms) / spread).mean()) - confidence
-
-        reach = 9 * spread
-        limit = float(optimize.brentq(excess, finite.min() - reach, finite.max() + reach))
+        limit = mixture_quantile(logarithms, spread, confidence)
     if confidence > count / (count + 1) and count > 1:
         # more than so many replicates can tell: a normal of their mean and deviation goes on
         total = math.hypot(float(logarithms.std(ddof=1)), spread)
-        limit = max(limit, float(logarithms.mean() + special.ndtri(confidence) * total))
+        limit = max(limit, float(logarithms.mean() + ndtri(confidence) * total))
     return limit

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
-from scipy import special
 
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths
+from xgpt.core.normal import ndtri
 from xsimulator.longest_context import LongestContext, expected_maximum
 
 GROUP_OCTAVES = np.arange(-6, 9)  # queries encoded in a group, as powers of 2
@@ -232,4 +232,6 @@ def inputs_given_output(lengths: JointLengths, power: int) -> FloatArray:
 def expected_maximum_z(count: FloatArray) -> FloatArray:
     """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
     many = np.maximum(count, 1.0)
-    return np.asarray(special.ndtri((many - 0.375) / (many + 0.25)))
+    if not (many > 1).any():
+        return np.zeros_like(many)
+    return ndtri((many - 0.375) / (many + 0.25))

@@ -45,8 +45,8 @@ from xrunner.io.results import HELD_FILE, answered
 from xrunner.io.stop import StopRequest
 from xrunner.plan import load_plan, weights_key
 from xscheduler.beginning import said_of
-from xscheduler.evaluator import first_replay, predict
-from xsimulator.replay.predict import JobPrediction
+from xscheduler.evaluator import replays_of
+from xsimulator.replay.predict import JobPrediction, mean_of
 
 
 def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJob:
@@ -152,10 +152,11 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
     if not engine_of(opened.job).is_predicted:
         return None
     problem, estimate = opened.problem, schedule.estimate
-    prediction = predict(problem, timing, estimate)
-    if (replayed := first_replay(problem, timing, estimate)) is not None:
-        write_expected(expected, replay_lanes(replayed), replayed.times)
-    return prediction
+    replayed = list(replays_of(problem, timing, estimate))
+    if not replayed:
+        return None
+    write_expected(expected, replay_lanes(replayed[0]), replayed[0].times)
+    return mean_of(replayed)
 
 
 def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,

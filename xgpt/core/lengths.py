@@ -8,6 +8,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from xgpt.core.normal import log_ndtr, truncated_parent
+
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -71,21 +73,19 @@ def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:
         pmf = np.zeros(maximum)
         pmf[max(round(mean), 1) - 1] = 1.0
         return Lengths(pmf=pmf, note=f"constant {max(round(mean), 1)}")
-    parent = _solve_parent(mean, std, maximum)
+    parent = truncated_parent(mean, std, maximum)
     if parent is None:
         note = f"mean {mean:g} and std {std:g} taken as the parent normal's: no truncation has them"
         location, scale = mean, std
     else:
         location, scale = parent
         note = f"truncated normal on (0, {maximum}] with mean {mean:g} and std {std:g}"
-    from scipy import special  # here, because a third of a second is much for `--help`
-
     edges = (np.arange(maximum + 1) - location) / scale
     # log-space differences stay exact where the parent's centre lies far outside (0, max]
-    upper, lower = special.log_ndtr(edges[1:]), special.log_ndtr(edges[:-1])
-    flip = edges[:-1] > 0
-    upper[flip] = special.log_ndtr(-edges[:-1][flip])
-    lower[flip] = special.log_ndtr(-edges[1:][flip])
+    below, above = log_ndtr(edges), log_ndtr(-edges)
+    is_right = edges[:-1] > 0
+    upper = np.where(is_right, above[:-1], below[1:])
+    lower = np.where(is_right, above[1:], below[:-1])
     log_pmf = upper + np.log1p(-np.exp(np.minimum(lower - upper, -1e-300)))
     pmf = np.exp(log_pmf - log_pmf.max())
     return Lengths(pmf=pmf / pmf.sum(), note=note)
@@ -230,7 +230,7 @@ def _moved_lengths(lengths: Lengths, wanted: tuple[float, float, float]) -> IntA
     """[max] what each length of 1..max becomes: a + b (exp(g z) - 1) / g of the standardised
     length z, with a, b, g such that mean, std and skewness are as wanted, as nearly as lengths of
     at least 1 can have them."""
-    from scipy import optimize
+    from scipy import optimize  # here, because a third of a second is much for `--help`
 
     mean, std, skewness = wanted
     if lengths.std == 0:
@@ -295,42 +295,3 @@ def _moment_errors(values: FloatArray, weights: FloatArray,
     std = float(np.sqrt(max(float(weights @ (values - mean) ** 2), 1e-12)))
     skewness = float(weights @ ((values - mean) / std) ** 3)
     return np.array([(mean - wanted[0]) / wanted[1], std / wanted[1] - 1, skewness - wanted[2]])
-
-
-def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[float, float]:
-    """Mean and std of the normal(location, scale) truncated to (0, maximum]."""
-    from scipy import special
-
-    a, b = -location / scale, (maximum - location) / scale
-    if a > 0:  # mirror, so that the log-space differences below stay in the accurate tail
-        mean, std = _truncated_moments(maximum - location, scale, maximum)
-        return maximum - mean, std
-    log_mass = special.log_ndtr(b) + np.log1p(-np.exp(special.log_ndtr(a) - special.log_ndtr(b)))
-    density_a = np.exp(-0.5 * a * a - log_mass) / np.sqrt(2 * np.pi)
-    density_b = np.exp(-0.5 * b * b - log_mass) / np.sqrt(2 * np.pi)
-    shift = density_a - density_b
-    variance = 1 + a * density_a - b * density_b - shift**2
-    return float(location + scale * shift), float(scale * np.sqrt(max(variance, 0.0)))
-
-
-def _solve_parent(mean: float, std: float, maximum: int) -> tuple[float, float] | None:
-    """Parent (location, scale) whose truncation to (0, maximum] has this mean and std."""
-    from scipy import optimize
-
-    def residual(x: FloatArray) -> FloatArray:
-        scale = float(np.exp(x[1])) * maximum
-        got_mean, got_std = _truncated_moments(x[0] * maximum, scale, maximum)
-        return np.array([(got_mean - mean) / maximum, (got_std - std) / maximum])
-
-    lower, upper = np.array([-30.0, np.log(1e-6)]), np.array([31.0, np.log(30.0)])
-    best = None
-    for start_scale in (1.0, 3.0, 0.5):
-        start = np.clip([mean / maximum, np.log(start_scale * std / maximum)], lower, upper)
-        with np.errstate(all="ignore"):
-            fit = optimize.least_squares(residual, start, xtol=1e-14, ftol=1e-14, gtol=1e-14,
-                                         bounds=(lower, upper))
-        if np.isfinite(fit.cost) and (best is None or fit.cost < best.cost):
-            best = fit
-    if best is None or np.abs(best.fun).max() > 1e-6:
-        return None
-    return float(best.x[0] * maximum), float(np.exp(best.x[1]) * maximum)

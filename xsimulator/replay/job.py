@@ -19,25 +19,25 @@ from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate, StageAssignment
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
-from xsimulator.layer_times import LayerTimes
 from xsimulator.replay.flow import HandoverPlan, run
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.step_clock import PoolClock, StepClock, StepSizes
-from xsimulator.stage_times import HandoverCost, StageTimes
+from xsimulator.replay.step_clock import PoolClock, StepClock, StepClocks, StepSizes
+from xsimulator.stage_times import HandoverCost
 
 ROUNDS = 4  # of replaying, where cores are shared; a further one moves the makespan by under 1 %
 
 
 class Replayer:
-    """Replays jobs by one Estimate; keeps the tables of step times between them."""
+    """Replays jobs by one Estimate."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate) -> None:
-        self._problem, self._estimate = problem, estimate
+    def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
+                 clocks: StepClocks | None = None) -> None:
+        """`clocks`: of this problem and timing, whose tables other replays have filled."""
+        self.problem, self._estimate = problem, estimate
         self._pools = estimate.deployment.pools
-        layers = LayerTimes.of(problem, timing)
-        self._times = [StageTimes(layers, problem.cluster, pool.stages) for pool in self._pools]
+        self._known_clocks = clocks or StepClocks(problem, timing)
         # (source, target, cost): each pool that encodes alone hands over to one that decodes
         encoding, decoding = ([pool for pool in self._pools if pool.role == role]
                               for role in ("encode", "decode"))
@@ -45,7 +45,6 @@ class Replayer:
             problem, timing, source.stages, target.stages))
             for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
-        self._clocks: list[StepClock] = []
         self._max_context = 0
 
     def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
@@ -84,7 +83,7 @@ class Replayer:
             assert isinstance(rule, EncodingRule), f"{rule = }"
             handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
                                           source=source.name, target=target.name))
-        gives_token = not self._problem.model.is_encoder_decoder
+        gives_token = not self.problem.model.is_encoder_decoder
         return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s),
                    tuple(plans.values()), handovers)
 
@@ -94,16 +93,15 @@ class Replayer:
         assert queries.outputs is not None
         most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
         longest = int(queries.inputs.max(initial=1) + most) + 1
-        if longest > self._max_context:
-            self._max_context = longest
-            self._clocks = [StepClock(times, max_context=longest) for times in self._times]
-        return self._clocks
+        self._max_context = max(self._max_context, longest)
+        return [self._known_clocks.of(pool.stages, self._max_context) for pool in self._pools]
 
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
-               *, rules: Sequence[BatchingRule] | None = None) -> ReplayResult:
+               *, rules: Sequence[BatchingRule] | None = None,
+               clocks: StepClocks | None = None) -> ReplayResult:
     """One replay (see Replayer)."""
-    return Replayer(problem, timing, estimate).run(queries, rules=rules)
+    return Replayer(problem, timing, estimate, clocks).run(queries, rules=rules)
 
 
 def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:

@@ -3,7 +3,7 @@
 The closed form describes a job without end; one of a few hundred queries is mostly ramp."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer, planned_outputs, planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import enough_queries, steady_figures
+from xsimulator.replay.step_clock import StepClocks
 
 # of a replay that checks a latency: queries at least and at most, and times what is in the system
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS = 8000, 50_000, 12
@@ -40,28 +41,21 @@ class JobPrediction:
     wall_s: float
 
 
-def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate,
-                     seed: int) -> float:
+def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int,
+                     clocks: StepClocks | None = None) -> float:
     """The steady state's latency of the bound's kind and quantile in a replay of sampled queries;
     nan where none is long enough to count."""
     count = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
                            most=MOST_CHECKED)
     queries = planned_queries(problem, *problem.lengths.sample(count, np.random.default_rng(seed)))
-    result = replay_job(problem, timing, estimate, queries)
+    result = replay_job(problem, timing, estimate, queries, clocks=clocks)
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     return float("nan") if steady is None else steady.latency_s
 
 
-def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
-                rng: np.random.Generator, *, known: QueryLengths | None = None,
-                replays: int = 5) -> JobPrediction:
-    """Predict a job of `num_queries` executed by `estimate`.
-
-    known: lengths of its queries in the order in which they are taken up; what is not known is
-    sampled (where the outputs are known, too, one replay is enough).
-    Raises XgptError for a query that the schedule's KV budget can never hold."""
-    figures = [_figures(result) for result in job_replays(
-        problem, timing, estimate, num_queries, rng, known=known, replays=replays)]
+def mean_of(results: Iterable[ReplayResult]) -> JobPrediction:
+    """The prediction that replays of one job come to."""
+    figures = [_figures(result) for result in results]
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
     for name in ("tpot_p50_s", "tpot_p99_s"):
@@ -69,12 +63,15 @@ def predict_job(problem: Problem, timing: TimingSource, estimate: Estimate, num_
     return JobPrediction(**mean)
 
 
-def job_replays(problem: Problem, timing: TimingSource, estimate: Estimate, num_queries: int,
-                rng: np.random.Generator, *, known: QueryLengths | None = None,
-                replays: int = 5) -> Iterator[ReplayResult]:
-    """The replays that a prediction is the mean of (`predict_job` says more)."""
+def job_replays(replayer: Replayer, num_queries: int, rng: np.random.Generator, *,
+                known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
+    """Replays of a job of `num_queries`, which a prediction is the mean of.
+
+    known: lengths of its queries in the order in which they are taken up; what is not known is
+    sampled (where the outputs are known, too, one replay is enough).
+    Raises XgptError for a query that the schedule's KV budget can never hold."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
-    replayer = Replayer(problem, timing, estimate)
+    problem = replayer.problem
     is_sampled = known is None or known.outputs is None
     most = np.full(num_queries, planned_outputs(problem)) if known is None else known.most_outputs
     for _ in range(replays if is_sampled else 1):

@@ -12,6 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import StageAssignment
+from xprofiler.timing import TimingSource
+from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageTimes
 
 DENSE_ROWS = 4096
@@ -19,6 +23,7 @@ _ROW_BLOCK = 256
 _SPARSE_RATIO = 1.01
 _CONTEXT_RATIO = 1.02
 _QUERY_BLOCK = 32
+MOST_CLOCKS = 16
 MOST_TOGETHER = 128  # queries encoded together: a query's share of the attention settles before
 
 
@@ -101,6 +106,27 @@ class StepClock:
         if heads:
             total[-1] += self._first_tokens.at(heads)[0]
         return total
+
+
+class StepClocks:
+    """The clocks of one problem's pools: replays of many configurations on the same stages look
+    into the same tables. The latest MOST_CLOCKS are kept."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self._layers, self._cluster = LayerTimes.of(problem, timing), problem.cluster
+        self._clocks: dict[tuple[tuple[StageAssignment, ...], int], StepClock] = {}
+
+    def of(self, stages: tuple[StageAssignment, ...], max_context: int) -> StepClock:
+        """The clock of a pool of these stages whose queries have so many tokens at most."""
+        key = stages, max_context
+        clock = self._clocks.pop(key, None)
+        if clock is None:
+            clock = StepClock(StageTimes(self._layers, self._cluster, stages),
+                              max_context=max_context)
+            while len(self._clocks) >= MOST_CLOCKS:
+                del self._clocks[next(iter(self._clocks))]
+        self._clocks[key] = clock  # the latest is the last
+        return clock
 
 
 class _RowTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import problems
@@ -16,13 +17,14 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
+from xgpt.core.schedule import Estimate
 from xrunner.rules.rra import RraRule, rra_rule
 from xsimulator.layer_times import LayerTimes
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.predict import predict_job
+from xsimulator.replay.job import Replayer, planned_queries, replay_job
+from xsimulator.replay.predict import JobPrediction, job_replays, mean_of
 from xsimulator.replay.steady import steady_figures
 from xsimulator.stage_times import StageTimes
 
@@ -118,11 +120,16 @@ def test_context_of_a_step_is_that_of_its_queries():
     assert pool.context[pool.decoded > 0].tolist() == [8, 6, 7]
 
 
+def predicted(problem: Problem, found: Estimate, count: int, *, seed: int,
+              **more: Any) -> JobPrediction:
+    return mean_of(job_replays(Replayer(problem, roofline_of(problem), found), count,
+                               np.random.default_rng(seed), **more))
+
+
 def test_prediction_of_a_job_lies_below_the_steady_state_and_above_its_share():
     problem = problem_of()
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=8))
-    short, long = (predict_job(problem, roofline_of(problem), found, count,
-                               np.random.default_rng(0), replays=2) for count in (72, 1500))
+    short, long = (predicted(problem, found, count, seed=0, replays=2) for count in (72, 1500))
     assert short.throughput_qps < long.throughput_qps < 1.03 * found.figures.throughput_qps
     assert long.throughput_qps > 0.9 * found.figures.throughput_qps
     assert short.wall_s == pytest.approx(72 / short.throughput_qps, rel=0.05)
@@ -133,8 +140,7 @@ def test_prediction_depends_on_the_generator_alone():
     problem = problem_of()
     found = estimate(problem, roofline_of(problem), RraConfig(encode_batch=9, decode_iterations=8))
     known = QueryLengths(inputs=np.full(60, 100), most_outputs=np.full(60, 80))
-    twice = [predict_job(problem, roofline_of(problem), found, 60, np.random.default_rng(4),
-                         known=known) for _ in range(2)]
+    twice = [predicted(problem, found, 60, seed=4, known=known) for _ in range(2)]
     assert twice[0] == twice[1]
 
 
@@ -199,7 +205,7 @@ def test_a_query_that_reserves_more_than_the_longest_output_is_planned_for():
     assert large.deployment.kv_tokens > small.deployment.kv_tokens
     assert large.figures.throughput_qps == small.figures.throughput_qps
     assert rra_rule(large).submit(0, plain.lengths.inputs.max + 400)
-    predict_job(generous, roofline_of(generous), large, 20, np.random.default_rng(0), replays=1)
+    predicted(generous, large, 20, seed=0, replays=1)
 
 
 def test_both_kinds_of_bound_are_met_by_the_quantile_of_the_output_length():

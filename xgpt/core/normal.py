@@ -1,0 +1,178 @@
+"""Normal distributions: chances, quantiles of mixtures, and the parent of a truncated one.
+
+Without scipy, as far as it goes: to import what would be used of it takes a third of a second,
+which is a good part of what a short job is planned in."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Vector = NDArray[np.float64]
+
+_ROOT_2, _ROOT_2_PI = math.sqrt(2), math.sqrt(2 * math.pi)
+_FAR = -30.0  # below it the tail is a series; above it erfc is far from underflowing
+_TERMS = 10  # of the series: the last is less than 1e-18 of the sum at _FAR
+_REACH = 9  # standard deviations: what a normal has beyond them is lost in a float's rounding
+_NEAR = 2e-12  # a quantile is found this exactly
+_MET, _EXISTS = 1e-12, 1e-6  # parts of the maximum by which a parent's moments may miss
+_MANY = 1 << 15  # quantiles for which scipy is worth its import
+_STEP, _MOST_STEPS, _MOST_HALVINGS = 1e-6, 60, 20  # of differences; of Newton's method
+# of a parent: its location in parts of the maximum, and the logarithm of its scale in such parts
+_LOWER, _UPPER = np.array([-30.0, math.log(1e-6)]), np.array([31.0, math.log(30.0)])
+
+# of the quantile: in the middle of the distribution, in its tails, and far out in them
+_MIDDLE = (
+    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4,
+     4.5921953931549871457e4, 1.3731693765509461125e4, 1.9715909503065514427e3,
+     1.3314166789178437745e2, 3.3871328727963666080e0),
+    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4,
+     2.1213794301586595867e4, 5.3941960214247511077e3, 6.8718700749205790830e2,
+     4.2313330701600911252e1, 1.0))
+_TAIL = (
+    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1,
+     1.27045825245236838258e0, 3.64784832476320460504e0, 5.76949722146069140550e0,
+     4.63033784615654529590e0, 1.42343711074968357734e0),
+    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2,
+     1.48103976427480074590e-1, 6.89767334985100004550e-1, 1.67638483018380384940e0,
+     2.05319162663775882187e0, 1.0))
+_FAR_TAIL = (
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3,
+     2.65321895265761230930e-2, 2.96560571828504891230e-1, 1.78482653991729133580e0,
+     5.46378491116411436990e0, 6.65790464350110377720e0),
+    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5,
+     7.86869131145613259100e-4, 1.48753612908506148525e-2, 1.36929880922735805310e-1,
+     5.99832206555887937690e-1, 1.0))
+
+
+def log_ndtr(x: ArrayLike) -> Vector:
+    """Logarithm of the chance that a standard normal is at most x, exact in both tails."""
+    values = np.asarray(x, float)
+    return np.array([_log_ndtr(value) for value in values.ravel().tolist()]).reshape(values.shape)
+
+
+def ndtri(chance: ArrayLike) -> Vector:
+    """What a standard normal stays below with this chance, above 0 and below 1, to 1e-15 of it
+    (Wichura's PPND16: Applied Statistics 37, 1988, algorithm AS 241)."""
+    p = np.asarray(chance, float)
+    if p.size > _MANY:
+        from scipy import special  # here, as the head of this file says
+
+        return np.asarray(special.ndtri(p))
+    q = p - 0.5
+    r = 0.180625 - q * q  # where it is not negative, the middle
+    inner = q * _ratio(r, _MIDDLE)
+    if (r >= 0).all():
+        return inner
+    tail = np.sqrt(-np.log(np.minimum(p, 1 - p)))
+    outer = _ratio(tail - 1.6, _TAIL)
+    if tail.max() > 5:
+        outer = np.where(tail > 5, _ratio(tail - 5, _FAR_TAIL), outer)
+    return np.where(r >= 0, inner, np.copysign(outer, q))
+
+
+def _ratio(x: Vector, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Vector:
+    """One polynomial over another, the highest powers first."""
+    above, below = (np.full_like(x, of[0]) for of in coefficients)
+    for first, second in zip(*(of[1:] for of in coefficients), strict=True):
+        above *= x
+        above += first
+        below *= x
+        below += second
+    return np.asarray(above / below)
+
+
+def mixture_quantile(means: Vector, spread: float, chance: float) -> float:
+    """What a normal of standard deviation `spread` around one of these means, each as likely, stays
+    below with this chance, which is less than the share of means that are finite."""
+    finite = means[np.isfinite(means)]
+    assert spread > 0 and 0 < chance < len(finite) / len(means), f"{spread = } {chance = }"
+    low, high = float(finite.min()) - _REACH * spread, float(finite.max()) + _REACH * spread
+    x, before = (low + high) / 2, math.inf
+    while abs(x - before) > _NEAR:  # Newton's method, kept between a bound below and one above
+        z: list[float] = ((x - means) / spread).tolist()
+        missed = chance - sum([0.5 * math.erfc(-value / _ROOT_2) for value in z]) / len(z)
+        low, high = (x, high) if missed > 0 else (low, x)
+        density = sum([math.exp(-0.5 * value * value) for value in z]) / (
+            len(z) * spread * _ROOT_2_PI)
+        tried = x + missed / density if density > 0 else math.inf
+        before, x = x, tried if low < tried < high else (low + high) / 2
+    return x
+
+
+def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, float] | None:
+    """(location, scale) of the normal whose truncation to (0, maximum] has this mean and std; None
+    where none has."""
+    def missed(x: Vector) -> Vector:
+        got_mean, got_std = _truncated_moments(float(x[0]) * maximum,
+                                               float(np.exp(x[1])) * maximum, maximum)
+        return np.array([(got_mean - mean) / maximum, (got_std - std) / maximum])
+
+    with np.errstate(all="ignore"):
+        x = _by_newton(missed, np.clip([mean / maximum, np.log(std / maximum)], _LOWER, _UPPER))
+        if x is None:  # there is none, as a rule
+            x = _by_least_squares(missed, mean / maximum, std / maximum)
+    return None if x is None else (float(x[0] * maximum), float(np.exp(x[1]) * maximum))
+
+
+def _by_newton(missed: Callable[[Vector], Vector], x: Vector) -> Vector | None:
+    """Where `missed` is nothing; None where Newton's method does not come there from x."""
+    error = missed(x)
+    for _ in range(_MOST_STEPS):
+        (a, c), (b, d) = [(missed(x + by) - missed(x - by)) / (2 * _STEP)
+                          for by in np.eye(2) * _STEP]
+        step = np.array([b * error[1] - d * error[0], c * error[0] - a * error[1]]) / (
+            a * d - b * c)
+        for share in 2.0 ** -np.arange(_MOST_HALVINGS):
+            tried = x + share * step
+            if not ((tried >= _LOWER) & (tried <= _UPPER)).all():
+                continue
+            error_there = missed(tried)
+            if np.abs(error_there).max() < np.abs(error).max():
+                break
+        else:
+            break
+        x, error = tried, error_there
+    return x if np.abs(error).max() < _MET else None
+
+
+def _by_least_squares(missed: Callable[[Vector], Vector], mean: float, std: float) -> Vector | None:
+    """Where `missed` is next to nothing, found from several starts; None where nothing is."""
+    from scipy import optimize  # here, as the head of this file says
+
+    best = None
+    for start_scale in (1.0, 3.0, 0.5):
+        start = np.clip([mean, np.log(start_scale * std)], _LOWER, _UPPER)
+        fit = optimize.least_squares(missed, start, xtol=1e-14, ftol=1e-14, gtol=1e-14,
+                                     bounds=(_LOWER, _UPPER))
+        if np.isfinite(fit.cost) and (best is None or fit.cost < best.cost):
+            best = fit
+    return None if best is None or np.abs(best.fun).max() > _EXISTS else np.asarray(best.x)
+
+
+def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[float, float]:
+    """Mean and std of the normal(location, scale) truncated to (0, maximum]."""
+    a, b = -location / scale, (maximum - location) / scale
+    if a > 0:  # mirror, so that the log-space differences below stay in the accurate tail
+        mean, std = _truncated_moments(maximum - location, scale, maximum)
+        return maximum - mean, std
+    log_a, log_b = _log_ndtr(a), _log_ndtr(b)
+    log_mass = log_b + np.log1p(-np.exp(log_a - log_b))
+    density_a = np.exp(-0.5 * a * a - log_mass) / _ROOT_2_PI
+    density_b = np.exp(-0.5 * b * b - log_mass) / _ROOT_2_PI
+    shift = density_a - density_b
+    variance = 1 + a * density_a - b * density_b - shift**2
+    return float(location + scale * shift), float(scale * np.sqrt(max(variance, 0.0)))
+
+
+def _log_ndtr(x: float) -> float:
+    if x > -1:
+        return math.log1p(-0.5 * math.erfc(x / _ROOT_2))
+    if x > _FAR:
+        return math.log(0.5 * math.erfc(-x / _ROOT_2))
+    square, term, total = x * x, 1.0, 1.0
+    for k in range(1, _TERMS):
+        term *= -(2 * k - 1) / square
+        total += term
+    return -0.5 * square - math.log(-x * _ROOT_2_PI) + math.log(total)
