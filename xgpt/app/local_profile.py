@@ -207,7 +207,10 @@ def _sufficient(path: Path, is_enough: Callable[[Profile], bool],
     profile = _cached(path, tell)
     if profile is None or not is_enough(profile):
         return None
-    tell.say(f"profile: from the cache, {profile.metadata.date}; {judge(profile).brief}")
+    judgement = judge(profile)
+    anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
+        judgement.grade == "noisy") else ""
+    tell.say(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
     return profile
 
 

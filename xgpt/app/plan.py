@@ -15,7 +15,6 @@ from xgpt.core.layout import Layout
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule, StageAssignment
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report.copies_table import copies_table
 from xgpt.report.table import choice_table, fact, paragraph, schedule_table, stage_table
 from xgpt.report.words import counted
 from xprofiler.derived import Derived
@@ -47,8 +46,7 @@ class Plan:
         horizon = fact("horizon", f"this job's {counted(count, 'query')}"
                        if self.horizon == "job" and count else "steady state, a job without end")
         tables = (head, times, horizon, schedule_table(self.schedule),
-                  choice_table(self.schedule), copies_table(self.schedule),
-                  stage_table(self.schedule))
+                  choice_table(self.schedule), stage_table(self.schedule))
         return "\n".join(filter(None, tables))
 
 

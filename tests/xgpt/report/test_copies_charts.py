@@ -1,38 +1,18 @@
-"""Other numbers of copies of the model, beside the one that was chosen."""
+"""Copies of the model, in the charts of a schedule and of a sweep."""
 
 from __future__ import annotations
 
 from fake_run import fake_schedule
 
 from xgpt.core.schedule import CopiesTried
-from xgpt.report.copies_table import copies_table
 from xgpt.report.run_charts import choice
 from xgpt.report.sweep_charts import line_of, sweep_charts
-from xgpt.report.table import WIDTH
 
 
 def tried(count: int, devices: int, qps: float | None, words: str = "rra") -> CopiesTried:
     return CopiesTried(replicas=count, devices_per_replica=devices, throughput_qps=qps,
                        latency_s=None if qps is None else 3.0, words=words,
                        bound_qps=0.0 if qps is None else 1.01 * qps)
-
-
-def test_each_number_of_copies_has_a_line_and_the_chosen_one_is_marked() -> None:
-    schedule = fake_schedule()
-    devices = schedule.deployment.devices_per_replica
-    text = copies_table(schedule.changed(over_copies=(
-        tried(4, 1, None, "the weights do not fit one device, and so there is none " * 2),
-        tried(2, devices + 1, 1.5), tried(1, devices, 2.31))))
-    lines = text.splitlines()
-    assert lines[0].split()[:4] == ["copies", "of", "queries/s", "at"]
-    (chosen,) = [line for line in lines if line.lstrip().startswith("*")]
-    assert chosen.split()[1:4] == ["1", str(devices), "2.31"]
-    assert "the weights do not" in text and max(map(len, lines)) <= WIDTH
-
-
-def test_where_there_was_no_choice_there_is_no_table() -> None:
-    assert copies_table(fake_schedule()) == ""
-    assert copies_table(fake_schedule().changed(over_copies=(tried(1, 2, 2.0),))) == ""
 
 
 def test_the_chart_of_the_choice_has_the_copies_with_their_words() -> None:
