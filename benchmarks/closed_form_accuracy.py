@@ -40,6 +40,8 @@ CLUSTERS = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-1
 TASKS = ("S", "T", "G", "C1", "C2")
 QUANTILE = 0.95  # of the bound: enough queries beyond it for a steady figure
 MOST_QUERIES = 24_000
+CHUNKED = "rra in chunks"  # RRA with an encode_chunk: decoder-only models alone
+KINDS = (*policy_names(), CHUNKED)
 ROUNDS = 14  # queries replayed over queries in the system
 DRAWS = 60  # of control variables, until one fits memory
 
@@ -66,7 +68,7 @@ def problem_of(rng: np.random.Generator, model: str, task: str) -> Problem:
         default_max_tokens=joint.outputs.max)
 
 
-def controls_of(rng: np.random.Generator, problem: Problem) -> FixedSchedule:
+def controls_of(rng: np.random.Generator, problem: Problem, kind: str) -> FixedSchedule:
     """Control variables of all policies, drawn at random."""
     devices = problem.cluster.num_devices
     degree = int(rng.choice([d for d in (1, 2, 4, 8) if d <= devices]))
@@ -75,20 +77,24 @@ def controls_of(rng: np.random.Generator, problem: Problem) -> FixedSchedule:
     def log_uniform(low: float, high: float) -> int:
         return int(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-    return FixedSchedule(
+    drawn = FixedSchedule(
         encode_batch=log_uniform(1, 400), decode_iterations=log_uniform(1, 200),
         decode_micro_batches=groups, encode_micro_batches=groups * int(rng.integers(1, 4)),
         max_active=log_uniform(4, 2000), token_budget=log_uniform(1100, 8000), tp_degree=degree,
         tp_gpus=0 if degree == 1 else degree * int(rng.integers(1, devices // degree + 1)))
+    return replace(drawn, encode_chunk=log_uniform(32, 4096)) if kind == CHUNKED else drawn
 
 
-def draw(rng: np.random.Generator, policy: str, model: str,
+def draw(rng: np.random.Generator, kind: str, model: str,
          task: str) -> tuple[Problem, bool, Estimate] | None:
     """A problem with an estimate that fits; None where none of the draws does."""
     problem, padded = problem_of(rng, model, task), bool(rng.integers(2))
+    if kind == CHUNKED and problem.model.is_encoder_decoder:
+        return None
+    policy = "rra" if kind == CHUNKED else kind
     made = make_policy(policy, problem, roofline_of(problem, padded))
     for _ in range(DRAWS):
-        config, missing = make_config(policy, controls_of(rng, problem))
+        config, missing = make_config(policy, controls_of(rng, problem, kind))
         assert not missing, f"{policy}: {missing}"
         try:
             found: Estimate = made.estimate(config)
@@ -119,11 +125,7 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
     else:
         return None
     problem, padded, found = drawn
-    present = max(
-        found.figures.decode_batch + found.figures.encode_batch,
-        found.controls.max_in_system,
-        found.controls.max_active,
-    )
+    present = max(found.most_in_system, found.variables.get("max_active") or 0)
     count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
     inputs, outputs = problem.lengths.sample(count, rng)
     result = replay_job(problem, roofline_of(problem, padded), found,
@@ -140,6 +142,7 @@ def compare(task: tuple[int, str, str, str]) -> Row | None:
         f"{model} {name}{parallel} B_E {found.figures.encode_batch} "
         f"N_D {found.figures.decode_iterations} "
         f"G {found.deployment.num_groups} "
+        f"chunk {found.variables.get('encode_chunk')} "
         f"max {found.variables.get('max_active')} budget {found.variables.get('token_budget')} "
         f"B_D {found.figures.decode_batch:.0f} {problem.constraint.kind} "
         f"{'padded' if padded else 'own'} preempted {result.preemptions}"
@@ -159,9 +162,10 @@ def reason_of(problem: Problem, found: Estimate) -> str:
     if found.policy == "rra" and min(length % found.figures.decode_iterations,
                                      -length % found.figures.decode_iterations) <= 0.05 * length:
         return "the quantile's length is at a phase's end: the latency leaps by a period there"
-    if found.controls.max_active and stages >= 8 and found.figures.decode_batch / groups < 60:
+    most = found.variables.get("max_active") or 0
+    if most and stages >= 8 and found.figures.decode_batch / groups < 60:
         return "few queries a group on a long pipeline: successive steps are not independent"
-    if found.controls.max_active and found.figures.decode_batch < 0.98 * found.controls.max_active:
+    if most and found.figures.decode_batch < 0.98 * most:
         return "memory binds: evictions and admissions interact"
     return ""
 
@@ -169,9 +173,9 @@ def reason_of(problem: Problem, found: Estimate) -> str:
 def tasks_of(count: int, seed: int) -> list[tuple[int, str, str, str]]:
     """At least `count` problems, the same number of each policy, models and tasks in turn."""
     cases = [(model, task) for model in CLUSTERS for task in TASKS]
-    each = -(-count // len(policy_names()))
+    each = -(-count // len(KINDS))
     return [(seed + i, policy, *cases[(i * 7 + 3 * place) % len(cases)])
-            for place, policy in enumerate(policy_names()) for i in range(each)]
+            for place, policy in enumerate(KINDS) for i in range(each)]
 
 
 def error_cells(errors: np.ndarray) -> str:
@@ -186,7 +190,7 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
              "worst.", "",
              "| policy | problems | throughput median | p95 | worst | latency median | p95 | "
              "worst |", "|---|---|---|---|---|---|---|---|"]
-    for policy in (*policy_names(), "all"):
+    for policy in (*KINDS, "all"):
         own = [row for row in rows if policy in (row.policy, "all")]
         throughput = np.abs(np.array([row.throughput for row in own]) - 1)
         latency = np.abs(np.array([row.latency for row in own]) - 1)
@@ -206,7 +210,7 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=320)
-    parser.add_argument("--policy", choices=policy_names())
+    parser.add_argument("--policy", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)

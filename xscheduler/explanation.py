@@ -71,6 +71,8 @@ def _how(schedule: Schedule) -> str:
     deployment, figures = schedule.deployment, schedule.figures
     if isinstance(schedule.controls, ContinuousControls):
         return policy(schedule.controls.policy).words.rpartition(": ")[2]
+    if getattr(schedule.controls, "encode_chunk", 0):
+        return "every device encodes beside decoding, so that no iteration waits for an encoding"
     if len(deployment.pools) == 1:
         return ("every device encodes and decodes in turn, encoding for "
                 f"{figures.encode_s / figures.period_s:.0%} of the time")
@@ -96,9 +98,13 @@ def _why_variables(schedule: Schedule) -> str:
     queries = "one query is" if batch == 1 else f"{batch} queries are"
     if isinstance(schedule.controls, RraControls):
         iterations = schedule.figures.decode_iterations
-        work = (f"{queries} encoded{'' if batch == 1 else ' together'} once every "
-                f"{'iteration' if iterations == 1 else f'{iterations} iterations'}, which keeps "
-                f"{decoding} when a phase begins")
+        every = "iteration" if iterations == 1 else f"{iterations} iterations"
+        if chunk := schedule.controls.encode_chunk:
+            work = (f"{queries} encoded every {every}, in chunks of at most {chunk} tokens beside "
+                    f"decoding, which keeps {decoding}")
+        else:
+            work = (f"{queries} encoded{'' if batch == 1 else ' together'} once every {every}, "
+                    f"which keeps {decoding} when a phase begins")
     elif isinstance(controls := schedule.controls, ContinuousControls):
         budget = controls.token_budget
         work = (f"up to {controls.max_active} queries are at work at a time, {decoding}"

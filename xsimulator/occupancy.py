@@ -68,6 +68,9 @@ class QueryFlow:
         reserve_squared = pmf * (square + 2 * most_output * mean + most_output**2)
         # what is reserved, and its square, over all queries, those with D = 0 included
         self._all_reserve = float(reserve.sum()), float(reserve_squared.sum())
+        # mean and variance of what one query reserves
+        self.reserve_moments = (self._all_reserve[0], max(
+            self._all_reserve[1] - self._all_reserve[0]**2, 0.0))
         # [4, D max] P(D >= k), context, and what is reserved, with its square
         self._by_iteration = np.stack([
             self._survival, self.context, self._tail(reserve), self._tail(reserve_squared)])

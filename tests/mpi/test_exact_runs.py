@@ -30,6 +30,8 @@ RRA_CASES = [(family, layout, 1 + (place + i) % 4, (4, 1, 9)[i % 3], (3, 1, 5, 3
              for place, family in enumerate(FAMILIES)
              for i, layout in enumerate(LAYOUTS) if (i + place) % 3 == 0]
 GLOO_CASES = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1), 1, 9, 5)]
+# encoded in chunks beside decoding
+CHUNK_CASES = [("llama", (1, 1), 2, 4, 6), ("opt", (2,), 1, 5, 4)]
 WAA_CASES = [("llama", (1,), (1,), 2, 3), ("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
              ("llama", (2,), (1, 1), 1, 4), ("t5", (1, 1), (1, 1), 2, 3), ("t5", (1,), (2,), 1, 9)]
 Models = dict[str, tuple[Path, dict[str, Any]]]
@@ -50,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def rra_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], int, int, int]],
-              **more: str) -> list[Case]:
+              **more: str | int) -> list[Case]:
     """`cases`: family, degree of each stage, micro-batches, encode batch, decode iterations.
     `more`: for all of them, as runs_script.py has it."""
     return [{"directory": str(models[family][0]), "degrees": degrees, "num_groups": groups,
@@ -89,7 +91,8 @@ def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None
 def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Name of a test -> (its cases, their answers): one launch serves them all."""
     parts = {"layouts": rra_cases(models, RRA_CASES), "pools": waa_cases(models, WAA_CASES),
-             "gloo": rra_cases(models, GLOO_CASES, group="gloo")}
+             "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
+             "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7)}
     answers = launch(tmp_path_factory.mktemp("launch"),
                      [case for cases in parts.values() for case in cases], timeout_s=280)
     found, first = {}, 0
@@ -104,6 +107,11 @@ def test_every_layout_answers_as_generate_does(models: Models, launched: Launche
     assert {case[2] for case in RRA_CASES} == {1, 2, 3, 4}
     assert {case[0] for case in RRA_CASES if sum(case[1]) == 4} == set(FAMILIES)
     check(models, *launched["layouts"])
+
+
+def test_chunks_beside_decoding_answer_as_generate_does(models: Models,
+                                                        launched: Launched) -> None:
+    check(models, *launched["chunks"])
 
 
 def test_sums_over_torch_distributed_answer_the_same(models: Models, launched: Launched) -> None:

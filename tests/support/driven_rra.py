@@ -21,7 +21,7 @@ def drive(rule: RraRule, outputs: dict[int, int]) -> list[Step]:
         steps.append(step)
         active[group] += step.joined
         for query in step.joined if step.kind is StepKind.ENCODE else active[group]:
-            left[query] -= 1
+            left[query] -= 1  # who joins gets the first token, whoever decodes another
         assert len(active[group]) <= rule.group_max_active
         assert len(steps) < 100_000
     assert not any(left.values())

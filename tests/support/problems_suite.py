@@ -149,13 +149,17 @@ def toy_cluster(*, devices=4, memory=6e8, link=FAST, nodes=1) -> Cluster:
 
 def toy_problem(*, latency_s=math.inf, fixed=None, inputs=(40, 20, 80), outputs=(9, 4, 20),
                 num_queries=None, pairs=None, model="decoder", kind="sequence", quantile=0.99,
-                **cluster) -> Problem:
+                encode_chunk=0, **cluster) -> Problem:
+    """`encode_chunk`: where `fixed` has none; None: of any size, which no grid here has."""
+    fixed = fixed or FixedSchedule()
+    if fixed.encode_chunk is None:
+        fixed = replace(fixed, encode_chunk=encode_chunk)
     lengths = joint_empirical(pairs) if pairs is not None else JointLengths(
         inputs=truncated_normal(*inputs), outputs=truncated_normal(*outputs))
     return Problem(
         model=TOYS[model], cluster=toy_cluster(**cluster), lengths=lengths, dtype="float16",
         constraint=latency_constraint(latency_s=latency_s, kind=kind, quantile=quantile),
-        fixed=fixed or FixedSchedule(), num_queries=num_queries,
+        fixed=fixed, num_queries=num_queries,
         default_max_tokens=lengths.outputs.max)
 
 
@@ -234,7 +238,8 @@ def paper_case(model: str, task: str, policy: str, seed: int, *, points: int = 3
         model=catalog.model(model), cluster=catalog.cluster(PAPER[model]), lengths=lengths,
         dtype="float16", num_queries=None, constraint=latency_constraint(
             latency_s=math.inf, kind=str(rng.choice(["sequence", "batch"]))),
-        fixed=FixedSchedule(policies=(policy,)), default_max_tokens=lengths.outputs.max)
+        fixed=FixedSchedule(policies=(policy,), encode_chunk=0),
+        default_max_tokens=lengths.outputs.max)
     timing: TimingSource = roofline_of(problem)
     if is_planted:
         timing = planted(rng, roofline_of(problem))

@@ -66,7 +66,8 @@ def run_rra(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
         toys.serve(messages, route, executor)
         return None
     rule = RraRule(encode_batch=case["encode_batch"], max_active=12, kv_tokens=10_000,
-                   decode_iterations=case["decode_iterations"], num_groups=case["num_groups"])
+                   decode_iterations=case["decode_iterations"], num_groups=case["num_groups"],
+                   encode_chunk=case.get("encode_chunk", 0))
     queries = toys.random_queries(case["queries"])
     sink = toys.lead(directory, messages, route, executor, rule, queries)
     messages.flush()

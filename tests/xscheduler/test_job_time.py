@@ -88,7 +88,8 @@ def test_variables_that_the_job_fixes_stay(tmp_path: Path) -> None:
     assert plan_job(session, timing_of(session)).schedule.estimate.figures.encode_batch == 10
     (selection,) = Scheduler(session.problem, timing_of(session)).selections(60)
     assert {config.encode_batch for config in selection.configs} == {10}
-    whole = session_of(tmp_path, 60, "inf", f"{fixed}, decode_iterations: 8")
+    whole = session_of(tmp_path, 60, "inf",
+                       f"{fixed}, decode_iterations: 8, encode_chunk: 0")
     (selection,) = Scheduler(whole.problem, timing_of(whole)).selections(60)
     assert len(selection.configs) == 1
 

@@ -28,12 +28,15 @@ class EvenBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RraControls:
-    """RRA: B_E queries are encoded together, then N_D decode iterations, in G groups."""
+    """RRA: B_E queries are encoded together, then N_D decode iterations, in G groups. Where
+    `encode_chunk` is not 0 (without limit), the B_E queries of every N_D iterations are encoded
+    beside decoding, in chunks of at most so many tokens."""
 
     policy: str = "rra"
     encode_batch: int
     decode_iterations: int
     decode_micro_batches: int
+    encode_chunk: int = 0
     even: EvenBatches = EvenBatches()
 
 

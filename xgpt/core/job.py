@@ -51,6 +51,7 @@ class FixedSchedule:
     encode_batch: int | None = None
     decode_iterations: int | None = None
     decode_micro_batches: int | None = None
+    encode_chunk: int | None = None  # RRA; 0: without limit, before decoding
     encode_micro_batches: int | None = None  # DSI
     max_active: int | None = None  # ORCA, vLLM, Sarathi
     token_budget: int | None = None  # vLLM, Sarathi

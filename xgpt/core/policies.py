@@ -77,6 +77,9 @@ _PARTS = Variable(name="encode_micro_batches", words="steps in which a batch is 
 _ACTIVE = Variable(name="max_active", words="queries at a time, over all groups")
 _BUDGET = Variable(name="token_budget", words="tokens of a step")
 
+_CHUNK = Variable(name="encode_chunk", least=0,
+                  words="tokens that a group's step encodes beside decoding")
+
 _FORMS = "xsimulator.policies"
 
 
@@ -110,7 +113,7 @@ _ROWS = (
     Policy(name="rra", title="RRA",
            words="round-robin allocation: all devices encode a batch, then decode for some "
                  "iterations",
-           variables=(_ENCODE_BATCH, _ITERATIONS, _GROUPS),
+           variables=(_ENCODE_BATCH, _ITERATIONS, _GROUPS, _CHUNK),
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            closed_form=f"{_FORMS}.rra.closed_form:Rra",
            config=f"{_FORMS}.rra.config:RraConfig",
@@ -173,9 +176,9 @@ class Asked(Protocol):
 
 def able_policies(asked: Asked) -> tuple[Policy, ...]:
     """The policies asked for, or else those that are searched, that have every variable which is
-    given a value: a variable that some alone have is a wish for one of them."""
+    given a value: a variable that some alone have is a wish for one of them (0 of it is none)."""
     given = {variable.name for row in policies() for variable in row.variables
-             if asked.value_of(variable.name) is not None}
+             if asked.value_of(variable.name)}
     return tuple(row for row in map(policy, asked.policies or searched_policies())
                  if given <= {*row.variable_names})
 

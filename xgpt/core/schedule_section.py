@@ -19,6 +19,7 @@ from xgpt.core.units import parse_share
 # More no device holds; and each part of a batch is a step of its own in every estimate.
 MOST, MOST_PARTS = 1_000_000, 4096
 AUTO = "auto"
+_MAY_BE_0 = ("tp_gpus", "encode_chunk")  # no groups; no limit
 
 
 def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
@@ -30,10 +31,11 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
         return FixedSchedule(), Adjustment()
     schedule = FixedSchedule(
         policies=_read_policies(section), replicas=_read_replicas(section),
-        **{name: section.integer(name, None, int(name != "tp_gpus"), most) for name, most in (
+        **{name: section.integer(name, None, int(name not in _MAY_BE_0), most) for name, most in (
             ("encode_batch", MOST), ("decode_iterations", MOST), ("max_active", MOST),
             ("decode_micro_batches", MOST_PARTS), ("encode_micro_batches", MOST_PARTS),
-            ("token_budget", MOST), ("tp_degree", MOST_PARTS), ("tp_gpus", MOST))},
+            ("encode_chunk", MOST), ("token_budget", MOST), ("tp_degree", MOST_PARTS),
+            ("tp_gpus", MOST))},
         others=_read_others(section))
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:

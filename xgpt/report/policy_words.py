@@ -8,7 +8,7 @@ from xgpt.report.words import counted
 
 # variables that the words below speak of; others are named by their rows
 _TOLD = {"encode_batch", "decode_iterations", "decode_micro_batches", "encode_micro_batches",
-         "max_active", "token_budget"}
+         "max_active", "token_budget", "encode_chunk"}
 
 
 def row_of(estimate: Estimate) -> Policy:
@@ -32,6 +32,10 @@ def controls_line(estimate: Estimate) -> str:
         budget = value_of(estimate, "token_budget")
         within = f", {budget} tokens a step" if budget else ""
         return f"{title}: up to {counted(most, 'query')} at a time{within}{more}{in_groups}"
+    if chunk := value_of(estimate, "encode_chunk"):
+        return (f"{title}: encode {estimate.figures.encode_batch} every "
+                f"{counted(estimate.figures.decode_iterations, 'iteration')}, {chunk} tokens at a "
+                f"time beside decoding{more}{in_groups}")
     text = f"{title}: encode {estimate.figures.encode_batch} together"
     if (parts := value_of(estimate, "encode_micro_batches") or 0) > groups:
         text += f" in {parts} micro-batches"
@@ -53,6 +57,8 @@ def controls_cell(estimate: Estimate) -> str:
         words[0] += f" in {parts}"
     if (iterations := value_of(estimate, "decode_iterations")) is not None:
         words.append(counted(iterations, "iteration"))
+    if chunk := value_of(estimate, "encode_chunk"):
+        words.append(f"chunks of {chunk}")
     words += _others(estimate)
     if deployment.num_groups > 1:
         words.append(f"{deployment.num_groups} groups")
@@ -65,7 +71,15 @@ def schedule_sentences(estimate: Estimate) -> tuple[str, ...]:
     """What the schedule does, for the report."""
     row, figures, deployment = row_of(estimate), estimate.figures, estimate.deployment
     sentences = [f"Policy: {row.title}, {row.words}."]
-    if (iterations := value_of(estimate, "decode_iterations")) is not None:
+    iterations = value_of(estimate, "decode_iterations")
+    if iterations is not None and (chunk := value_of(estimate, "encode_chunk")):
+        sentences.append(
+            f"In every {counted(iterations, 'iteration')} {counted(figures.encode_batch, 'query')} "
+            f"are encoded beside decoding, in chunks of at most {counted(chunk, 'token')}; "
+            f"{figures.decode_batch:.1f} queries decode at once on average. Such a period takes "
+            f"{format_seconds(figures.period_s)}, encoding one query "
+            f"{format_seconds(figures.encode_s)}.")
+    elif iterations is not None:
         sentences.append(
             f"Each period encodes {counted(figures.encode_batch, 'query')} together and then "
             f"decodes {counted(iterations, 'iteration')} before the next encoding; "

@@ -66,6 +66,7 @@ COLUMNS = (
               ("tpot_p99_s", "number", "time per token P99", "s")),
     *_columns("control", ("encode_batch", "whole", "queries encoded together", ""),
               ("decode_iterations", "whole", "decode iterations between two encodings", ""),
+              ("encode_chunk", "whole", "tokens encoded beside decoding", ""),
               ("decode_micro_batches", "whole", "groups of the decode batch", ""),
               ("encode_micro_batches", "whole", "steps in which a batch is encoded", ""),
               ("max_active", "whole", "queries at a time", ""),

@@ -33,7 +33,8 @@ def _refusals(job: Job) -> Iterator[Mistake]:
     if job.run.hosts:
         yield mistake(job, "run.hosts", ", ".join(job.run.hosts), "this machine alone: the "
                       "engine deepspeed was never tried over several")
-    if not named and (parts.decode_iterations or parts.max_active or parts.token_budget):
+    if not named and (parts.decode_iterations or parts.encode_chunk or parts.max_active
+                      or parts.token_budget):
         yield mistake(job, "schedule", None, "encode_batch, decode_micro_batches: the "
                       "engine deepspeed works static batches (policy ft or dsi)")
 

@@ -60,6 +60,12 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
                     f"one of {', '.join(able)} for an encoder-decoder model: {named[0]} encodes "
                     "queries beside decoding others, or again with what they generated, in one "
                     "pass through the same layers")
+    chunk = fixed.encode_chunk if schedule is None else schedule.estimate.variables.get(
+        "encode_chunk")
+    if chunk and problem.model.is_encoder_decoder:
+        raise wrong(job.source, "schedule.encode_chunk", chunk,
+                    "0 (or left out) for an encoder-decoder model: its encoder and its decoder "
+                    "share no layers that chunks could go through beside decoding")
     fixed = replace(fixed, policies=named)
     if schedule is not None:
         fixed = replace(fixed, tp_degree=schedule.estimate.deployment.tp_degree,

@@ -2,6 +2,10 @@
 `decode_iterations` times, repeat; the decode batch is split into `num_groups` micro-batches.
 
 Symbols: B_E = encode_batch, N_D = decode_iterations, B_D = mean of the active queries.
+With `encode_chunk` c there is no encode round: the B_E queries of a phase are encoded beside
+decoding, in chunks of at most c tokens that are spread over its N_D iterations, and each joins
+decoding when its last chunk is in (xrunner.rules.chunks).
+
 B_E queries join a phase; a group whose decode batch has left its mean by more than the workload
 adjustment's threshold takes more or fewer (paper section 5.2), by no more than that adjustment lets
 an encode batch's tokens vary anyway. `max_active` and the KV budget cut off what is far above.
@@ -10,13 +14,17 @@ All of these can change between two phases of a job (`RraRule.change`)."""
 import math
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
-from xgpt.core.controls import RraControls
+from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.batch_sizer import BatchSizer, sizer_of
+from xrunner.rules.batch_sizer import sizer_of
+from xrunner.rules.chunks import PhaseChunks, Waiting
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
+
+UNEVEN = EvenBatches()  # batches as queries come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,38 +40,65 @@ class PhaseControls:
     target_active: float = 0.0
 
 
+class _Admitted:
+    """The queries that are begun, by group, and the tokens of KV that each reserves."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
+        self.reserved = [0] * num_groups
+        self.group_of: dict[int, int] = {}
+
+    def admit(self, group: int, controls: PhaseControls, waiting: Waiting) -> bool:
+        """The query is active from now on, if the group's limits allow it."""
+        query, reserve, _ = waiting
+        active = self.active[group]
+        if (len(active) >= controls.group_max_active
+                or self.reserved[group] + reserve > controls.group_kv_tokens):
+            return False
+        active[query] = reserve
+        self.reserved[group] += reserve
+        self.group_of[query] = group
+        return True
+
+    def finish(self, query: int) -> None:
+        group = self.group_of.pop(query)
+        self.reserved[group] -= self.active[group].pop(query)
+
+
 class RraRule:
-    """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each."""
+    """Order within a phase: ENCODE of each group in turn, then N_D rounds of DECODE of each. With
+    chunks: N_D rounds, each step MIXED where it also encodes, ENCODE where nobody decodes yet."""
 
     needs_tokens = True
-    slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, encode_batch: int, decode_iterations: int, num_groups: int,
-                 max_active: int, kv_tokens: int, sizer: BatchSizer | None = None,
-                 target_active: float = 0.0) -> None:
+                 max_active: int, kv_tokens: int, even: EvenBatches = UNEVEN,
+                 encode_chunk: int = 0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
-        `sizer`: keeps the tokens of a group's encode step near their mean (None: its queries).
-        `target_active`: see PhaseControls."""
+        `even`: how what a group encodes in a phase is kept even; what it leads the active queries
+        back to may change. `encode_chunk` holds in every phase."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.num_groups = num_groups
         self.controls = PhaseControls(  # of this phase
             encode_batch=encode_batch, decode_iterations=decode_iterations,
             group_max_active=max(math.ceil(max_active / num_groups), 1),
-            group_kv_tokens=kv_tokens // num_groups, target_active=target_active)
+            group_kv_tokens=kv_tokens // num_groups, target_active=even.target_active)
         self.group_max_active = self.controls.group_max_active  # in any phase
-        self._sizer = sizer or BatchSizer(mean_input=0.0)
-        self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
-        self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
-        self._reserved = [0] * num_groups
-        self._group_of: dict[int, int] = {}
+        # a row that is encoded in part stays where it is, and who joins takes one that is free
+        self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
+        self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
+        self._sizer = sizer_of(even)
+        self._waiting: deque[Waiting] = deque()
+        self._admitted = _Admitted(num_groups)
         self._changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
         self._phase = 0
-        self._iteration = 0  # 0: the encode round of this phase
+        self._first_iteration = int(encode_chunk > 0)  # 0: the encode round of a phase
+        self._iteration = self._first_iteration
         self._group = 0
 
     @property
     def reserved_tokens(self) -> int:
-        return sum(self._reserved)
+        return sum(self._admitted.reserved)
 
     @property
     def next_phase(self) -> int:
@@ -82,35 +117,39 @@ class RraRule:
         assert phase > self._phase and phase >= after, f"{phase = } {after = } {self._phase = }"
         assert controls.group_max_active <= self.group_max_active, f"{controls = }"
         assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
-        most = max((reserve for _, reserve, _ in self._waiting), default=0)
+        dealt = self._chunks.waiting() if self._chunks else []
+        most = max((query.reserve for query in (*self._waiting, *dealt)), default=0)
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
         self._changes.append((phase, controls))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.controls.group_kv_tokens:
             return False
-        self._waiting.append((query, reserve_tokens, input_tokens))
+        self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
         return True
 
     def next_group(self) -> int | None:
-        if not self._group_of and not self._waiting:
+        is_at_work = bool(self._admitted.group_of) or (
+            self._chunks is not None and self._chunks.has_waiting())
+        if not is_at_work and not self._waiting:
             return None
-        if self._iteration > 0 and not self._group_of:
+        if self._iteration > self._first_iteration and not is_at_work:
             self._start_next_phase()  # nothing left to decode: go straight to encoding
         return self._group
 
     def decide(self) -> Step | None:
+        if self._chunks is not None:
+            return self._decide_mixed(self._chunks)
         kind, group = StepKind.DECODE if self._iteration else StepKind.ENCODE, self._group
         joined = self._admit(group) if kind is StepKind.ENCODE else ()
-        has_work = bool(joined) if kind is StepKind.ENCODE else bool(self._active[group])
+        has_work = bool(joined) if kind is StepKind.ENCODE else bool(self._admitted.active[group])
         step = Step(kind=kind, group=group, phase=self._phase, iteration=self._iteration,
                     joined=joined) if has_work else None
         self._advance()
         return step
 
     def finish(self, query: int) -> None:
-        group = self._group_of.pop(query)
-        self._reserved[group] -= self._active[group].pop(query)
+        self._admitted.finish(query)
 
     def quota(self, group: int, phase: int) -> int:
         """Queries `group` encodes in `phase`; sums to encode_batch over the groups, and the odd
@@ -118,32 +157,45 @@ class RraRule:
         base, odd = divmod(self.controls.encode_batch, self.num_groups)
         return base + ((group + phase * odd) % self.num_groups < odd)
 
+    def _decide_mixed(self, chunks: PhaseChunks) -> Step | None:
+        group, iteration = self._group, self._iteration
+        if iteration == self._first_iteration and group == 0:
+            for each in range(self.num_groups):
+                # who finds no room for one phase's queries is dealt no more of them
+                if len(chunks.waiting(each)) < self.quota(each, self._phase):
+                    chunks.deal(each, [self._waiting.popleft() for _ in range(self._wanted(each))])
+            chunks.begin_phase(self.controls.decode_iterations)
+        is_decode = len(self._admitted.active[group]) > chunks.num_begun(group)
+        encoded, joined = chunks.take(group, iteration, partial(
+            self._admitted.admit, group, self.controls))
+        kind = StepKind.DECODE if not encoded else (
+            StepKind.MIXED if is_decode else StepKind.ENCODE)
+        step = Step(kind=kind, group=group, phase=self._phase, iteration=iteration, joined=joined,
+                    chunks=encoded) if is_decode or encoded else None
+        self._advance()
+        return step
+
     def _admit(self, group: int) -> tuple[int, ...]:
-        controls, active = self.controls, self._active[group]
-        room, quota = controls.group_max_active - len(active), self.quota(group, self._phase)
-        first = islice(self._waiting, self._sizer.most(quota))
-        wanted = self._sizer.count([tokens for _, _, tokens in first], quota,
-                                   self._lean(group)) if quota else 0
         joined = []
-        for _ in range(min(wanted, room)):
-            query, reserve, _ = self._waiting[0]
-            if self._reserved[group] + reserve > controls.group_kv_tokens:
+        for _ in range(self._wanted(group)):
+            if not self._admitted.admit(group, self.controls, self._waiting[0]):
                 break  # keep the input's order: a smaller query behind does not overtake
-            self._waiting.popleft()
-            active[query] = reserve
-            self._reserved[group] += reserve
-            self._group_of[query] = group
-            joined.append(query)
+            joined.append(self._waiting.popleft().query)
         return tuple(joined)
 
-    def _lean(self, group: int) -> int:
-        """Queries more, or fewer, that would bring the group's decode batch back to its mean."""
-        controls = self.controls
-        if not controls.target_active or len(self._waiting) < controls.encode_batch:
-            return 0  # of a job's last queries every group gets its even share
-        carried = controls.target_active / self.num_groups
-        return self._sizer.lean(len(self._active[group]) - carried,
-                                carried + controls.encode_batch / self.num_groups)
+    def _wanted(self, group: int) -> int:
+        """How many of those who wait the group takes in this phase, if there is room for them."""
+        controls, quota, lean = self.controls, self.quota(group, self._phase), 0
+        if not quota:
+            return 0
+        # of a job's last queries every group gets its even share
+        if controls.target_active and len(self._waiting) >= controls.encode_batch:
+            carried = controls.target_active / self.num_groups
+            # queries more, or fewer, that would bring the group's decode batch back to its mean
+            lean = self._sizer.lean(len(self._admitted.active[group]) - carried,
+                                    carried + controls.encode_batch / self.num_groups)
+        first = islice(self._waiting, self._sizer.most(quota))
+        return self._sizer.count([query.tokens for query in first], quota, lean)
 
     def _advance(self) -> None:
         self._group += 1
@@ -154,7 +206,8 @@ class RraRule:
                 self._start_next_phase()
 
     def _start_next_phase(self) -> None:
-        self._phase, self._iteration, self._group = self._phase + 1, 0, 0
+        self._phase, self._iteration = self._phase + 1, self._first_iteration
+        self._group = 0
         while self._changes and self._changes[0][0] <= self._phase:
             _, self.controls = self._changes.popleft()
 
@@ -165,8 +218,8 @@ def rra_rule(estimate: Estimate) -> RraRule:
     groups = deployment.num_groups
     return RraRule(encode_batch=controls.encode_batch, decode_iterations=controls.decode_iterations,
                    num_groups=groups, max_active=groups * most_active(estimate),
-                   kv_tokens=deployment.kv_tokens, sizer=sizer_of(controls.even),
-                   target_active=controls.even.target_active)
+                   kv_tokens=deployment.kv_tokens, even=controls.even,
+                   encode_chunk=controls.encode_chunk)
 
 
 def phase_controls(estimate: Estimate, *, slots: int) -> PhaseControls:
@@ -188,6 +241,9 @@ def most_active(estimate: Estimate) -> int:
     controls, groups = _controls(estimate), estimate.deployment.num_groups
     mean = estimate.figures.decode_batch / groups
     new = sizer_of(controls.even).most(math.ceil(controls.encode_batch / groups))
+    if controls.encode_chunk and controls.even.mean_input_tokens > 0:
+        # one chunk's, and the one that is encoded in part
+        new = min(new, math.ceil(2 * controls.encode_chunk / controls.even.mean_input_tokens)) + 1
     return math.ceil(mean + 3 * math.sqrt(mean)) + new
 
 

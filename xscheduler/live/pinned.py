@@ -9,6 +9,7 @@ on until none is better: exact on the grid of whole numbers wherever the best li
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from xgpt.core.controls import ContinuousControls, RraControls, WaaControls
@@ -130,6 +131,8 @@ class PinnedSearch:
         self._has_iterations = "decode_iterations" in policy(deployed.policy).variable_names
         self._deployed_config, missing = make_config(deployed.policy, deployed)
         assert not missing, f"{missing = }"
+        self._largest = partial(_largest_batch, self._deployed_config, self._batches,
+                                problem.lengths.inputs.mean)
         self._known: dict[tuple[Line, int], _ConfigFigures] = {}
 
     def current(self) -> Way:
@@ -195,30 +198,32 @@ class PinnedSearch:
 
     def _look_at(self, lines: Sequence[Line]) -> None:
         """Evaluate the batches of these lines that may be the best."""
-        low, high = self._batches
+        low, _ = self._batches
         edges = self._edges(lines)
         wanted = []
         for line, edge in edges.items():
             sizes = {edge + k for k in range(-NEAR_EDGE, NEAR_EDGE + 1)}
             sizes |= {round(edge * share) for share in BELOW}
-            wanted += [(line, size) for size in sizes if low <= size <= high]
+            wanted += [(line, size) for size in sizes if low <= size <= self._largest(line)]
         self._evaluate(wanted)
 
     def _edges(self, lines: Sequence[Line]) -> dict[Line, int]:
         """Largest admissible batch of each line, by bisection; the smallest batch where none is."""
-        low, high = self._batches
+        low, _ = self._batches
+        largest = {line: self._largest(line) for line in lines}
         spans = dict.fromkeys(lines, (low, low))
         rising = list(lines)  # double until something forbids it, then bisect
         while rising:
-            tried = {line: min(2 * spans[line][0], high) for line in rising}
+            tried = {line: min(2 * spans[line][0], largest[line]) for line in rising}
             self._evaluate(list(tried.items()))
             rising = []
             for line, size in tried.items():
                 if self._known[line, size].limit:
                     spans[line] = (spans[line][0], size)
                 else:
-                    spans[line] = (size, size if size < high else size + 1)
-                    if size < high:
+                    is_last = size >= largest[line]
+                    spans[line] = (size, size + is_last)
+                    if not is_last:
                         rising.append(line)
         while open_lines := [line for line, (a, b) in spans.items() if b - a > 1]:
             middles = {line: sum(spans[line]) // 2 for line in open_lines}
@@ -285,13 +290,26 @@ class PinnedSearch:
                        **iterations)
 
 
+def _largest_batch(deployed: Any, batches: tuple[int, int], mean_input: float, line: Line) -> int:
+    """No larger batch of a line is looked at: of more tokens than the chunks of a phase hold, the
+    rest would wait."""
+    least, most = batches
+    if not (chunk := getattr(deployed, "encode_chunk", 0)):
+        return most
+    iterations, groups = line
+    return min(max(int(chunk * iterations * groups / mean_input), least), most)
+
+
 def variables_words(estimate: Estimate) -> str:
     """The control variables, in words; not every policy has iterations."""
     figures, controls = estimate.figures, estimate.controls
     if isinstance(controls, ContinuousControls):
         budget = f", token_budget {controls.token_budget}" if controls.token_budget else ""
         return f"max_active {controls.max_active}{budget}"
-    iterations = (f"decode_iterations {controls.decode_iterations}, "
-                  if isinstance(controls, RraControls) else "")
+    iterations = ""
+    if isinstance(controls, RraControls):
+        iterations = f"decode_iterations {controls.decode_iterations}, "
+        if controls.encode_chunk:
+            iterations += f"encode_chunk {controls.encode_chunk}, "
     return (f"encode_batch {figures.encode_batch}, {iterations}"
             f"decode_micro_batches {estimate.deployment.num_groups}")

@@ -55,7 +55,7 @@ class RraExaminer:
         self._points, self._bound_s, self._gap = points, latency_bound_s, gap
         problem = points.problem
         self._batches = batch_range(problem.fixed, problem.num_queries)
-        self._best_qps = floor_qps
+        self.best_qps = floor_qps
         # (plan, N_D, least, most batch) -> where the line is split, for it is the last admissible
         self._frontier: dict[tuple[int, int, int, int], int] = {}
         self.plan_of_root: list[int] = []
@@ -97,10 +97,10 @@ class RraExaminer:
         top = self._cut_to_room(given, is_line, reasons)
         limit = np.full(len(boxes), -np.inf)
         is_open = reasons == ""
-        if not is_line and self._best_qps > 0:
+        if not is_line and self.best_qps > 0:
             # what is no better than the incumbent at any latency need not be cut
             self._bound(limit, given, top, is_open, is_line)
-            is_open &= limit > self._best_qps * (1 + self._gap)
+            is_open &= limit > self.best_qps * (1 + self._gap)
         top = self._cut_to_latency(given, top, is_line, reasons, is_open)
         self._bound(limit, given, top, is_open & (reasons == ""), is_line)
         seen = self._look(given, top, limit, is_line)
@@ -183,7 +183,7 @@ class RraExaminer:
         limit = points.bounds.throughput_qps(corners, left.least, None if is_line else left.last)
         limit = np.where(limit > 0, limit, np.inf)  # the corner's times are refused
         if is_line:
-            rows = np.flatnonzero(limit > self._best_qps)
+            rows = np.flatnonzero(limit > self.best_qps)
             if len(rows):
                 part = left.take(rows)
                 limit[rows] = np.minimum(limit[rows], points.bounds.line_throughput_qps(
@@ -197,7 +197,7 @@ class RraExaminer:
         order = np.argsort(-limit, kind="stable")
         for begin in range(0, len(order), AT_ONCE):
             rows = order[begin:begin + AT_ONCE]
-            rows = rows[limit[rows] > self._best_qps * (1 + self._gap)]
+            rows = rows[limit[rows] > self.best_qps * (1 + self._gap)]
             if not len(rows):
                 break
             left, most = given.take(rows), top[rows]
@@ -212,7 +212,7 @@ class RraExaminer:
                         for pair in zip(seen, again, strict=True)]
             for row, one, is_all in zip(rows, seen, is_few, strict=True):
                 bests[row] = one._replace(is_all=bool(is_all))
-                self._best_qps = max(self._best_qps, one.throughput_qps)
+                self.best_qps = max(self.best_qps, one.throughput_qps)
         return bests
 
     def _at(self, left: _Boxes, tried: IntArray) -> list[_Best]:

@@ -53,7 +53,8 @@ class RraPoints:
     def config(self, plan: int, point: tuple[int, ...]) -> RraConfig:
         return RraConfig(encode_batch=point[0], decode_iterations=point[1],
                          tp_degree=self.plans[plan].tp_degree, tp_gpus=self.plans[plan].tp_gpus,
-                         decode_micro_batches=self.problem.fixed.decode_micro_batches)
+                         decode_micro_batches=self.problem.fixed.decode_micro_batches,
+                         encode_chunk=point[2] if len(point) > 2 else 0)
 
     def evaluate(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> Points:
         """Figures of each, all new ones at once."""

@@ -48,11 +48,11 @@ class Selection:
 
 
 class Space(Protocol):
-    """One policy's space of one problem, under any latency bound. A point is two numbers, of the
-    control variables `variables`, under one of `plans`."""
+    """One policy's space of one problem, under any latency bound. A point has the values of the
+    control variables `variables`, or of the first of them, under one of `plans`."""
 
     name: str
-    variables: tuple[str, str]
+    variables: tuple[str, ...]
     problem: Problem
     plans: tuple[TensorPlan, ...]
 
@@ -118,7 +118,7 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
 
 def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:
     """A point as it is shown."""
-    names = ", ".join(f"{name} {value}" for name, value in zip(space.variables, point, strict=True)
-                      if value)  # 0: it has no such variable
+    values = zip(space.variables, point, strict=False)
+    names = ", ".join(f"{name} {value}" for name, value in values if value)  # 0: it has none
     own = space.plans[plan]
     return f"{names}, tp_degree {own.tp_degree}, tp_gpus {own.tp_gpus}"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import EvenBatches
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
@@ -69,7 +70,9 @@ def encode_sizes(rule: RraRule, outputs: Iterator[int]) -> tuple[list[int], list
 
 def rule_of(target_active: float, count: int) -> RraRule:
     rule = RraRule(encode_batch=20, decode_iterations=1, num_groups=1, max_active=1000,
-                   kv_tokens=10**9, sizer=SIZER, target_active=target_active)
+                   kv_tokens=10**9, even=EvenBatches(
+                       adjustment=SIZER.adjustment, mean_input_tokens=SIZER.mean_input,
+                       target_active=target_active))
     for query in range(count):
         assert rule.submit(query, 100, int(MEAN))
     return rule

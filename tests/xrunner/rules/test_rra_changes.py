@@ -82,10 +82,10 @@ def test_every_query_ends_and_no_limit_is_broken_whatever_changes(
     decide = rule.decide
 
     def watched() -> Any:
-        before = [sum(group.values()) for group in rule._active]
+        before = [sum(group.values()) for group in rule._admitted.active]
         step = decide()
         if step is not None and step.joined:
-            group = rule._active[step.group]
+            group = rule._admitted.active[step.group]
             assert len(group) <= rule.controls.group_max_active <= slots
             assert before[step.group] < sum(group.values()) <= rule.controls.group_kv_tokens
         return step

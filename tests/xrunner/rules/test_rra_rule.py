@@ -10,7 +10,7 @@ from driven_rra import drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xrunner.rules.batch_sizer import BatchSizer
+from xgpt.core.controls import EvenBatches
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
 
@@ -82,7 +82,7 @@ def test_encode_steps_are_even_and_the_mean_stays_as_planned():
     inputs = np.random.default_rng(4).integers(1, 501, 24_000).tolist()
     mean, counts, tokens = sum(inputs) / len(inputs), [], []
     rule = RraRule(encode_batch=24, decode_iterations=1, num_groups=2, max_active=1000,
-                   kv_tokens=10**9, sizer=BatchSizer(mean_input=mean, adjustment=0.1))
+                   kv_tokens=10**9, even=EvenBatches(mean_input_tokens=mean, adjustment=0.1))
     for query, length in enumerate(inputs):
         assert rule.submit(query, length, length)
     while rule.next_group() is not None:

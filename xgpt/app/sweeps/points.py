@@ -26,7 +26,7 @@ from xscheduler.planner import PlanOptions
 
 _TELLING = ("model", "cluster", "task", "engine")  # axes whose values need no name beside them
 _CONTROLS = ("encode_batch", "decode_iterations", "encode_micro_batches", "max_active",
-             "token_budget")
+             "token_budget", "encode_chunk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ so both kinds of bound come to the latency of the output length at the bound's q
 expected times; how batches scatter around them is the replay's business."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan, StagePlans
 from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
 from xsimulator.policies.measured_range import MeasuredRange, Presented
+from xsimulator.policies.rra.chunked import Chunked
+from xsimulator.policies.rra.chunked_form import ChunkedForm
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.phase_blocks import EXACT_ITERATIONS, SMALL_BATCH, BlockTable
 from xsimulator.policies.rra.phases import DecodeLoads, EncodeTokens, PhaseBatches, phase_times
@@ -71,9 +73,14 @@ class Rra:
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
         self.plans: PlanSource = plans or StagePlans(problem, timing)
+        self.chunked = ChunkedForm(
+            chunked=Chunked(problem, self.flow, self.blocks, self.encode_tokens),
+            plans=self.plans, measured=self._range, assembler=self._assembler, even=self._even)
 
     def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
+        if not isinstance(configs, RraConfigs) and any(one.encode_chunk for one in configs):
+            return self._evaluate_both(configs)
         configs = RraConfigs.of(configs)
         columns = gathered(len(configs), (
             (rows, self._figures(plan, self.batches_of(plan, configs, rows)))
@@ -95,6 +102,8 @@ class Rra:
 
     def estimate(self, config: RraConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
+        if config.encode_chunk:
+            return self.chunked.estimate(config)
         plan, batches = self._single(config)
         arrays = self._figures(plan, batches)
         figures = {name: float(values[0]) for name, values in arrays.items()}
@@ -102,11 +111,8 @@ class Rra:
             plan, batches, batches.decode_loads(), self.encode_tokens).iteration_s(batches)[0])
         figures |= {"encode_batch": config.encode_batch,
                     "decode_iterations": config.decode_iterations}
-        steers = self.adjustment > 0 and self.problem.adjustment.steers is not False
         groups = int(batches.groups[0])
-        even = EvenBatches(
-            adjustment=self.adjustment, mean_input_tokens=self.encode_tokens.mean,
-            target_active=steers * max(figures["present"] - config.encode_batch, 0.0))
+        even = self._even(max(figures["present"] - config.encode_batch, 0.0))
         return self._assembler.estimate(
             RraControls(encode_batch=config.encode_batch, decode_micro_batches=groups,
                         decode_iterations=config.decode_iterations, even=even),
@@ -116,6 +122,8 @@ class Rra:
 
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """The words name the sizes of this configuration beyond `times` what was measured."""
+        if config.encode_chunk:
+            return self.chunked.beyond(config, times)
         plan, batches = self._single(config)
         return self._range.beyond(plan.times.degrees, self._presented(
             batches, batches.decode_loads()), times)
@@ -152,6 +160,24 @@ class Rra:
         columns = self.blocks.columns(configs.decode_iterations[rows], like[rows])
         return PhaseBatches(encode_batch=encode_batch, groups=groups,
                             queries=self.blocks.stacked.take(columns, encode_batch / groups))
+
+    def _evaluate_both(self, configs: Sequence[RraConfig]) -> EstimateArrays:
+        """Those that encode in chunks, and the others."""
+        is_chunked = np.array([one.encode_chunk > 0 for one in configs])
+        parts = []
+        for flag, evaluate in ((True, self.chunked.evaluate), (False, self.evaluate)):
+            rows = np.flatnonzero(is_chunked == flag)
+            if len(rows):
+                found = evaluate([configs[row] for row in rows.tolist()])
+                parts.append((rows, {name: getattr(found, name) for name in found.__slots__}))
+        columns: dict[str, Any] = gathered(len(configs), parts)
+        return EstimateArrays(**{**columns, "fits": columns["fits"] > 0})
+
+    def _even(self, active: float) -> EvenBatches:
+        """So many queries are still active when a phase begins, in the mean."""
+        steers = self.adjustment > 0 and self.problem.adjustment.steers is not False
+        return EvenBatches(adjustment=self.adjustment, target_active=steers * active,
+                           mean_input_tokens=self.encode_tokens.mean)
 
     def _single(self, config: RraConfig) -> tuple[StagePlan, PhaseBatches]:
         plan = self.plans.both(config.tp_degree, config.tp_gpus)

@@ -12,13 +12,15 @@ from xgpt.core.lengths import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RraConfig:
-    """One point of RRA's space; `decode_micro_batches` None stands for one per stage."""
+    """One point of RRA's space; `decode_micro_batches` None stands for one per stage, an
+    `encode_chunk` of 0 for no limit: a batch is encoded alone, between two phases."""
 
     encode_batch: int
     decode_iterations: int
     tp_degree: int = 1
     tp_gpus: int = 0
     decode_micro_batches: int | None = None
+    encode_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,8 @@ from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
 NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing
-_Pair = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, and all others'
+Pair = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, and all others'
+_Scattered = tuple[FloatArray, FloatArray, FloatArray, FloatArray]
 
 
 class DecodeLoads(NamedTuple):
@@ -93,13 +94,17 @@ class EncodeTokens:
     def largest(self, batches: PhaseBatches) -> tuple[FloatArray, FloatArray, FloatArray]:
         """A micro-batch has so many queries and tokens [configs], the largest of a phase so many
         tokens."""
-        groups = batches.encode_groups
-        queries = batches.encode_batch / groups
+        return self.scattered(batches.encode_batch, batches.encode_groups)[:3]
+
+    def scattered(self, encode_batch: FloatArray, groups: FloatArray) -> _Scattered:
+        """The same for a batch divided into so many groups, and the standard deviation of one
+        group's tokens."""
+        queries = encode_batch / groups
         odd = queries - np.floor(queries)  # that share of the groups encodes one query more
         tokens = queries * self.mean
         spread = np.sqrt(queries * self.std**2 + odd * (1 - odd) * self.mean**2)
         spread = self.adjusted(spread, tokens, queries)
-        return queries, tokens, tokens + expected_maximum_z(groups) * spread
+        return queries, tokens, tokens + expected_maximum_z(groups) * spread, spread
 
     def adjusted(self, spread: FloatArray, tokens: FloatArray, queries: FloatArray) -> FloatArray:
         """This standard deviation [configs] of the tokens is left of `spread` where micro-batches
@@ -120,7 +125,7 @@ class PhaseTimes(NamedTuple):
 
     timeline: Timeline
     encode_s: FloatArray  # [configs] from the first to the last stage's end of encoding
-    alone_s: FloatArray  # see _own_steps_s
+    alone_s: FloatArray  # see own_steps_s
     is_timed: BoolArray  # [configs]
 
     def latency_s(self, batches: PhaseBatches, seen_iterations: int) -> FloatArray:
@@ -161,7 +166,7 @@ def phase_times(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
 
 
 def _encode_s(plan: StagePlan, batches: PhaseBatches,
-              tokens: EncodeTokens) -> tuple[list[_Pair], BoolArray]:
+              tokens: EncodeTokens) -> tuple[list[Pair], BoolArray]:
     """The slowest group's encode step and all others' are given by kind of stage."""
     queries, usual, most = tokens.largest(batches)
     one = plan.times.mean_attention_s(queries)
@@ -169,24 +174,24 @@ def _encode_s(plan: StagePlan, batches: PhaseBatches,
     each = both / tokens.mean  # queries' worth of attention
     seconds = plan.steps.encode_s(both, np.broadcast_to(queries, both.shape), {
         degree: each * own for degree, own in one.items()})
-    return _slowest_and_rest(seconds, batches.encode_groups)
+    return slowest_and_rest(seconds, batches.encode_groups)
 
 
 def _decode_s(plan: StagePlan, batches: PhaseBatches,
-              loads: DecodeLoads) -> tuple[list[_Pair], FloatArray, BoolArray]:
-    """The decode steps [blocks, configs] are given by kind of stage, with what _own_steps_s
+              loads: DecodeLoads) -> tuple[list[Pair], FloatArray, BoolArray]:
+    """The decode steps [blocks, configs] are given by kind of stage, with what own_steps_s
     says."""
     context = batches.charged_context(loads)
     seconds = plan.steps.decode_s(loads.both, context)
     rows, share = batches.moved_rows(loads)
     for work, own in zip(seconds, plan.steps.compaction_s(rows, context[1]), strict=True):
         work += share * own
-    pairs, is_timed = _slowest_and_rest(seconds, loads.steps)
-    alone_s = _own_steps_s(plan, batches, loads, [own[1] for own in seconds])
+    pairs, is_timed = slowest_and_rest(seconds, loads.steps)
+    alone_s = own_steps_s(plan, batches, loads, [own[1] for own in seconds])
     return pairs, alone_s, np.asarray(is_timed.all(axis=0))
 
 
-def _own_steps_s(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
+def own_steps_s(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
                  usual: Sequence[FloatArray]) -> FloatArray:
     """An iteration takes so many seconds [phases before the last, the last; blocks, configs] longer
     in the eyes of the latency bound's query, which is there for certain, than in the mean.
@@ -206,8 +211,8 @@ def _own_steps_s(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
     return np.asarray(nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0))
 
 
-def _slowest_and_rest(seconds: Sequence[FloatArray],
-                      steps: FloatArray) -> tuple[list[_Pair], BoolArray]:
+def slowest_and_rest(seconds: Sequence[FloatArray],
+                      steps: FloatArray) -> tuple[list[Pair], BoolArray]:
     """`steps` (expected number, fractional) steps, `seconds` [slowest and usual, ...] by kind of
     stage: the slowest one, and the others together; and where the source answered for all."""
     most = np.minimum(steps, 1.0)

@@ -1,0 +1,88 @@
+"""RRA in chunks: the closed form against the replay, Little's law, and what chunks come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.core.lengths import joint_empirical
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.steady import steady_figures
+
+# (model, task, B_E, N_D, c, G): chunks in every round, in some, once a phase; one a step; few
+# queries; more than its chunks hold
+CASES = [("opt-13b", "S", 64, 16, 512, None), ("opt-13b", "S", 30, 40, 1024, None),
+         ("opt-13b", "T", 24, 48, 9999, 2), ("opt-13b", "C1", 8, 1, 512, 3),
+         ("gpt3-39b", "C2", 40, 64, 128, None), ("opt-13b", "S", 60, 6, 256, 4)]
+
+
+@pytest.mark.parametrize(("model", "task", "batch", "iterations", "chunk", "groups"), CASES)
+@pytest.mark.parametrize("kind", ["sequence", "queries"])
+def test_throughput_latency_and_occupancy_are_the_replays(
+        model: str, task: str, batch: int, iterations: int, chunk: int, groups: int | None,
+        kind: str) -> None:
+    problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
+    timing, rng = roofline_of(problem), np.random.default_rng(3)
+    rra = Rra(problem, timing)
+    found = rra.estimate(RraConfig(encode_batch=batch, decode_iterations=iterations,
+                                   decode_micro_batches=groups, encode_chunk=chunk))
+    inputs, outputs = problem.lengths.sample(4000, rng)
+    result = replay_job(problem, timing, found, planned_queries(problem, inputs, outputs))
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert steady is not None
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.09)
+    pool = result.pools[0]
+    middle = slice(len(pool.steps) // 4, len(pool.steps) // 2)
+    decoding = pool.decoded[middle].mean() * found.deployment.num_groups
+    assert decoding == pytest.approx(found.figures.decode_batch, rel=0.06)
+    # Little's law in seconds: queries in the system, those that are encoded included
+    mean_s = result.latency_s[len(inputs) // 4:len(inputs) // 2].mean()
+    assert steady.in_system == pytest.approx(steady.throughput_qps * mean_s, rel=0.06)
+    assert pool.tokens.max() <= chunk
+
+
+def test_decoding_queries_are_those_of_littles_law_whatever_the_phase() -> None:
+    problem = problem_of(lengths="S")
+    rra = Rra(problem, roofline_of(problem))
+    iterations = problem.lengths.outputs.mean - 1
+    for batch, every in ((8, 4), (32, 16), (256, 128)):
+        found = rra.estimate(RraConfig(encode_batch=batch, decode_iterations=every,
+                                       encode_chunk=4096))
+        assert found.figures.decode_batch == pytest.approx(2 * iterations)
+
+
+def test_more_than_a_phases_chunks_hold_waits() -> None:
+    problem = problem_of(lengths="S")
+    rra, mean = Rra(problem, roofline_of(problem)), problem.lengths.inputs.mean
+    found = rra.evaluate([RraConfig(encode_batch=batch, decode_iterations=4, encode_chunk=256)
+                          for batch in (10, 40, 400)])
+    held = 4 * 256 * 4 / mean  # queries of four groups' chunks
+    assert found.throughput_qps[1] == pytest.approx(found.throughput_qps[2])
+    assert found.throughput_qps[1] * found.period_s[1] == pytest.approx(held)
+    assert found.throughput_qps[0] < found.throughput_qps[1]
+
+
+def test_both_kinds_are_evaluated_together_as_they_are_apart() -> None:
+    problem = problem_of(lengths="T")
+    rra = Rra(problem, roofline_of(problem))
+    configs = [RraConfig(encode_batch=16, decode_iterations=8, encode_chunk=chunk)
+               for chunk in (0, 128, 0, 512)]
+    found = rra.evaluate(configs)
+    for row, config in enumerate(configs):
+        alone = rra.evaluate([config])
+        for name in alone.__slots__:
+            assert getattr(found, name)[row] == pytest.approx(getattr(alone, name)[0]), name
+    assert found.fits.dtype == bool
+
+
+def test_a_job_whose_queries_end_with_their_first_token_is_timed() -> None:
+    problem = replace(problem_of(), lengths=joint_empirical(np.array([[30, 1], [60, 1]])))
+    figures = Rra(problem, roofline_of(problem)).evaluate([
+        RraConfig(encode_batch=16, decode_iterations=1, encode_chunk=512)])
+    assert np.isfinite(figures.latency_s[0]) and figures.throughput_qps[0] > 0

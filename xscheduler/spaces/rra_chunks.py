@@ -1,0 +1,239 @@
+"""RRA's configurations that encode in chunks, examined for branch and bound.
+
+A root is a tensor plan with a chunk size. What such a configuration does depends on B_E / N_D, the
+queries encoded in each round of iterations, and on little else (xsimulator.policies.rra.chunked);
+so of all pairs those are searched that make up a ladder of that ratio, of rungs some 1 % apart. A
+box is a range of rungs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xscheduler.admissible import Limit, crowding
+from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.spaces.rra_points import RraPoints
+from xscheduler.spaces.tensor_plans import batch_range, iteration_range
+from xsimulator.policies.rra.chunk_bounds import ChunkBounds, RateRanges
+from xsimulator.policies.rra.config import RraConfig
+
+# Small chunks load every step alike, which long pipelines need; large ones encode a query soon.
+CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
+LEAST_BATCH = 64  # queries of a phase, where a ladder is free: from it to twice it at each N_D
+GROUP_BATCH = 4  # of a group at least: fewer are not kept even (xrunner.rules.batch_sizer)
+SIZE_RATIO = 1.02  # between batches of one N_D that is fixed, or 1
+PARTS = 6  # into which a range of rungs is split
+CUTS = 8  # rungs whose latency is bounded together
+
+
+class Ladder(NamedTuple):
+    """Rungs in rising order of encode_batch / decode_iterations."""
+
+    batch: IntArray
+    iterations: IntArray
+
+    @property
+    def rate(self) -> FloatArray:
+        return np.asarray(self.batch / self.iterations)
+
+
+def ladder_of(problem: Problem, max_iterations: int, groups: int) -> Ladder:
+    """The rungs that the job's fixed variables leave; phases are a power of two long where they
+    are free, and long enough for every one of so many `groups` to encode several queries."""
+    fixed = problem.fixed
+    (least, most), (first, last) = (batch_range(fixed, problem.num_queries),
+                                    iteration_range(fixed, max_iterations))
+    if fixed.encode_batch is not None:
+        pairs = {(least, n) for n in range(first, last + 1)}
+    elif fixed.decode_iterations is not None:
+        pairs = {(size, first) for size in _sizes(1, most)}
+    else:
+        low = min(max(LEAST_BATCH, GROUP_BATCH * groups), max(most // 2, 1))
+        longest = 1 << (last.bit_length() - 1)
+        pairs = {(size, 1) for size in _sizes(low, most)}
+        pairs |= {(size, longest) for size in range(1, low)}
+        pairs |= {(size, 1 << k) for k in range(1, longest.bit_length())
+                  for size in range(low, 2 * low)}
+    ordered = np.array(sorted(pairs, key=lambda pair: (pair[0] / pair[1], pair)), np.int64)
+    return Ladder(ordered[:, 0], ordered[:, 1])
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * SIZE_RATIO)), most))
+    return sizes
+
+
+class _Root(NamedTuple):
+    plan: int
+    chunk: int
+
+
+class ChunkPoints:
+    """Evaluates rungs of one problem's roots, and remembers what it was asked."""
+
+    def __init__(self, points: RraPoints) -> None:
+        self.points, problem = points, points.problem
+        self.bounds = ChunkBounds(points.rra)
+        stages = [len(points.rra.plans.both(*plan).stages) for plan in points.plans]
+        fixed = problem.fixed.decode_micro_batches
+        self._groups = [fixed or count for count in stages]
+        self.ladder = ladder_of(problem, points.rra.flow.max_iterations, max(self._groups))
+        asked = problem.fixed.encode_chunk
+        sizes = () if problem.model.is_encoder_decoder else CHUNKS if asked is None else (
+            (asked,) if asked else ())
+        self.roots = [_Root(plan, chunk) for plan in range(len(points.plans)) for chunk in sizes]
+        self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
+        self._tops: list[int] | None = None
+
+    @property
+    def num_evaluated(self) -> int:
+        return len(self._known)
+
+    def point(self, root: int, rung: int) -> tuple[int, int, int]:
+        ladder = self.ladder
+        return int(ladder.batch[rung]), int(ladder.iterations[rung]), self.roots[root].chunk
+
+    def configs(self, root: IntArray, rung: IntArray) -> list[RraConfig]:
+        return [self.points.config(self.roots[r].plan, self.point(r, k))
+                for r, k in zip(root.tolist(), rung.tolist(), strict=True)]
+
+    def evaluate(self, root: IntArray, rung: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
+        """(throughput_qps, latency_s, crowding) of each, all new ones at once."""
+        keys = list(zip(root.tolist(), rung.tolist(), strict=True))
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if new:
+            rows = np.array(new, np.int64)
+            found = self.points.rra.chunked.evaluate(self.configs(rows[:, 0], rows[:, 1]))
+            limits = crowding(found.fits, found.present, found.stretch, self._most_present)
+            self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
+                                            limits.tolist(), strict=True), strict=True))
+        columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
+        return columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64)
+
+    def tops(self) -> list[int]:
+        """The highest rung of each root that there is room for, and whose tokens its chunks hold;
+        -1 where there is none. What is needed grows with the rate."""
+        if self._tops is None:
+            count, mean = len(self.ladder.batch), self.points.rra.encode_tokens.mean
+            low = np.full(len(self.roots), -1)
+            high = np.array([max(int(np.searchsorted(
+                self.ladder.rate, root.chunk * self._groups[root.plan] / mean)), 1)
+                for root in self.roots], np.int64).clip(max=count)
+            while len(rows := np.flatnonzero(high - low > 1)):
+                middle = (low[rows] + high[rows]) // 2
+                bytes_, present, stretch = self.points.rra.chunked.room(self.configs(rows, middle))
+                has_room = crowding(bytes_ <= self.points.rra.capacity_bytes, present, stretch,
+                                    self._most_present) == 0
+                low[rows[has_room]], high[rows[~has_room]] = middle[has_room], middle[~has_room]
+            self._tops = low.tolist()
+        return self._tops
+
+    def limits(self, root: IntArray, low: IntArray, high: IntArray, *,
+               is_latency: bool) -> FloatArray:
+        """[boxes] the bound of throughput, or of latency, over these rungs."""
+        limit, rate = np.empty(len(root)), self.ladder.rate
+        plans = np.array([self.roots[r].plan for r in root.tolist()])
+        chunks = np.array([float(self.roots[r].chunk) for r in root.tolist()])
+        for plan in np.unique(plans).tolist():
+            rows = np.flatnonzero(plans == plan)
+            ranges = RateRanges(rate[low[rows]], rate[high[rows]], chunks[rows],
+                                np.full(len(rows), float(self._groups[plan])))
+            own = self.points.rra.plans.both(*self.points.plans[plan])
+            limit[rows] = (self.bounds.latency_s if is_latency
+                           else self.bounds.throughput_qps)(own, ranges)
+        return limit
+
+    @property
+    def _most_present(self) -> float:
+        return self.points.problem.num_queries or np.inf
+
+
+class ChunkExaminer:
+    """Examines ranges of rungs under one latency bound; `first_root`: the number of its first."""
+
+    def __init__(self, points: ChunkPoints, latency_bound_s: float, *, gap: float,
+                 first_root: int) -> None:
+        self._points, self._bound_s, self._gap = points, latency_bound_s, gap
+        self._first = first_root
+        self.best_qps = 0.0
+        top = len(points.ladder.batch) - 1
+        self.plan_of_root = [root.plan for root in points.roots]
+        self.roots = [Box(root=first_root + place, lower=(0,), upper=(top,))
+                      for place in range(len(points.roots))]
+
+    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
+        points, tops = self._points, self._points.tops()
+        root = np.array([box.root - self._first for box in boxes], np.int64)
+        low = np.array([box.lower[0] for box in boxes], np.int64)
+        high = np.minimum([box.upper[0] for box in boxes], [tops[r] for r in root.tolist()])
+        reasons = np.where(high < low, Limit.MEMORY.words, "").astype(object)
+        high, limit = self._cut(root, low, high, reasons), np.full(len(boxes), -np.inf)
+        if len(rows := np.flatnonzero(reasons == "")):
+            limit[rows] = points.limits(root[rows], low[rows], high[rows], is_latency=False)
+        results = []
+        seen = self._look(root, low, high, limit)
+        for row, box in enumerate(boxes):
+            if reasons[row]:
+                results.append(NodeResult(box=box, reason=str(reasons[row])))
+                continue
+            best, is_all = seen[row]
+            cut = Box(root=box.root, lower=box.lower, upper=(int(high[row]),))
+            upper = float(limit[row])
+            if is_all:
+                upper = -np.inf if best is None else best.objective * (1 + 1e-12)
+            results.append(NodeResult(
+                box=cut, upper_bound=upper, best=best, reason="each point evaluated" if is_all
+                else "decided at its corner", is_settled=is_all))
+        return results
+
+    def split(self, box: Box) -> list[Box]:
+        """Into parts of equal numbers of rungs."""
+        low, high = box.lower[0], box.upper[0]
+        borders = np.unique(np.linspace(low, high + 1, PARTS + 1).astype(np.int64)).tolist()
+        return [Box(root=box.root, lower=(first,), upper=(last - 1,))
+                for first, last in zip(borders[:-1], borders[1:], strict=True)]
+
+    def _cut(self, root: IntArray, low: IntArray, high: IntArray, reasons: np.ndarray) -> IntArray:
+        """[boxes] no higher rung keeps the latency bound, by a lower bound of the latency."""
+        rows = np.flatnonzero(reasons == "")
+        if not np.isfinite(self._bound_s) or not len(rows):
+            return high
+        tried = np.rint(np.linspace(low[rows], high[rows], CUTS)).astype(np.int64)
+        least_s = self._points.limits(
+            np.tile(root[rows], CUTS), tried.ravel(), np.tile(high[rows], CUTS),
+            is_latency=True).reshape(tried.shape)
+        too_long = least_s > self._bound_s
+        reasons[rows[too_long[0]]] = Limit.LATENCY.words
+        first = np.argmax(too_long, axis=0)
+        is_cut = too_long.any(axis=0) & (first > 0)
+        high = high.copy()
+        high[rows[is_cut]] = tried[first, np.arange(len(rows))][is_cut] - 1
+        return high
+
+    def _look(self, root: IntArray, low: IntArray, high: IntArray,
+              limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
+        """[boxes] the best admissible point of a few, and whether these were all."""
+        seen: list[tuple[Candidate | None, bool]] = [(None, False)] * len(root)
+        rows = np.flatnonzero(limit > self.best_qps * (1 + self._gap))
+        if not len(rows):
+            return seen
+        is_few = high[rows] - low[rows] < PARTS
+        tried = np.where(is_few, np.minimum(low[rows] + np.arange(PARTS)[:, None], high[rows]),
+                         np.rint(np.linspace(low[rows], high[rows], PARTS)).astype(np.int64))
+        qps, latency_s, crowded = (own.reshape(tried.shape) for own in self._points.evaluate(
+            np.tile(root[rows], PARTS), tried.ravel()))
+        score = np.where((crowded == 0) & (latency_s <= self._bound_s), qps, 0.0)
+        places = np.argmax(score, axis=0)
+        for column, row in enumerate(rows.tolist()):
+            place, own = places[column], int(root[row])
+            best = None
+            if score[place, column] > 0:
+                best = Candidate(objective=float(score[place, column]), root=self._first + own,
+                                 point=self._points.point(own, int(tried[place, column])))
+                self.best_qps = max(self.best_qps, best.objective)
+            seen[row] = best, bool(is_few[column])
+        return seen

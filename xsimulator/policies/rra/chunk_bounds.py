@@ -1,0 +1,112 @@
+"""What no configuration of RRA that encodes in chunks can better, over ranges of B_E / N_D.
+
+With r = B_E / N_D queries encoded in each round of iterations, all groups together work in a round
+
+    rows r (E[D] + mean input), of which heads r (E[D] + 1), and the attention of both
+
+whatever chunks they are divided into. A step of x rows takes no less than x times the least a row
+takes in any step up to the largest; nor does a round take less than it would if it decoded alone.
+Both are in relation to r least at the largest r of a range, and themselves least at its smallest r:
+so throughput is bounded at the one, latency at the other. Step times are those of an envelope
+(xsimulator.envelope), so that this holds for times that are not monotone. It is coarse where steps
+are far smaller than the chunk allows; single points are evaluated."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.envelope import PairEnvelope
+from xsimulator.layer_times import TOGETHER
+from xsimulator.plans import StagePlan
+from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.phases import PhaseBatches
+
+TOLERANCE = 0.01  # of throughput and latency: the timeline is watched for two small phases
+
+
+class RateRanges(NamedTuple):
+    """Boxes of one plan and number of groups, [boxes]: queries encoded in each round of iterations
+    from `low` to `high`, in chunks of at most `chunk` tokens."""
+
+    low: FloatArray
+    high: FloatArray
+    chunk: FloatArray
+    groups: FloatArray
+
+
+class _Work(NamedTuple):
+    """Seconds [boxes] of a round, at least: in the mean, and where it decodes alone."""
+
+    round_s: FloatArray
+    plain_s: FloatArray
+
+
+class ChunkBounds:
+    """The bounds are for one Rra."""
+
+    def __init__(self, rra: Rra) -> None:
+        self._rra = rra
+        layers = rra.plans.layers
+        self._attention = cache(lambda degree: PairEnvelope(
+            lambda count, length: layers.decode_attention_s(count, length, degree)))
+        self._mean_input = rra.encode_tokens.mean
+        self._context = float(rra.flow.context.sum())  # tokens that a query reads while it decodes
+
+    def throughput_qps(self, plan: StagePlan, ranges: RateRanges) -> FloatArray:
+        """No configuration of a box has more; infinite where the sizes are refused."""
+        work = self._work(plan, ranges, ranges.high)
+        is_known = np.isfinite(work.round_s) & (work.round_s > 0)
+        return np.where(is_known, ranges.high * (1 + TOLERANCE) / np.where(
+            is_known, work.round_s, 1.0), np.inf)
+
+    def latency_s(self, plan: StagePlan, ranges: RateRanges) -> FloatArray:
+        """No configuration of a box has less; 0 where the sizes are refused. A query goes through
+        all rounds of its iterations but for those of one small phase, which may decode alone."""
+        work, d = self._work(plan, ranges, ranges.low), float(self._rra.seen_iterations)
+        tokens = ranges.low / ranges.groups * self._mean_input  # of a group, in each round
+        every = np.maximum(ranges.chunk / tokens, 1.0)
+        least_s = np.maximum((d + 1) * work.plain_s, np.maximum(d - every, 0.0) * work.round_s)
+        return np.where(np.isfinite(least_s), least_s / (1 + TOLERANCE), 0.0)
+
+    def _work(self, plan: StagePlan, ranges: RateRanges, rate: FloatArray) -> _Work:
+        """Of rounds at `rate`, whose steps are no larger than those at the largest."""
+        rra, tables, groups = self._rra, plan.least_steps, ranges.groups
+        largest = self._batches(ranges.high, groups).decode_loads().both[0, 0]
+        own = self._batches(rate, groups).decode_loads()
+        usual, steps = own.both[1, 0], own.steps[0]
+        most_rows = largest + ranges.chunk
+        most_heads = largest + ranges.chunk / self._mean_input
+        rows = rate * (rra.flow.mean_iterations + self._mean_input)
+        heads = rate * (rra.flow.mean_iterations + 1)
+        read = rate * self._context
+        longest = np.full(len(rate), rra.flow.largest_context)
+        round_s, plain_s = np.zeros((2, len(rate)))
+        through_s, plain_through_s = np.zeros((2, len(rate)))
+        counts = np.bincount(tables.kind_of)
+        parts = zip(tables.rows_s(usual), tables.rows_s(most_rows), strict=True)
+        heads_alone_s = steps * tables.head_s(usual)
+        heads_s = np.maximum(heads_alone_s, heads * tables.head_s(most_heads) / most_heads)
+        encode = plan.times.mean_attention_s(np.asarray(TOGETHER, float))
+        for kind, (row_s, most_s) in enumerate(parts):
+            degree = tables.degrees[kind]
+            layers = plan.times.decoder_layers[plan.steps.kind_of.index(kind)]
+            attention = layers * read * self._attention(degree).least_rate(largest, longest)
+            encoded = layers * rate * float(encode[degree].min())
+            alone = steps * row_s
+            whole = np.maximum(alone, rows * most_s / most_rows) + attention + encoded
+            if kind == tables.kind_of[-1]:  # no other stage has the head
+                alone, whole = alone + heads_alone_s, whole + heads_s
+            np.maximum(round_s, whole, out=round_s)
+            np.maximum(plain_s, alone, out=plain_s)
+            through_s += counts[kind] * whole / groups
+            plain_through_s += counts[kind] * alone / groups
+        return _Work(np.maximum(round_s, through_s), np.maximum(plain_s, plain_through_s))
+
+    def _batches(self, rate: FloatArray, groups: FloatArray) -> PhaseBatches:
+        """A phase is one iteration: see rra.chunked."""
+        ones: IntArray = np.ones(len(rate), np.int64)
+        columns = self._rra.blocks.columns(ones, np.full(len(rate), 1 << 10))
+        return PhaseBatches(encode_batch=rate, groups=groups, queries=self._rra.blocks.stacked.take(
+            columns, rate / groups))

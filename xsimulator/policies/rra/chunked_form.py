@@ -1,0 +1,99 @@
+"""The closed form of RRA's configurations that encode in chunks: their figures, and what room each
+takes. What they hold and how long that takes is in rra.chunked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xgpt.core.controls import EvenBatches, RraControls
+from xgpt.core.lengths import FloatArray
+from xgpt.core.schedule import Estimate
+from xsimulator.plans import PlanSource, StagePlan
+from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
+from xsimulator.policies.measured_range import MeasuredRange
+from xsimulator.policies.rra.chunked import ChunkConfigs, Chunked, ChunkLoads
+from xsimulator.policies.rra.config import RraConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkedForm:
+    """Evaluates configurations of one problem. `even`: how encode batches are kept even, where so
+    many queries are active when a phase begins."""
+
+    chunked: Chunked
+    plans: PlanSource
+    measured: MeasuredRange
+    assembler: Assembler
+    even: Callable[[float], EvenBatches]
+
+    def evaluate(self, configs: Sequence[RraConfig]) -> EstimateArrays:
+        """The figures of every configuration are worked out together for those of one plan."""
+        columns = gathered(len(configs), (
+            (rows, self._figures(self.plans.both(*key), [configs[row] for row in rows.tolist()]))
+            for key, rows in by_plan(configs).items()))
+        fits = columns["memory_bytes"] <= self.assembler.capacity_bytes
+        return EstimateArrays(**columns, fits=fits)
+
+    def room(self, configs: Sequence[RraConfig]) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(memory_bytes, present, stretch) as evaluate's, without a timeline."""
+        parts = []
+        for key, rows in by_plan(configs).items():
+            plan = self.plans.both(*key)
+            arrays = ChunkConfigs.of([configs[row] for row in rows.tolist()], len(plan.stages))
+            parts.append((rows, self._room(plan, arrays, self.chunked.loads(arrays))))
+        columns = gathered(len(configs), parts)
+        return columns["memory_bytes"], columns["present"], columns["stretch"]
+
+    def estimate(self, config: RraConfig) -> Estimate:
+        """The Estimate says of one configuration what is shown, and what is executed."""
+        plan = self.plans.both(config.tp_degree, config.tp_gpus)
+        held = self._loads(plan, [config])
+        figures = {name: float(values[0]) for name, values in self._figures(
+            plan, [config]).items()}
+        figures |= {"encode_batch": config.encode_batch,
+                    "decode_iterations": config.decode_iterations,
+                    "decode_iteration_s": figures["period_s"] / config.decode_iterations}
+        groups = config.decode_micro_batches or len(plan.stages)
+        return self.assembler.estimate(
+            RraControls(encode_batch=config.encode_batch, decode_micro_batches=groups,
+                        decode_iterations=config.decode_iterations,
+                        encode_chunk=config.encode_chunk,
+                        even=self.even(float(self.chunked.present(held)[0]))),
+            one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
+            held_bytes=self.chunked.held_bytes(plan, held, np.array([figures["kv_tokens"]]))[0],
+            notes=[f"extrapolated: {words}" for words in self.beyond(config)])
+
+    def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
+        """The words name the sizes of this configuration beyond `times` what was measured."""
+        plan = self.plans.both(config.tp_degree, config.tp_gpus)
+        return self.measured.beyond(
+            plan.times.degrees, self.chunked.presented(self._loads(plan, [config])), times)
+
+    def _loads(self, plan: StagePlan, configs: Sequence[RraConfig]) -> ChunkLoads:
+        return self.chunked.loads(ChunkConfigs.of(configs, len(plan.stages)))
+
+    def _room(self, plan: StagePlan, configs: ChunkConfigs,
+              held: ChunkLoads) -> dict[str, FloatArray]:
+        kv_tokens, degrees = self.chunked.kv_tokens(held), plan.times.degrees
+        stretch: FloatArray = np.zeros(len(kv_tokens))
+        if not self.measured.is_endless(degrees):
+            stretch = self.measured.stretch(degrees, self.chunked.presented(held))
+        # of fewer queries than a phase takes up none would be as planned
+        present = np.maximum(self.chunked.present(held), configs.encode_batch)
+        return {"kv_tokens": kv_tokens, "present": present, "stretch": stretch,
+                "memory_bytes": self.chunked.held_bytes(plan, held, kv_tokens).max(axis=1)}
+
+    def _figures(self, plan: StagePlan, configs: Sequence[RraConfig]) -> dict[str, FloatArray]:
+        arrays = ChunkConfigs.of(configs, len(plan.stages))
+        held = self.chunked.loads(arrays)
+        times = self.chunked.times(plan, arrays, held)
+        latency_s, encode_s = self.chunked.latency_s(arrays, held, times)
+        is_timed, phase_s = times.is_timed & (times.phase_s > 0), times.phase_s
+        queries = held.group_batch * arrays.groups
+        seconds = {"latency_s": latency_s, "period_s": phase_s, "encode_s": encode_s}
+        return {
+            **{name: np.where(is_timed, own, np.inf) for name, own in seconds.items()},
+            **self._room(plan, arrays, held),
+            "throughput_qps": np.where(is_timed, queries / np.where(is_timed, phase_s, 1.0), 0.0),
+            "decode_batch": held.batches.encode_batch * held.batches.queries.mean_phases}
