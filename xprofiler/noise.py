@@ -11,6 +11,7 @@ from xprofiler.profile import NOISE_LIMIT, Profile, Sample
 from xprofiler.timing import Operator
 
 _NAMED = 3  # points that a sentence names
+_SHORT_S = 5e-4  # of a layer: shorter ones scatter by what the system does between them
 _WORDS = {Kind.DECODE: "decoding {0} queries of up to {1} tokens",
           Kind.CROSS: "decoding {0} queries over {1} input tokens",
           Kind.ENCODE: "encoding {1} x {0} tokens", Kind.ENCODER: "encoding {1} x {0} tokens",
@@ -30,8 +31,8 @@ class NoisyPoint(NamedTuple):
 
 def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
     """Those of the points that `profile` has with repeats further apart than NOISE_LIMIT of the
-    step's time, the worst first: what is long beside the rest of a step counts, not what is
-    short."""
+    step's time, the worst first: what is long counts, beside the rest of a step and by the
+    clock."""
     rest = profile.table(Operator.LAYER_REST.value, degree)
     found = []
     for point in points:
@@ -39,8 +40,9 @@ def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyP
                     if (one.x, one.y) == (point.x, point.y)), None)
         if own is None or point.kind is Kind.COMPACTION:
             continue
-        apart = own.spread if point.kind is Kind.REST else _apart(point, own, rest)
-        if apart > NOISE_LIMIT:
+        layer_s, apart = (own.median_s, own.spread) if point.kind is Kind.REST else (
+            _layer(point, own, rest))
+        if apart > NOISE_LIMIT and layer_s >= _SHORT_S:
             found.append(NoisyPoint(point, apart))
     return sorted(found, key=lambda one: -one.apart)
 
@@ -56,12 +58,13 @@ def noise_words(found: Sequence[NoisyPoint]) -> str | None:
             f"further apart than {NOISE_LIMIT:.0%}: {named}{more}")
 
 
-def _apart(point: Point, own: Sample, rest: Sequence[Sample]) -> float:
-    """Of attention and the rest of a layer together. Encode attention is by the query."""
+def _layer(point: Point, own: Sample, rest: Sequence[Sample]) -> tuple[float, float]:
+    """(seconds, how far apart) of attention and the rest of a layer together. Encode attention is
+    by the query."""
     is_encode = point.kind in (Kind.ENCODE, Kind.ENCODER)
     rows, times = (point.x * point.y, point.y) if is_encode else (point.x, 1)
     whole_s = times * own.median_s
     if rest:
         near = min(rest, key=lambda one: abs(math.log(max(one.x, 1) / rows)))
         whole_s += near.median_s * (rows / near.x if rows > near.x > 0 else 1.0)
-    return times * own.median_s * own.spread / whole_s if whole_s > 0 else 0.0
+    return whole_s, times * own.median_s * own.spread / whole_s if whole_s > 0 else 0.0

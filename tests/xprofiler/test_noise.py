@@ -33,8 +33,9 @@ def test_what_disagrees_is_noisy_and_what_scatters_a_little_is_not() -> None:
 def test_a_part_that_is_short_beside_the_rest_of_its_step_may_scatter() -> None:
     small = profile(layer_rest=[quiet(9, 1e-2)], decode_attention=[wild(9, 1e-4, y=130)])
     assert noisy(small, 1, [DECODE]) == []
-    alone = profile(decode_attention=[wild(9, 1e-4, y=130)])
+    alone = profile(decode_attention=[wild(9, 1e-2, y=130)])
     assert noisy(alone, 1, [DECODE])[0].apart > NOISE_LIMIT
+    assert noisy(profile(decode_attention=[wild(9, 1e-5, y=130)]), 1, [DECODE]) == []
 
 
 @pytest.mark.parametrize(("points", "is_noisy"), [([quiet(1, 1.0), quiet(2, 2.0)], False),
