@@ -16,11 +16,12 @@ from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.config import WaaConfig
-from xsimulator.replay.job import Replayer, planned_queries
+from xsimulator.replay.job import Replayer, SharedClock, planned_queries
 from xsimulator.replay.recorded import load_recordings
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.step_clock import StepClocks
 
-QUERIES = 150
+QUERIES, MOST_CONTEXT = 150, 577  # tokens: task T's longest input and output, and one
 PROBLEM = problem_of("opt-13b", "a40-4", "T")
 RRA, WAA = RraConfig(encode_batch=12, decode_iterations=6), WaaConfig(encode_batch=3)
 
@@ -48,29 +49,11 @@ def made(config: RraConfig | WaaConfig, folder: Path) -> tuple[Replayer, Estimat
     problem, timing = PROBLEM, roofline_of(PROBLEM)
     estimate = make_policy("rra" if config is RRA else "waa-c", problem, timing).estimate(config)
     inputs, outputs = problem.lengths.sample(QUERIES, np.random.default_rng(3))
-    slow = Replayer(problem, timing, estimate)
-    slow._times = [_Twice(times) for times in slow._times]
-    leave(folder, slow.run(planned_queries(problem, inputs, outputs)), inputs)
-    return Replayer(problem, timing, estimate), estimate, inputs
-
-
-class _Twice:
-    """StageTimes of a device half as fast."""
-
-    def __init__(self, times: object) -> None:
-        self._times = times
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(self._times, name)
-        if name == "layers":
-            return _Twice(found)
-        if not callable(found):
-            return 2 * found if name == "overhead_s" else found
-        return lambda *args, **kwargs: _doubled(found(*args, **kwargs))
-
-
-def _doubled(found: object) -> object:
-    return {k: 2 * v for k, v in found.items()} if isinstance(found, dict) else 2 * found
+    replayer, known = Replayer(problem, timing, estimate), StepClocks(problem, timing)
+    slow = [SharedClock(known.of(pool.stages, MOST_CONTEXT), [2.0] * len(pool.stages))
+            for pool in estimate.deployment.pools]
+    leave(folder, replayer.run(planned_queries(problem, inputs, outputs), clocks=slow), inputs)
+    return replayer, estimate, inputs
 
 
 @pytest.mark.parametrize("config", [RRA, WAA], ids=["rra", "waa"])
