@@ -43,9 +43,14 @@ class RooflineConstants:
 
     gemm_flops_share: float  # reached by a large matrix product
     gemm_half_rows: float  # rows at which a product reaches half of that share
+    gemm_half_columns: float = 0.0  # the same for its columns: a part of the tiles is empty
+    gemm_half_depth: float = 0.0  # and for the depth that is summed over
     gemm_bytes_share: float  # of memory bandwidth, streaming operands and result
     gemm_overlap: float  # p of (compute^p + memory^p)^(1/p): infinite is the plain maximum
     gemm_launch_s: float  # fixed cost of one matrix product
+    fp8_flops_share: float = 0.70  # of the fp8 peak, reached by a large product of fp8 operands
+    fp8_half_rows: float = 48.0  # as gemm_half_rows
+    fp8_launch_s: float = 4.4e-6  # of one such product, its operand's conversion included
     elementwise_bytes_share: float  # norms, activation, residual adds, rotary embedding
     elementwise_launch_s: float
     encode_attention_flops_share: float  # fused prefill attention, long sequence
@@ -53,6 +58,8 @@ class RooflineConstants:
     encode_attention_tail_s: float  # per token of a sequence: the last tile's pass over its keys
     decode_attention_bytes_share: float  # of memory bandwidth, reading the KV cache
     decode_attention_extra_tokens: float  # read per query besides its context (part-full blocks)
+    decode_attention_item_s: float = 0.0  # per query and key-value head of a rank
+    decode_attention_overlap: float = 1.0  # p of (fixed^p + reading^p)^(1/p): 1 is their sum
     encode_attention_launch_s: float
     decode_attention_launch_s: float
     sampling_s: float  # choosing one micro-batch's tokens from its logits
@@ -60,6 +67,7 @@ class RooflineConstants:
     synchronisation_s: PerDegree  # skew of the ranks, seconds per all-reduce
     nvlink: LinkConstants  # links of FAST_LINK_BYTES_PER_S or more
     pcie: LinkConstants  # slower, but within a node
+    pcie_peer: LinkConstants  # the same with peer access between the cards
     network: LinkConstants  # links of NETWORK_LATENCY_S or more
 
 
@@ -80,6 +88,12 @@ NVLINK = LinkConstants(launch_s=9.5e-6, hop_share=0.265, small_ratio=0.44, large
 PCIE = LinkConstants(launch_s=1.3e-6, hop_share=0.25, small_ratio=0.51, large_launch_s=19e-6,
                      all_reduce_shares=((2, 0.157), (4, 0.178), (8, 0.059)),
                      transfer_share=0.13)
+# With peer access cards copy to each other over the bus, not through the host's memory. Vidur's
+# A100 node of two NVLink pairs has such a bus between the pairs: at degree 4 an all-reduce reaches
+# 0.75 of it. Of two and of eight such cards nothing is published: the same is assumed, and of
+# transfers.
+PCIE_PEER = LinkConstants(launch_s=9.5e-6, hop_share=0.25, small_ratio=0.51, large_launch_s=19e-6,
+                          all_reduce_shares=((2, 0.75), (4, 0.75), (8, 0.75)), transfer_share=0.75)
 # Network: assumptions. Groups lie within a node, so only transfers are ever asked for.
 NETWORK = LinkConstants(launch_s=9.5e-6, hop_share=1.0, small_ratio=0.44, large_launch_s=43e-6,
                         all_reduce_shares=((2, 0.67),), transfer_share=0.70)
@@ -105,7 +119,7 @@ GPU = RooflineConstants(
     decode_attention_extra_tokens=60.0, encode_attention_launch_s=12e-6,
     decode_attention_launch_s=14e-6, sampling_s=30e-6, step_overhead_s=200e-6,
     synchronisation_s=((2, 34e-6), (4, 37e-6), (8, 43e-6), (16, 56e-6)),
-    nvlink=NVLINK, pcie=PCIE, network=NETWORK,
+    nvlink=NVLINK, pcie=PCIE, pcie_peer=PCIE_PEER, network=NETWORK,
 )
 
 # Shared memory between ranks, and a network between hosts: assumptions. A rank's own profile
@@ -127,7 +141,7 @@ CPU = RooflineConstants(
     decode_attention_extra_tokens=0.0, encode_attention_launch_s=30e-6,
     decode_attention_launch_s=30e-6, sampling_s=200e-6, step_overhead_s=500e-6,
     synchronisation_s=((2, 80e-6), (4, 160e-6), (8, 240e-6)),
-    nvlink=_HOST, pcie=_HOST, network=_HOST,
+    nvlink=_HOST, pcie=_HOST, pcie_peer=_HOST, network=_HOST,
 )
 
 BY_KIND: dict[Literal["gpu", "cpu"], RooflineConstants] = {"gpu": GPU, "cpu": CPU}

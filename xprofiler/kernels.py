@@ -10,17 +10,23 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Device
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
-from xgpt.core.units import DTYPE_BYTES
+from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants
 
 
 class Kernels:
     """What one device does, whatever the model."""
 
-    def __init__(self, device: Device, dtype: str, constants: RooflineConstants) -> None:
+    def __init__(self, device: Device, dtype: str, constants: RooflineConstants,
+                 weight_dtype: str = "", kv_dtype: str = "") -> None:
+        """`weight_dtype`: as what the layers' weights are held and multiplied, `kv_dtype`: as what
+        the cache's entries are held; "": as `dtype`."""
         self.constants = constants
         self.item_bytes = DTYPE_BYTES[dtype]
+        self.kv_item_bytes = WEIGHT_BYTES[kv_dtype or dtype]
         self.flops_per_s = device.peak_flops_per_s(dtype)
+        self._rates = dict(device.flops_per_s)
+        self._weights = weight_dtype or dtype
         self._bandwidth = device.bandwidth_bytes_per_s
 
     def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
@@ -28,13 +34,31 @@ class Kernels:
         p-norm of the two lies between their maximum and their sum."""
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
-        # rows / (rows / (rows + half)) = rows + half
-        compute_s = 2 * n * k * (m + c.gemm_half_rows) / (self.flops_per_s * c.gemm_flops_share)
+        # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
+        padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
+        compute_s = 2 * padded / (self.flops_per_s * c.gemm_flops_share)
         memory_s = self.streamed_s((n * k + m * (n + k)) * self.item_bytes)
-        longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
-        total: FloatArray = longer * (1 + (shorter / longer) ** c.gemm_overlap) ** (
-            1 / c.gemm_overlap)
-        return total + c.gemm_launch_s
+        return self._overlapped(compute_s, memory_s) + c.gemm_launch_s
+
+    def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
+        """A product of a layer, whose weights may be held as fp8: half the bytes, and the rate of
+        fp8 where the device multiplies it."""
+        if self._weights != FP8:
+            return self.gemm_s(rows, n, k)
+        c = self.constants
+        m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
+        if FP8 in self._rates:
+            rate, share = self._rates[FP8], c.fp8_flops_share
+            operands, half, launch_s = 1, c.fp8_half_rows, c.fp8_launch_s
+        else:  # the weights are widened on their way to the multipliers
+            rate, share = self.flops_per_s, c.gemm_flops_share
+            operands, half, launch_s = self.item_bytes, c.gemm_half_rows, c.gemm_launch_s
+        padded = (m + half) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
+        memory_s = self.streamed_s(n * k + m * (k * operands + n * self.item_bytes))
+        return self._overlapped(2 * padded / (rate * share), memory_s) + launch_s
+
+    def _overlapped(self, compute_s: FloatArray, memory_s: FloatArray) -> FloatArray:
+        return joined(compute_s, memory_s, self.constants.gemm_overlap)
 
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
         """A large kernel's operands and result through memory."""
@@ -49,6 +73,14 @@ class Kernels:
         return num_bytes / (self._bandwidth * self.constants.decode_attention_bytes_share)
 
 
+def joined(a: FloatArray, b: FloatArray, p: float) -> FloatArray:
+    """The p-norm of two times that overlap in part: their sum at 1, the longer at infinity. Not a
+    plain power, which would leave the floats' range."""
+    longer, shorter = np.maximum(a, b), np.minimum(a, b)
+    total: FloatArray = longer * (1 + (shorter / longer) ** p) ** (1 / p)
+    return total
+
+
 class RowKernels:
     """What takes time by the number of rows: layers without attention, embedding, output head."""
 
@@ -61,13 +93,14 @@ class RowKernels:
         projections (done once, at encode)."""
         if not self._model.is_encoder_decoder:
             return self.block_s(tokens, tp_degree)
-        query_s = self._kernels.gemm_s(tokens, self._width / tp_degree, self._model.hidden_size)
+        query_s = self._kernels.layer_product_s(tokens, self._width / tp_degree,
+                                                self._model.hidden_size)
         return self.block_s(tokens, tp_degree, attentions=2) + query_s
 
     def block_s(self, tokens: FloatArray, tp_degree: int, attentions: int = 1) -> FloatArray:
         """A layer, of one attention an encoder layer: one self-attention's projections, every
         attention's output projection, the MLP, and the elementwise kernels around them."""
-        model, gemm_s = self._model, self._kernels.gemm_s
+        model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, width = model.hidden_size, self._width / tp_degree
         inner = model.intermediate_size / tp_degree
         qkv = width + model.kv_elements_per_token_layer / tp_degree
@@ -123,10 +156,12 @@ class AttentionKernels:
         """Queries of one token each against a cache of `context` tokens each."""
         model, c = self._model, self._constants
         pairs = queries * (context + c.decode_attention_extra_tokens) / tp_degree
-        kv_bytes = pairs * model.kv_elements_per_token_layer * self._kernels.item_bytes
+        kv_bytes = pairs * model.kv_elements_per_token_layer * self._kernels.kv_item_bytes
         compute_s = 4 * pairs * self._width / self._flops_per_s
-        return (np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s)
-                + c.decode_attention_launch_s)
+        fixed_s = (c.decode_attention_launch_s
+                   + c.decode_attention_item_s * queries * model.kv_heads / tp_degree)
+        return joined(fixed_s, np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s),
+                      c.decode_attention_overlap)
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Cache rows copied within a rank: read and written once."""

@@ -14,7 +14,9 @@ def link_kind(link: Link) -> str:
     itself."""
     if link.bandwidth_bytes_per_s >= FAST_LINK_BYTES_PER_S:
         return "nvlink"
-    return "network" if link.latency_s >= NETWORK_LATENCY_S else "pcie"
+    if link.latency_s >= NETWORK_LATENCY_S:
+        return "network"
+    return "pcie_peer" if link.has_peer_access else "pcie"
 
 
 class LinkTimes:

@@ -10,26 +10,32 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device, Link
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
-from xgpt.core.units import DTYPE_BYTES
-from xprofiler.constants import BY_KIND, RooflineConstants
+from xgpt.core.units import DTYPE_BYTES, FP8
+from xprofiler.constants import RooflineConstants
+from xprofiler.engines import engine_constants
 from xprofiler.kernels import AttentionKernels, Kernels, RowKernels
 from xprofiler.links import LinkTimes
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 
 class Roofline:
-    """Times of one model's operators on one device type. `constants`: those of the device's kind
-    unless given (benchmarks/calibrate.py fits them)."""
+    """Times of one model's operators on one device type, as `engine` takes them. `constants`: those
+    of the engine on the device unless given (benchmarks/calibrate.py fits them). `weight_dtype`: as
+    what the layers' weights are multiplied, `kv_dtype`: as what entries of the cache are held; "":
+    as `dtype`."""
 
     def __init__(self, model: ModelSpec, device: Device, dtype: str,
-                 constants: RooflineConstants | None = None) -> None:
+                 constants: RooflineConstants | None = None, *, engine: str = OWN_ENGINE,
+                 weight_dtype: str = "", kv_dtype: str = "") -> None:
         assert dtype in DTYPE_BYTES, f"{dtype = }"
         self._of = (model, device, dtype)
+        self._engine, self._held_as = engine, (weight_dtype, kv_dtype)
         self._kind = "analytic" if constants is None else "calibrated"
-        self.constants = constants or BY_KIND[device.kind]
-        self.kernels = Kernels(device, dtype, self.constants)
+        self.constants = constants or engine_constants(device, engine)
+        self.kernels = Kernels(device, dtype, self.constants, weight_dtype, kv_dtype)
         self.links = LinkTimes(self.kernels)
         rows, attention = RowKernels(model, self.kernels), AttentionKernels(model, self.kernels)
         self._rows: dict[Operator, Callable[[FloatArray, int], FloatArray]] = {
@@ -46,7 +52,8 @@ class Roofline:
 
     def with_constants(self, constants: RooflineConstants) -> Roofline:
         """The same model on the same device, with other constants."""
-        return Roofline(*self._of, constants)
+        return Roofline(*self._of, constants, engine=self._engine,
+                        weight_dtype=self._held_as[0], kv_dtype=self._held_as[1])
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
@@ -75,4 +82,6 @@ class Roofline:
     def provenance(self) -> str:
         """One line for reports."""
         model, device, dtype = self._of
-        return f"{self._kind} roofline of {model.name} on {device.name}, {dtype}"
+        of = "" if self._engine == OWN_ENGINE else f" as {self._engine} takes it"
+        weights = f", weights {FP8}" if self._held_as[0] == FP8 else ""
+        return f"{self._kind} roofline of {model.name} on {device.name}{of}, {dtype}{weights}"

@@ -24,7 +24,8 @@ def timing_of(opened: OpenedJob) -> TimingSource:
     """The job's `profile:`, else this machine's for `cluster: local`, of which what this job needs
     is measured briefly, else the roofline of the device."""
     job, problem = opened.job, opened.problem
-    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype,
+                        engine=job.plan_engine, weight_dtype=problem.weight_dtype)
     if job.profile is not None:
         return _given_timing(opened, job.profile, roofline)
     if opened.is_local:

@@ -35,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
     "top": ("xgpt.cli.top:top", "Watch a running job live."),
     "stop": ("xgpt.cli.stop:stop", "End a run in good order, here or under Slurm."),
+    "validate": ("xgpt.cli.validate:validate",
+                 "How far predictions are from what others measured."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
     "completion": ("xgpt.cli.completion:completion", "Complete commands and keys in your shell."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}

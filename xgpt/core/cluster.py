@@ -19,6 +19,7 @@ class Device:
     bandwidth_bytes_per_s: float
     flops_per_s: tuple[tuple[str, float], ...]  # (dtype, dense peak) pairs
     source: str = ""
+    generation: str = ""  # of a GPU: ampere, hopper, ...
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Dense peak for `dtype`; falls back to float32 where the device has no faster unit."""
@@ -34,6 +35,7 @@ class Link:
     bandwidth_bytes_per_s: float
     latency_s: float
     source: str = ""
+    has_peer_access: bool = False  # of a bus: cards read each other's memory over it
 
 
 # What weights are loaded at, where a cluster does not say. From the SSD: the sequential read rate

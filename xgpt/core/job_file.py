@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from xgpt.core import catalog
 from xgpt.core.constraint import BoundKind, Constraint, latency_constraint
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
@@ -73,11 +74,11 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     # in the order in which their mistakes are told
     model, cluster, workload = _read_model(top, folder), _read_cluster(top), _read_workload(
         top, folder)
-    output = absolute(top.text("output", "out", "a folder"), folder)
+    output, run = absolute(top.text("output", "out", "a folder"), folder), read_run(top)
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
         model=model, cluster=cluster, workload=workload, constraint=_read_constraint(top),
-        schedule=schedule, adjustment=adjustment, run=read_run(top),
+        schedule=schedule, adjustment=adjustment, run=run, plan_engine=_read_plan(top, run.engine),
         slurm=read_slurm(top, folder), output=output,
         results=read_results_key(top, workload.requests, output, folder),
         source=Path(os.path.abspath(path)),
@@ -132,6 +133,19 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
         chat=section.flag("chat", True))
     section.finish()
     return workload
+
+
+def _read_plan(top: Section, run_engine: str) -> str:
+    """`plan.engine`: whose times are planned with; that of `run.engine`, or ours where the catalog
+    has none of its name."""
+    known = catalog.names("engine")
+    default = run_engine if run_engine in known else OWN_ENGINE
+    section = top.section("plan", "a mapping, for example {engine: vllm}")
+    if section is None:
+        return default
+    engine = section.choice("engine", default, known)
+    section.finish()
+    return engine
 
 
 def _read_file(section: Section, key: str, folder: Path, allowed: str) -> Path | None:

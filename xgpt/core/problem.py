@@ -23,7 +23,7 @@ from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec, read_shape
 from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.units import DTYPE_BYTES, INT8
+from xgpt.core.units import DTYPE_BYTES, FP8, INT8
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
 # (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
@@ -164,10 +164,13 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     that takes no more than half of its memory. Raises InputError for what cannot be executed."""
     wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
     allowed = _weight_dtypes(dtype, model, device, engine)
+    if device.kind == "gpu" and job.cluster != LOCAL_CLUSTER and job.slurm is None:
+        allowed.append(FP8)  # planned; no engine here executes it
     if wish != "auto" and wish not in allowed:
         raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
                     f"float32 for bfloat16, and {INT8} (decoder-only models, VNNI), on CPUs by "
-                    f"run.engine: {OWN_ENGINE}")
+                    f"run.engine: {OWN_ENGINE}; {FP8} is planned for on clusters of GPUs that are "
+                    "not here, and executed nowhere")
     if wish != "auto":
         return wish
     if dtype != "bfloat16" or "float32" not in allowed:

@@ -6,7 +6,7 @@ from typing import Any
 from xgpt.core.engines import OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, RunSpec
 from xgpt.core.sections import Section, is_text
-from xgpt.core.units import INT8, parse_share
+from xgpt.core.units import FP8, INT8, parse_share
 from xgpt.core.workload import MAX_INT
 
 LOCAL_CLUSTER = "local"
@@ -24,7 +24,7 @@ def read_run(top: Section) -> RunSpec:
     run = RunSpec(
         ranks=section.integer("ranks", None, 1, 100_000),
         dtype=section.choice("dtype", "auto", DTYPES),
-        weight_dtype=section.choice("weight_dtype", "auto", (*DTYPES, INT8)),
+        weight_dtype=section.choice("weight_dtype", "auto", (*DTYPES, INT8, FP8)),
         seed=section.integer("seed", 0, 0, 2**63 - 1),
         temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
         top_k=section.integer("top_k", None, 1, MAX_INT),

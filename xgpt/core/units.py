@@ -11,8 +11,9 @@ _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT8 = "int8"
-WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1}  # of an element; scales apart
-ACTIVATION_BYTES = {**DTYPE_BYTES, INT8: 4}  # of an activation, by what weights are held as
+FP8 = "fp8"  # E4M3, of weights alone or of both operands; planned for, not executed
+WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # of an element; scales apart
+ACTIVATION_BYTES = {**DTYPE_BYTES, INT8: 4, FP8: 2}  # of an activation, by what weights are held as
 
 
 def parse_bytes(text: str | int | float) -> int:

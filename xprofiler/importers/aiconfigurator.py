@@ -26,6 +26,7 @@ COMMIT, DATE = "095f58a51", "2026-08-21"
 SYSTEMS = {"a100_sxm": "A100-80", "h100_sxm": "H100", "h200_sxm": "H200"}
 # Versions whose columns these readers were written for.
 VERSIONS = {"vllm": ("0.14.0", "0.19.0"), "trtllm": ("1.0.0", "1.2.0rc5")}
+ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm"}  # the catalog's names
 TABLES = ("gemm", "context_attention", "generation_attention", "custom_allreduce")
 LINKS = {"A100-80": "nvlink3", "H100": "nvlink4", "H200": "nvlink4"}
 DEGREES = (1, 2, 4, 8)
@@ -81,7 +82,7 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFi
     if SYSTEMS[origin.system] != device.name:
         raise wrong(files.gemm, "device", device.name,
                     f"{SYSTEMS[origin.system]}: the table is of {origin.system}")
-    draft = ProfileDraft(model, device, dtype)
+    draft = ProfileDraft(model, device, dtype, ENGINES[origin.framework])
     times = GemmTimes(kernel_tables.read_gemm(files.gemm))
     degrees = [d for d in DEGREES if not draft.refuse(d, refuse_tp_degree(model, d))]
     for degree in degrees:
@@ -199,8 +200,9 @@ def _completed(table: list[Sample]) -> list[Sample]:
 
 
 def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> None:
-    """The analytic skew of the ranks is added: the kernel was timed with all ranks ready. Of
-    kernels launched singly and from a CUDA graph, the graph's are taken."""
+    """What ranks of this engine wait for each other is added, where its whole runs show any: the
+    kernel was timed with all ranks ready. Of kernels launched singly and from a CUDA graph, the
+    graph's are taken."""
     wanted = np.char.endswith(table.kernel, "_graph") | ~(table.kernel != "").any()
     for degree in draft.degrees:
         rows = wanted & (table.ranks == degree)
@@ -209,7 +211,7 @@ def _add_all_reduce(draft: ProfileDraft, table: AllReduceTable, link: str) -> No
             draft.add_messages(TableKey(ALL_REDUCE, degree, link), samples_at(
                 table.num_bytes[rows], table.seconds[rows] + skew_s))
     if any(key.name == ALL_REDUCE for key in draft.tables):
-        draft.notes.append("all_reduce with the analytic skew of ranks added")
+        draft.notes.append("all_reduce with the skew of this engine's ranks added")
 
 
 def _check_same_engine(origin: Origin, files: KernelFiles) -> None:

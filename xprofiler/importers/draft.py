@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
@@ -48,8 +49,10 @@ class Source(NamedTuple):
 class ProfileDraft:
     """A profile in the making: imported tables, and the roofline for what nobody measured."""
 
-    def __init__(self, model: ModelSpec, device: Device, dtype: str) -> None:
-        self.roofline = Roofline(model, device, dtype)
+    def __init__(self, model: ModelSpec, device: Device, dtype: str,
+                 engine: str = OWN_ENGINE) -> None:
+        """`engine`: whose constants the analytic parts are computed with."""
+        self.roofline = Roofline(model, device, dtype, engine=engine)
         self.tables: dict[TableKey, tuple[Sample, ...]] = {}
         self.refused: dict[int, str] = {}
         self.notes: list[str] = []

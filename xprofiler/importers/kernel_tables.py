@@ -55,23 +55,31 @@ class AllReduceTable:
     kernel: NDArray[np.str_]
 
 
-def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
-    """The rows of one dtype; a file without the column has bfloat16 alone."""
+def read_gemms(path: Path) -> dict[str, GemmTable]:
+    """The rows of each dtype; a file without the column has bfloat16 alone."""
     table = read_table(path, [
-        *(Column(name, "count", least=1) for name in "mnk"), Column("latency", "ms"),
+        *(Column(name, "count", least=1, is_work=True) for name in "mnk"), Column("latency", "ms"),
         Column("gemm_dtype", "text", allowed=("bfloat16", "fp8"), may_lack=True,
                default="bfloat16")])
-    rows = table["gemm_dtype"] == dtype
-    if not rows.any():
-        raise wrong(path, "gemm_dtype", dtype,
-                    f"one of {', '.join(np.unique(table['gemm_dtype']).tolist())}")
-    m, n, k = (table[name][rows] for name in "mnk")
-    return GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
+    found = {}
+    for dtype in np.unique(table["gemm_dtype"]).tolist():
+        rows = table["gemm_dtype"] == dtype
+        m, n, k = (table[name][rows] for name in "mnk")
+        found[dtype] = GemmTable(path=path, m=m, n=n, k=k, seconds=table["latency"][rows])
+    return found
+
+
+def read_gemm(path: Path, dtype: str = "bfloat16") -> GemmTable:
+    """The rows of one dtype."""
+    tables = read_gemms(path)
+    if dtype not in tables:
+        raise wrong(path, "gemm_dtype", dtype, f"one of {', '.join(tables)}")
+    return tables[dtype]
 
 
 def read_context_attention(path: Path) -> AttentionTable:
     """Prompts without a cached prefix."""
-    table = _read_attention(path, Column("isl", "count", least=1))
+    table = _read_attention(path, Column("isl", "count", least=1, is_work=True))
     for i in np.flatnonzero(table["step"])[:1]:
         raise wrong(path, "step", int(table["step"][i]), "0: no cached prefix", int(table.lines[i]))
     return _attention(table, table["isl"])
@@ -147,7 +155,7 @@ def _filled(values: FloatArray, depths: FloatArray) -> FloatArray:
 def _read_attention(path: Path, *more: Column) -> Table:
     names = ("batch_size", "num_heads", "num_key_value_heads")
     return read_table(path, [
-        *(Column(name, "count", least=1) for name in names), *more,
+        *(Column(name, "count", least=1, is_work=name == "batch_size") for name in names), *more,
         Column("head_dim", "count", least=1, may_lack=True, default=128), Column("step", "count"),
         Column("attn_dtype", "text", allowed=("bfloat16",), may_lack=True),
         Column("kv_cache_dtype", "text", allowed=("bfloat16",), may_lack=True),
@@ -163,8 +171,9 @@ def _attention(table: Table, tokens: IntArray) -> AttentionTable:
 
 def _read_all_reduce(path: Path, more: list[Column], unused: str = "") -> AllReduceTable:
     table = read_table(path, [
-        Column("num_gpus", "count", least=2), Column("message_size", "count", least=1),
-        Column("latency", "ms"), *more], unused)
+        Column("num_gpus", "count", least=2),
+        Column("message_size", "count", least=1, is_work=True), Column("latency", "ms"), *more],
+        unused)
     rows = (table["op_name"] == "all_reduce" if "op_name" in table
             else np.ones(len(table.lines), bool))
     kernel = table["kernel_source"] if "kernel_source" in table else np.full(len(rows), "")

@@ -23,7 +23,8 @@ _SHOWN = 20  # faults of one column that are listed; the rest are counted
 class Column(NamedTuple):
     """One column that is read. `least`: of a count. `allowed`: of a text. `may_lack`: files
     without the column are good; with a `default`, they read as if every row had it. `may_blank`:
-    an empty cell is good, and reads as NaN."""
+    an empty cell is good, and reads as NaN. `is_work`: rows with 0 here timed nothing; they are
+    left out and counted."""
 
     name: str
     kind: Literal["ms", "count", "flag", "text"]
@@ -32,6 +33,7 @@ class Column(NamedTuple):
     may_lack: bool = False
     may_blank: bool = False
     default: int | str | None = None
+    is_work: bool = False
 
 
 class Fault(NamedTuple):
@@ -53,6 +55,7 @@ class Table:
     path: Path
     lines: NDArray[np.int64]
     columns: Mapping[str, NDArray[Any]]
+    num_empty: int = 0  # rows that timed nothing, left out
 
     def __contains__(self, name: str) -> bool:
         return name in self.columns
@@ -66,6 +69,9 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
     """The rows of `path`. `unused`: pattern of columns that belong to the layout and are not read.
     Raises InputError naming every missing or unknown column and every bad cell."""
     header, lines, rows = _rows(path)
+    kept = _with_work(header, rows, columns)
+    num_empty = len(rows) - len(kept)
+    lines, rows = [lines[i] for i in kept], [rows[i] for i in kept]
     wanted = {column.name: column for column in columns}
     faults = [Fault(1, name, None, "missing column") for name, column in wanted.items()
               if name not in header and not column.may_lack]
@@ -85,7 +91,16 @@ def read_table(path: Path, columns: Sequence[Column], unused: str = "") -> Table
             read[name], bad = _column(wanted[name], [row[at] for row in rows], lines)
             faults += bad
     fail(path, faults)
-    return Table(path=path, lines=np.array(lines), columns=read)
+    return Table(path=path, lines=np.array(lines), columns=read, num_empty=num_empty)
+
+
+def _with_work(header: list[str], rows: list[list[str]], columns: Sequence[Column]) -> list[int]:
+    """Indices of the rows that timed something; all of them, if none did."""
+    at = [header.index(column.name) for column in columns
+          if column.is_work and column.name in header]
+    kept = [i for i, row in enumerate(rows)
+            if not any(index < len(row) and _number(row[index]) == 0 for index in at)]
+    return kept or list(range(len(rows)))
 
 
 def fail(path: Path, faults: Iterable[Fault]) -> None:

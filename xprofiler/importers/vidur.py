@@ -54,6 +54,7 @@ class MlpTable:
     tokens: IntArray
     tp_degree: IntArray
     seconds: Mapping[str, FloatArray]
+    num_empty: int = 0  # rows of no tokens, left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,12 +91,14 @@ def read_mlp(path: Path) -> MlpTable:
     table = read_table(path, [
         *(Column(_median(op), "ms", may_lack=op == "post_attention_layernorm")
           for op in operators),
-        *shape, Column("use_gated_mlp", "flag"), Column("num_tokens", "count", least=1),
+        *shape, Column("use_gated_mlp", "flag"),
+        Column("num_tokens", "count", least=1, is_work=True),
         Column("num_tensor_parallel_workers", "count", least=1)], "vocab_size" + _STATS)
     return MlpTable(
         path=path, shape=LayerShape(*(one_value(table, name) for name in LayerShape._fields)),
         tokens=table["num_tokens"], tp_degree=table["num_tensor_parallel_workers"],
-        seconds={op: table[_median(op)] for op in operators if _median(op) in table})
+        seconds={op: table[_median(op)] for op in operators if _median(op) in table},
+        num_empty=table.num_empty)
 
 
 def read_attention(path: Path) -> AttentionMedians:
@@ -153,6 +156,8 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: VidurFil
     _check_shape(table, model)
     draft = ProfileDraft(model, device, dtype)
     rest_s = layer_rest_s(table)
+    if table.num_empty:
+        draft.notes.append(f"{table.num_empty} rows of no tokens left out")
     for degree in (int(d) for d in np.unique(table.tp_degree)):
         if draft.refuse(degree, refuse_tp_degree(model, degree)):
             continue
@@ -280,7 +285,7 @@ def _add_messages(draft: ProfileDraft, name: str, table: MessageTable,
 def read_messages(path: Path, collective: str) -> MessageTable:
     """`collective`: all_reduce or send_recv. Raises InputError for a file that is no such table."""
     table = read_table(path, [
-        Column(_median(collective), "ms"), Column("size", "count", least=1),
+        Column(_median(collective), "ms"), Column("size", "count", least=1, is_work=True),
         Column("num_workers", "count", least=2), Column("devices_per_node", "count", least=1),
         Column("collective", "text", allowed=(collective,))],
         "|rank|max_devices_per_node" + _STATS)

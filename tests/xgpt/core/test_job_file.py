@@ -77,6 +77,17 @@ def test_every_key_of_a_full_job_arrives(folder: Path) -> None:
     assert (job.output, job.source) == (folder / "results", folder / "job.yaml")
 
 
+def test_times_are_those_of_the_engine_that_runs_unless_the_job_plans_for_another(
+        folder: Path) -> None:
+    assert _load(folder, MINIMAL).plan_engine == "xgpt"
+    assert _load(folder, MINIMAL + "run: {engine: deepspeed}\n").plan_engine == "deepspeed"
+    assert _load(folder, MINIMAL + "plan: {engine: vllm}\n").plan_engine == "vllm"
+    assert any("plan.engine" in told and "tensorrt-llm" in told for told in _mistakes(
+        folder, MINIMAL + "plan: {engine: trt}\n"))
+    assert any("plan.engin" in told for told in _mistakes(
+        folder, MINIMAL + "plan: {engin: vllm}\n"))
+
+
 def test_the_engine_is_xgpts_own_unless_the_job_names_another(folder: Path) -> None:
     assert _load(folder, MINIMAL).run.engine == "xgpt"
     assert _load(folder, MINIMAL, "run.engine=deepspeed").run.engine == "deepspeed"

@@ -201,7 +201,15 @@ def test_int8_is_for_processors_that_multiply_bytes(
 
 def test_int8_is_refused_on_gpus_and_by_other_engines(folder: Path) -> None:
     assert "VNNI" in _refused(folder, "run.weight_dtype=int8")
-    assert "auto or bfloat16 here" in _refused(folder, "run.weight_dtype=int8")
+    assert "auto or bfloat16 or fp8 here" in _refused(folder, "run.weight_dtype=int8")
+
+
+def test_fp8_is_planned_for_gpus_that_are_not_here_and_refused_where_it_would_be_run(
+        folder: Path) -> None:
+    problem = _resolve(folder, "run.weight_dtype=fp8")
+    assert problem.weight_dtype == "fp8" and problem.dtype == "bfloat16"
+    for asked in (("slurm={partition: gpu, nodes: 1}",), ("cluster=local", "run.ranks=1")):
+        assert "executed nowhere" in _refused(folder, "run.weight_dtype=fp8", *asked)
 
 
 def test_requests_give_joint_lengths(folder: Path) -> None:

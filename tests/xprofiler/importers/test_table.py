@@ -53,3 +53,14 @@ def test_many_faults_of_one_column_are_counted_not_listed(tmp_path: Path) -> Non
     path = write(tmp_path / "t.csv", ["size", "time", "kind"], [[1, -1, "a"]] * 50)
     with pytest.raises(InputError, match="30 more such cells"):
         read_table(path, COLUMNS)
+
+
+def test_rows_that_timed_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
+    columns = (Column("size", "count", least=1, is_work=True), *COLUMNS[1:])
+    path = write(tmp_path / "t.csv", ["size", "time", "kind"],
+                 [[0, "n/a", "a"], [8, 1, "a"], [0, 0, "b"]])
+    table = read_table(path, columns)
+    assert table["size"].tolist() == [8] and table.num_empty == 2 and table.lines.tolist() == [3]
+    path = write(tmp_path / "u.csv", ["size", "time", "kind"], [[0, 1, "a"]])
+    with pytest.raises(InputError, match="at least 1"):  # a file that timed nothing is a mistake
+        read_table(path, columns)

@@ -2,7 +2,8 @@
 
 A lookup is exact and its error lists the known names. A new row is all that a new variant needs."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from xgpt.core.errors import UnknownNameError
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec
 
-Kind = Literal["model", "device", "link", "cluster", "task", "wheel"]
+Kind = Literal["model", "device", "link", "cluster", "task", "wheel", "engine"]
 
 # The C parser where libyaml is there: the model table costs 40 ms without it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -59,6 +60,25 @@ class Wheel:
     licence: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRow:
+    """Whose times are planned for. `constants`: by GPU generation, what differs from the common
+    ones (xprofiler.constants), by the names of their fields; `like`: the engine whose constants
+    these are but for that. As it serves by itself: `step_tokens`, the most of one step; `mixes`,
+    whether it encodes beside decoding; `memory_share` and `reserve_gb`, how much of a device's
+    memory it takes, and what of that it keeps for itself."""
+
+    name: str
+    versions: str
+    source: str
+    like: str | None = None
+    mixes: bool = True
+    step_tokens: int = 8192
+    memory_share: float = 0.9
+    reserve_gb: float = 0.0
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
 def names(kind: Kind) -> list[str]:
     """Known names of a kind, in the order of the file."""
     return list(_rows(kind))
@@ -86,7 +106,7 @@ def device(name: str) -> Device:
         name=name, kind="gpu", memory_bytes=round(row["memory_gb"] * 1e9),
         bandwidth_bytes_per_s=row["bandwidth_gb_per_s"] * 1e9,
         flops_per_s=tuple((dtype, rate * 1e12) for dtype, rate in row["tflops"].items()),
-        source=row["source"])
+        source=row["source"], generation=row["generation"])
 
 
 @cache
@@ -102,7 +122,8 @@ def device_of_smi_name(smi_name: str) -> tuple[Device, Link] | None:
 def link(name: str) -> Link:
     row = _row("link", name)
     return Link(name=name, bandwidth_bytes_per_s=row["bandwidth_gb_per_s"] * 1e9,
-                latency_s=row["latency_us"] * 1e-6, source=row["source"])
+                latency_s=row["latency_us"] * 1e-6, source=row["source"],
+                has_peer_access=row.get("has_peer_access", False))
 
 
 @cache
@@ -113,6 +134,12 @@ def cluster(name: str) -> Cluster:
                    inter_link=link(row["inter_link"]),
                    ssd_bytes_per_s=row.get("ssd_gb_per_s", SSD_BYTES_PER_S / 1e9) * 1e9,
                    host_bytes_per_s=row.get("host_gb_per_s", HOST_BYTES_PER_S / 1e9) * 1e9)
+
+
+@cache
+def engine(name: str) -> EngineRow:
+    row = _row("engine", name)
+    return EngineRow(**{"name": name, **row})
 
 
 def task_row(name: str) -> TaskRow:

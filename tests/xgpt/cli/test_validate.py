@@ -1,0 +1,72 @@
+"""`xgpt validate` as its user runs it, on a small folder of measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from xgpt.cli.main import cli
+from xgpt.core.errors import InputError
+from xsimulator.compared_runs import own_points, predicted
+
+HEADER = ("model,device,engine,weight_dtype,tp_degree,concurrency,input_tokens,output_tokens,"
+          "ttft_ms,tpot_ms\n")
+ROW = "llama-3.1-8b,H100,vllm,{weights},{degree},{batch},512,64,{ttft},{tpot}\n"
+
+
+def validated(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["validate", *map(str, arguments)])
+
+
+def exact(folder: Path) -> Path:
+    """A file of eight loops that took just as long as they are predicted to."""
+    rows = [{"weights": weights, "degree": degree, "batch": batch, "ttft": 100, "tpot": 10}
+            for weights in ("", "fp8") for degree in (1, 2) for batch in (4, 16)]
+    path = folder / "measurements-mine.csv"
+    path.write_text(HEADER + "".join(ROW.format(**row) for row in rows), encoding="utf-8")
+    for row, point in zip(rows, own_points(path), strict=True):
+        found = predicted(point)
+        row |= {"ttft": found.ttft_s * 1e3, "tpot": found.tpot_s * 1e3}
+    path.write_text(HEADER + "".join(ROW.format(**row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_loops_that_took_as_long_as_predicted_are_no_error_and_chosen_without_regret(
+        tmp_path: Path) -> None:
+    exact(tmp_path)
+    told = json.loads(validated(tmp_path, "--json").stdout)
+    assert sum(group["cases"] for group in told["groups"]) == 3 * 8
+    assert all(group["worst"] < 1e-6 for group in told["groups"])
+    assert {group["half"] for group in told["groups"]} <= {"fit", "test"}
+    everything = next(c for c in told["choosers"] if c["half"] == "all")
+    assert everything["cases"] == 10 and everything["exact"] == 1
+    assert everything["none"] == everything["broken"] == everything["regret"] == 0
+
+
+def test_the_table_fits_a_terminal_and_says_what_a_row_is_of(tmp_path: Path) -> None:
+    shown = validated("--measured", exact(tmp_path), "--source", "serving", tmp_path)
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("TPOT" in line and "H100, vllm" in line for line in lines)
+    assert any(line.startswith("as a chooser") for line in lines)
+
+
+def test_every_mistake_of_a_users_file_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(HEADER + ROW.format(weights="", degree="two", batch=1, ttft=1, tpot=1)
+                    + "gpt-9,H100,vlm,,1,1,1,1,1,1\n", encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        own_points(path)
+    told = [(m.line, m.key) for m in caught.value.mistakes]
+    assert told == [(2, "row"), (3, "model"), (3, "engine")]
+
+
+def test_a_folder_without_measurements_says_what_is_looked_for(tmp_path: Path) -> None:
+    done = validated(tmp_path)
+    assert isinstance(done.exception, InputError) and "serving_points.csv" in str(done.exception)
+    done = validated(tmp_path / "nowhere")
+    assert isinstance(done.exception, InputError) and "--measured" in str(done.exception)

@@ -1,0 +1,92 @@
+"""Constants by engine and generation of GPU: what rows say, and what stands in where one says
+nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from xgpt.core import catalog
+from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.errors import UnknownNameError
+from xgpt.core.units import FP8
+from xprofiler.constants import BY_KIND, GPU, RooflineConstants
+from xprofiler.engines import LINK_FIELDS, changed, engine_constants
+from xprofiler.roofline import Roofline
+from xprofiler.timing import MessageKind, Operator
+
+MODEL = catalog.model("llama-3.1-8b")
+
+
+@pytest.mark.parametrize("name", catalog.names("engine"))
+def test_every_engine_says_versions_and_source_and_has_constants_on_every_gpu(name: str) -> None:
+    row = catalog.engine(name)
+    assert row.versions and row.source
+    for device in map(catalog.device, catalog.names("device")):
+        constants = engine_constants(device, name)
+        for field in RooflineConstants.__dataclass_fields__:
+            if field.endswith("_share"):
+                assert 0 < getattr(constants, field) <= 1, (name, device.name, field)
+        for link in LINK_FIELDS:
+            shares = dict(getattr(constants, link).all_reduce_shares).values()
+            assert all(0 < share <= 1 for share in shares)
+
+
+@pytest.mark.parametrize("name", catalog.names("engine"))
+@pytest.mark.parametrize("operator", [Operator.LAYER_REST, Operator.DECODE_ATTENTION,
+                                      Operator.HEAD])
+def test_times_of_every_engine_grow_with_size_and_fall_in_relation_to_it(
+        name: str, operator: Operator) -> None:
+    for weights in ("", FP8):
+        source = Roofline(MODEL, catalog.device("H100"), "bfloat16", engine=name,
+                          weight_dtype=weights)
+        x = np.geomspace(1, 1e5, 100)
+        seconds = source.operator_s(operator, x, 300.0, tp_degree=2)
+        assert (np.diff(seconds) >= 0).all() and (np.diff(seconds / x) <= 1e-15).all()
+
+
+def test_a_row_changes_what_it_names_and_leaves_the_rest() -> None:
+    found = changed(GPU, {"gemm_flops_share": 0.5, "synchronisation_s": {4: 2e-6, 2: 1e-6},
+                          "nvlink": {"launch_s": 1e-6, "all_reduce_shares": {2: 0.4, 8: 0.5}}})
+    assert found.gemm_flops_share == 0.5 and found.gemm_half_rows == GPU.gemm_half_rows
+    assert found.synchronisation_s == ((2, 1e-6), (4, 2e-6))
+    assert found.nvlink.launch_s == 1e-6 and found.nvlink.hop_share == GPU.nvlink.hop_share
+    assert found.nvlink.all_reduce_shares == ((2, 0.4), (8, 0.5)) and found.pcie == GPU.pcie
+
+
+def test_an_engine_never_measured_on_a_generation_takes_its_nearest() -> None:
+    ada, ampere = (engine_constants(catalog.device(name), "vllm") for name in ("L4", "A40"))
+    assert ada == ampere != engine_constants(catalog.device("H100"), "vllm")
+
+
+def test_engines_of_today_reduce_small_messages_in_microseconds() -> None:
+    """Their tables: 4 to 10 us up to 64 KiB on H200. What ranks wait for each other besides is
+    small for vLLM; the common constants charge what FasterTransformer's lost in 2023."""
+    link = catalog.link("nvlink4")
+    own, vllm, trtllm = (Roofline(MODEL, catalog.device("H200"), "bfloat16", engine=name)
+                         for name in (OWN_ENGINE, "vllm", "tensorrt-llm"))
+    for source in (vllm, trtllm):
+        assert 3e-6 < source.links.collective_s(2**16, 4, link) < 12e-6
+    assert vllm.links.synchronisation_s(4) < 5e-6 < own.links.synchronisation_s(4)
+    assert float(own.message_s(MessageKind.ALL_REDUCE, 2**16, link, tp_degree=4)) > 30e-6
+
+
+def test_fp8_halves_the_weights_that_decoding_streams_and_doubles_the_rate_of_encoding() -> None:
+    plain, narrow = (Roofline(MODEL, catalog.device("H100"), "bfloat16", engine="vllm",
+                              weight_dtype=weights) for weights in ("", FP8))
+    for rows in (1.0, 8192.0):
+        ratio = (narrow.operator_s(Operator.LAYER_REST, rows)
+                 / plain.operator_s(Operator.LAYER_REST, rows))
+        assert 0.45 < ratio < 0.85
+    without = Roofline(MODEL, catalog.device("A100-80"), "bfloat16", weight_dtype=FP8)
+    wide = Roofline(MODEL, catalog.device("A100-80"), "bfloat16")
+    assert without.operator_s(Operator.LAYER_REST, 1) < 0.8 * wide.operator_s(
+        Operator.LAYER_REST, 1)
+    assert without.operator_s(Operator.LAYER_REST, 8192) == pytest.approx(
+        wide.operator_s(Operator.LAYER_REST, 8192), rel=0.02)
+
+
+def test_a_processors_constants_are_the_same_whatever_the_engine() -> None:
+    with pytest.raises(UnknownNameError, match="vllm"):
+        engine_constants(catalog.device("H100"), "vlm")
+    assert BY_KIND["cpu"].gemm_half_columns == 0

@@ -1,0 +1,66 @@
+"""A closed loop of requests: what a step takes is added up, and nobody is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from xgpt.core import catalog
+from xprofiler.roofline import Roofline
+from xprofiler.timing import Operator
+from xsimulator.closed_loop import Loop, StepSeconds, served
+
+MODEL, LINK = catalog.model("llama-3.1-8b"), catalog.link("nvlink4")
+TIMING = Roofline(MODEL, catalog.device("H100"), "bfloat16")
+STEPS = StepSeconds(MODEL, TIMING, LINK, "bfloat16", 2)
+LOOP = Loop(concurrency=1, input_tokens=1000, output_tokens=11, step_tokens=8192, mixes=True,
+            kv_tokens=1e6)
+
+
+def test_one_request_at_a_time_takes_its_own_steps() -> None:
+    found = served(LOOP, STEPS)
+    encode_s = STEPS.step_s(1000, 1, 0, 0.0, STEPS.encode_attention_s(1000, 1))
+    decode_s = 10 * STEPS.step_s(0, 0, 1, 1001 + 4.5, 0.0)
+    assert found.ttft_s == pytest.approx(encode_s)
+    assert found.tpot_s * 10 == pytest.approx(decode_s)
+    assert found.latency_s == pytest.approx(encode_s + decode_s)
+
+
+def test_a_step_is_the_sum_of_its_operators() -> None:
+    layers = MODEL.num_layers * (TIMING.operator_s(Operator.LAYER_REST, 40.0, tp_degree=2)
+                                 + TIMING.operator_s(Operator.DECODE_ATTENTION, 40.0, 700.0,
+                                                     tp_degree=2))
+    ends = (TIMING.operator_s(Operator.HEAD, 40.0, tp_degree=2) + TIMING.facts.step_overhead_s)
+    without_messages = float(layers + ends)
+    assert without_messages < STEPS.step_s(0, 0, 40, 700.0, 0.0) < 2 * without_messages
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_more_requests_at_a_time_take_longer_each_and_less_together(mixes: bool) -> None:
+    times = [served(replace(LOOP, concurrency=n, output_tokens=100, mixes=mixes), STEPS)
+             for n in (1, 4, 16, 64)]
+    latencies = np.array([found.latency_s for found in times])
+    assert (np.diff(latencies) > 0).all()
+    assert (np.diff(latencies / [1, 4, 16, 64]) < 0).all()
+
+
+def test_an_engine_that_encodes_first_keeps_its_users_waiting_for_the_first_token() -> None:
+    loop = replace(LOOP, concurrency=32, output_tokens=128, input_tokens=4096)
+    beside, before = (served(replace(loop, mixes=mixes), STEPS) for mixes in (True, False))
+    assert before.ttft_s > beside.ttft_s
+    # the work is the same, so that a request takes about as long
+    assert before.latency_s == pytest.approx(beside.latency_s, rel=0.2)
+
+
+def test_requests_that_find_no_room_in_the_cache_wait() -> None:
+    loop = replace(LOOP, concurrency=16, output_tokens=200)
+    roomy, narrow = (served(replace(loop, kv_tokens=tokens), STEPS) for tokens in (1e6, 5000.0))
+    assert narrow.ttft_s > 5 * roomy.ttft_s and narrow.latency_s > roomy.latency_s
+
+
+def test_a_prompt_longer_than_a_step_is_encoded_in_pieces() -> None:
+    whole, pieces = (served(replace(LOOP, input_tokens=6000, step_tokens=tokens), STEPS)
+                     for tokens in (8192, 1024))
+    assert pieces.ttft_s > whole.ttft_s

@@ -1,0 +1,33 @@
+"""`xgpt validate`: predictions beside what was measured."""
+
+from pathlib import Path
+
+import click
+
+from xgpt.app.validate import SOURCES
+from xgpt.app.validate import validate as validate_folder
+from xgpt.cli.options import json_option, print_json
+from xgpt.cli.terminal import Terminal
+from xgpt.report.validation_table import chooser_table, validation_table
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), required=False, metavar="[FOLDER]")
+@click.option("--source", "sources", multiple=True, type=click.Choice(SOURCES), metavar="NAME",
+              help=f"Only this one of {', '.join(SOURCES)}; may be given again.")
+@click.option("--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              metavar="FILE.csv", help="Closed loops that you measured (docs/validate.md).")
+@click.option("--by-model", is_flag=True, help="Each model in a row of its own.")
+@json_option
+def validate(folder: Path | None, sources: tuple[str, ...], measured: Path | None,
+             by_model: bool, as_json: bool) -> None:
+    """How far the planner's times are from what others measured.
+
+    FOLDER holds the measurements, as docs/validate.md describes; ../shared/data if it is there."""
+    found = validate_folder(folder, Terminal(), sources=sources, measured=measured)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    click.echo(validation_table(found.compared, by_model=by_model))
+    if found.choosers:
+        click.echo("\n" + chooser_table(found.choosers, found.calibration))

@@ -1,0 +1,72 @@
+"""The table of `xgpt validate`: how far predictions are off, source by source."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xgpt.report.table import paragraph, table
+from xprofiler.compared import Compared, errors_of, joined
+
+_HEADER = ("operator", "of", "cases", "mean", "median", "bias", "P90", "worst")
+_RIGHT = range(2, 8)
+
+
+def validation_table(compared: Sequence[Compared], *, by_model: bool = False) -> str:
+    """A table for each source; the models of a source together unless `by_model`."""
+    sources: dict[str, list[Compared]] = defaultdict(list)
+    for part in compared:
+        sources[part.source].append(part)
+    return "\n\n".join(_section(source, own, by_model) for source, own in sources.items())
+
+
+def chooser_table(choosers: Sequence[Any], calibration: Sequence[tuple[float, float]]) -> str:
+    """What predictions would have chosen; and how often a promised confidence was kept."""
+    rows = [(c.half, c.margin, f"{c.choices.cases:,}", _percent(c.choices.none),
+             _percent(c.choices.broken), _percent(c.choices.exact), _percent(c.choices.regret))
+            for c in choosers]
+    kept = ", ".join(f"{promised:.0%}: {share:.0%}" for promised, share in calibration)
+    return "\n".join((
+        "as a chooser of the configuration of most throughput within a bound",
+        table(("points", "margin", "cases", "no answer", "broken", "best", "regret"), rows,
+              right=range(2, 7)),
+        paragraph("no answer and best: of the cases; broken: of the answers; regret: throughput "
+                  "that answers which keep their bound miss."),
+        paragraph(f"latency within prediction and margin, promised and kept (test half): {kept}")))
+
+
+def _section(source: str, parts: Sequence[Compared], by_model: bool) -> str:
+    groups: dict[tuple[str, ...], list[Compared]] = defaultdict(list)
+    for part in parts:
+        of = (f"{part.model}, " if by_model else "") + f"{part.gpu}, {part.engine}"
+        groups[part.operator, of, part.half].append(part)
+    for operator in dict.fromkeys(part.operator for part in parts if part.half):
+        for half in ("fit", "test"):
+            own = [part for part in parts if part.operator == operator and part.half == half]
+            groups[operator, "ALL", half] = own
+    rows = [(f"{operator}, {half}" if half else operator, of, *_cells(joined(own)))
+            for (operator, of, half), own in groups.items()
+            if any(len(part.measured_s) for part in own)]
+    lines = [source, table(_HEADER, rows, right=_RIGHT)]
+    left_out: Mapping[str, int] = _left_out(parts)
+    if left_out:
+        lines.append(paragraph("left out: " + "; ".join(
+            f"{count:,} ({why})" for why, count in left_out.items())))
+    return "\n".join(lines)
+
+
+def _cells(found: Compared) -> tuple[str, ...]:
+    e = errors_of(found)
+    return (f"{e.cases:,}", _percent(e.mean), _percent(e.median), f"{e.bias:+.0%}",
+            _percent(e.p90), _percent(e.worst))
+
+
+def _left_out(parts: Sequence[Compared]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for part in parts:
+        if part.left_out:
+            counts[part.why] += part.left_out
+    return counts
+
+
+def _percent(share: float) -> str:
+    return "-" if share != share else f"{share:.1%}" if share < 1 else f"{share:.0%}"

@@ -1,0 +1,68 @@
+"""Predicted beside measured times: what a comparison is, and how far off it is."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import BoolArray, FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compared:
+    """[cases] seconds predicted and measured of one operator, or of whole requests. `left_out`:
+    cases of the source that were not compared, with `why`. `half`: "fit" or "test", where constants
+    are fitted to one half of a source's cases; "" else."""
+
+    source: str
+    model: str
+    gpu: str
+    engine: str
+    operator: str
+    predicted_s: FloatArray
+    measured_s: FloatArray
+    left_out: int = 0
+    why: str = ""
+    half: str = ""
+
+    def of(self, rows: BoolArray, half: str) -> "Compared":
+        """The cases of one half."""
+        return replace(self, predicted_s=self.predicted_s[rows], measured_s=self.measured_s[rows],
+                       half=half)
+
+
+class Errors(NamedTuple):
+    """Of |predicted / measured - 1|: mean, median, ninth decile and worst; `bias`: the mean of
+    predicted / measured - 1. `coverage`: share of a source's cases that were compared."""
+
+    cases: int
+    coverage: float
+    mean: float
+    median: float
+    bias: float
+    p90: float
+    worst: float
+
+
+def errors_of(found: Compared) -> Errors:
+    """All NaN where there is no case."""
+    off = found.predicted_s / found.measured_s - 1
+    total = len(off) + found.left_out
+    if not len(off):
+        return Errors(0, 0.0, *(float("nan"),) * 5)
+    size = np.abs(off)
+    return Errors(cases=len(off), coverage=len(off) / total, mean=float(size.mean()),
+                  median=float(np.median(size)), bias=float(off.mean()),
+                  p90=float(np.quantile(size, 0.9)), worst=float(size.max()))
+
+
+def joined(parts: list[Compared]) -> Compared:
+    """Several comparisons as one, which bears the name of what they have in common."""
+    names = {key: next(iter(values)) if len(values) == 1 else "all" for key in (
+        "source", "model", "gpu", "engine", "operator", "half")
+        if (values := {getattr(part, key) for part in parts})}
+    return Compared(
+        **names, predicted_s=np.concatenate([part.predicted_s for part in parts]),
+        measured_s=np.concatenate([part.measured_s for part in parts]),
+        left_out=sum(part.left_out for part in parts),
+        why="; ".join(dict.fromkeys(part.why for part in parts if part.why)))

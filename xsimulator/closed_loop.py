@@ -1,0 +1,237 @@
+"""A closed loop of equal requests at one tensor-parallel group: what serving benchmarks run.
+
+`concurrency` requests are there at the start, and whenever one is done the next arrives. The group
+works step by step, first come, first served: an engine that mixes encodes up to a step's tokens
+beside decoding, another encodes alone and lets decoding wait. Steps without encoding are taken in
+one go up to the next request's end, since nothing changes but the context. Where lengths are
+fixed, requests that start together stay together (convoys), as they do in such benchmarks."""
+
+import bisect
+import heapq
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.cluster import Link
+from xgpt.core.lengths import FloatArray
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.timing import MessageKind, Operator, TimingSource
+from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
+
+_SEED = 11
+ROUNDS = 10  # requests of each place in the loop; the first of them come all at once
+_MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What is asked of the engine, and how it fills its steps. `kv_tokens`: entries that its cache
+    holds. `shortest`: lengths are drawn between this share of the stated ones and them."""
+
+    concurrency: int
+    input_tokens: int
+    output_tokens: int
+    step_tokens: int
+    mixes: bool
+    kv_tokens: float
+    shortest: float = 1.0
+
+
+class Served(NamedTuple):
+    """Means over all requests. `tpot_s` of each token after the first."""
+
+    ttft_s: float
+    tpot_s: float
+    latency_s: float
+
+
+class StepSeconds:
+    """Seconds of one step of a whole model, from tables of its operators (linear between)."""
+
+    def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
+                 tp_degree: int) -> None:
+        self._model, self._timing, self._degree = model, timing, tp_degree
+        rows = np.unique(np.round(np.geomspace(1, _MOST_ROWS, 64)))
+        layer_s = timing.operator_s(Operator.LAYER_REST, rows, tp_degree=tp_degree)
+        reduce_s = timing.message_s(
+            MessageKind.ALL_REDUCE, rows * model.hidden_size * DTYPE_BYTES[dtype], link,
+            tp_degree=tp_degree)
+        ends_s = timing.operator_s(Operator.EMBED, rows, tp_degree=tp_degree)
+        rows_s = model.num_layers * (layer_s + ALL_REDUCES_PER_LAYER * reduce_s) + ends_s
+        self._rows = _Line(rows, rows_s + timing.facts.step_overhead_s)
+        self._heads = _Line(rows, timing.operator_s(Operator.HEAD, rows, tp_degree=tp_degree))
+        queries = np.unique(np.round(np.geomspace(1, _MOST_QUERIES, 24)))
+        contexts = np.geomspace(1, _MOST_CONTEXT, 40)
+        attention_s = model.num_layers * timing.operator_s(
+            Operator.DECODE_ATTENTION, queries[:, None], contexts, tp_degree=tp_degree)
+        self._attention = [_Line(contexts, line) for line in attention_s]
+        self._of_queries = queries.tolist()
+        self._prompts: dict[tuple[int, int], float] = {}
+
+    def encode_attention_s(self, tokens: int, together: int) -> float:
+        """All layers' attention of one prompt, encoded with others."""
+        key = (tokens, together)
+        if key not in self._prompts:
+            self._prompts[key] = self._model.num_layers * float(self._timing.operator_s(
+                Operator.ENCODE_ATTENTION, tokens, together, tp_degree=self._degree))
+        return self._prompts[key]
+
+    def step_s(self, encoded: int, prompts: int, decoding: int, context: float,
+               encode_attention_s: float) -> float:
+        """A step that encodes `encoded` tokens, ends `prompts` of the prompts, and decodes for
+        `decoding` queries with `context` tokens each."""
+        seconds = self._rows(encoded + decoding) + encode_attention_s
+        if prompts + decoding:
+            seconds += self._heads(prompts + decoding)
+        return seconds + (self._decode_attention_s(decoding, context) if decoding else 0.0)
+
+    def _decode_attention_s(self, queries: float, context: float) -> float:
+        at = min(max(bisect.bisect_right(self._of_queries, queries) - 1, 0),
+                 len(self._of_queries) - 2)
+        low, high = self._of_queries[at], self._of_queries[at + 1]
+        share = (queries - low) / (high - low)
+        seconds: float = ((1 - share) * self._attention[at](context)
+                          + share * self._attention[at + 1](context))
+        return seconds
+
+
+class _Line:
+    """A function that is linear between points, of plain numbers: numpy's own would take longer to
+    call than to compute."""
+
+    def __init__(self, x: FloatArray, y: FloatArray) -> None:
+        self._x, self._y = x.tolist(), y.tolist()
+
+    def __call__(self, x: float) -> float:
+        at = min(max(bisect.bisect_right(self._x, x) - 1, 0), len(self._x) - 2)
+        x0, y0 = self._x[at], self._y[at]
+        return float(y0 + (self._y[at + 1] - y0) * (x - x0) / (self._x[at + 1] - x0))
+
+
+class _Request:
+    """A request: its lengths, when it came, what of its prompt is left, and its first token."""
+
+    __slots__ = ("came_s", "first_s", "input_tokens", "left", "output_tokens")
+
+    def __init__(self, came_s: float, input_tokens: int, output_tokens: int) -> None:
+        self.came_s, self.first_s = came_s, 0.0
+        self.input_tokens = self.left = input_tokens
+        self.output_tokens = output_tokens
+
+
+def served(loop: Loop, steps: StepSeconds) -> Served:
+    """Plays the loop for `ROUNDS` rounds."""
+    return _Play(loop, steps).run(ROUNDS * loop.concurrency)
+
+
+class _Play:
+    """The loop at one moment. Decode steps are counted, so that one that decodes is known to end
+    with a step."""
+
+    def __init__(self, loop: Loop, steps: StepSeconds) -> None:
+        self._loop, self._steps = loop, steps
+        self._now_s, self._step, self._num_first = 0.0, 0, 0
+        self._rng = np.random.default_rng(_SEED)
+        self._waiting = deque(self._arrival() for _ in range(loop.concurrency))
+        self._encoding: deque[_Request] = deque()
+        self._running: list[tuple[int, int, _Request]] = []  # by the step that is its last
+        self._context = 0  # tokens of all that run
+        self._held = 0.0  # entries of the cache that running and encoding queries need
+        self._done: list[tuple[float, float]] = []  # (time to first token, time per token after)
+
+    def run(self, requests: int) -> Served:
+        while len(self._done) < requests:
+            pieces = self._taken()
+            if pieces:
+                self._encode(pieces)
+            else:
+                self._decode_on()
+        ttft_s, tpot_s = np.array(self._done[:requests]).mean(axis=0).tolist()
+        return Served(ttft_s, tpot_s, ttft_s + tpot_s * (self._loop.output_tokens - 1))
+
+    def _arrival(self) -> _Request:
+        loop = self._loop
+        shares = (self._rng.uniform(loop.shortest, 1.0, 2).tolist() if loop.shortest < 1
+                  else (1.0, 1.0))
+        return _Request(self._now_s, max(int(loop.input_tokens * shares[0]), 1),
+                        max(int(loop.output_tokens * shares[1]), 1))
+
+    def _taken(self) -> list[int]:
+        """Tokens that the next step encodes, of each request that it takes up."""
+        loop = self._loop
+        room = loop.step_tokens - (len(self._running) if loop.mixes else 0)
+        pieces: list[int] = []
+        while room > 0:
+            if len(pieces) == len(self._encoding):
+                if not self._waiting or not self._has_room(self._waiting[0]):
+                    break
+                request = self._waiting.popleft()
+                self._held += _entries(request)
+                self._encoding.append(request)
+            pieces.append(min(self._encoding[len(pieces)].left, room))
+            room -= pieces[-1]
+        return pieces
+
+    def _has_room(self, request: _Request) -> bool:
+        """The cache holds the request beside the others; one alone is taken in any case."""
+        is_alone = not self._running and not self._encoding
+        return is_alone or self._held + _entries(request) <= self._loop.kv_tokens
+
+    def _encode(self, pieces: list[int]) -> None:
+        decoding = len(self._running) if self._loop.mixes else 0
+        attention_s, ended = 0.0, 0
+        for request, tokens in zip(self._encoding, pieces, strict=False):
+            attention_s += tokens / request.input_tokens * self._steps.encode_attention_s(
+                request.input_tokens, len(pieces))
+            request.left -= tokens
+            ended += request.left == 0
+        self._now_s += self._steps.step_s(
+            sum(pieces), ended, decoding, self._context / decoding if decoding else 0.0,
+            attention_s)
+        if decoding:
+            self._advance(1)
+        for _ in range(ended):
+            self._start(self._encoding.popleft())
+
+    def _start(self, request: _Request) -> None:
+        """Its first token is there."""
+        request.first_s = self._now_s
+        if request.output_tokens == 1:
+            self._end(request)
+            return
+        self._num_first += 1
+        last = self._step + request.output_tokens - 1
+        heapq.heappush(self._running, (last, self._num_first, request))
+        self._context += request.input_tokens + 1
+
+    def _decode_on(self) -> None:
+        """All steps up to the next request's end."""
+        assert self._running, "a loop without a request"
+        number, steps = len(self._running), self._running[0][0] - self._step
+        context = self._context / number + (steps - 1) / 2
+        self._now_s += steps * self._steps.step_s(0, 0, number, context, 0.0)
+        self._advance(steps)
+
+    def _advance(self, steps: int) -> None:
+        self._step += steps
+        self._context += steps * len(self._running)
+        while self._running and self._running[0][0] <= self._step:
+            request = heapq.heappop(self._running)[2]
+            self._context -= request.input_tokens + request.output_tokens
+            self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        gaps = max(request.output_tokens - 1, 1)
+        self._held -= _entries(request)
+        self._done.append((request.first_s - request.came_s,
+                           (self._now_s - request.first_s) / gaps))
+        self._waiting.append(self._arrival())
+
+
+def _entries(request: _Request) -> float:
+    """Cache entries that a request has in the mean: engines admit by what is there, not by what may
+    come."""
+    return request.input_tokens + request.output_tokens / 2

@@ -1,0 +1,304 @@
+"""The roofline against whole runs that others published: static batches of FasterTransformer,
+prompts and tokens of Splitwise's engine, closed loops of today's serving engines; a user's own.
+
+    fastertransformer/gpt_latency.csv, splitwise-sim/perf_model.csv, silicon/serving_points.csv
+    measurements*.csv: model, device, engine, weight_dtype, tp_degree, concurrency, input_tokens,
+        output_tokens, ttft_ms, tpot_ms
+
+Serving points are divided into two fixed halves by a hash of what identifies them: constants may be
+fitted to one (fit) and are judged by the other (test)."""
+
+import csv
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core import catalog
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.lengths import FloatArray
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
+from xprofiler.compared import Compared
+from xprofiler.constants import RooflineConstants
+from xprofiler.roofline import Roofline
+from xprofiler.timing import MessageKind, Operator
+from xsimulator.closed_loop import Loop, Served, StepSeconds, served
+from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
+
+GPUS = {"h100_sxm": "H100", "h200_sxm": "H200", "a100_sxm": "A100-80"}
+ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm", "sglang": "sglang"}
+LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
+# Some of the silicon table's runs drew their lengths from 0.8 to 1 times the stated ones, and do
+# not say so. Of those told apart by `_shortest`, times to first token (half `fit`) are such.
+_DRAWN_FROM = 0.8
+# Shapes that the catalog has not: planned here, not executed.
+_QWEN3_32B = ModelSpec(
+    name="qwen3-32b", family="llama", num_layers=64, hidden_size=5120, num_heads=64, num_kv_heads=8,
+    head_size=128, vocab_size=151936, intermediate_size=25600, is_gated_mlp=True, has_bias=False,
+    tied_embeddings=False)
+_SPLITWISE = "vllm-0.2"  # the engine of its measurements
+_BLOOM = ModelSpec(name="bloom-176b", family="gpt2", num_layers=70, hidden_size=14336,
+                   num_heads=112, vocab_size=250880, intermediate_size=57344)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPoint:
+    """One measured closed loop."""
+
+    source: str
+    model: str
+    device: str
+    engine: str
+    weight_dtype: str
+    tp_degree: int
+    concurrency: int
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    shortest: float = 1.0  # lengths are drawn between this share of the stated ones and them
+
+    @property
+    def latency_s(self) -> float:
+        return self.ttft_s + self.tpot_s * (self.output_tokens - 1)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the point is of the half that constants may be fitted to: the parity of the
+        SHA-256 of what identifies it."""
+        text = "|".join(str(part) for part in (
+            self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
+            self.concurrency, self.input_tokens, self.output_tokens))
+        return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+
+    @property
+    def workload(self) -> tuple[str, ...]:
+        """What is the same for all configurations that a chooser chooses among."""
+        return (self.source, self.model, self.device, self.engine, self.weight_dtype,
+                str(self.input_tokens), str(self.output_tokens))
+
+
+class Shape(NamedTuple):
+    """A static batch."""
+
+    tp_degree: int
+    batch: int
+    input_tokens: int
+    output_tokens: int
+
+
+def static_batch_s(source: Roofline, model: ModelSpec, link: str, shape: Shape) -> float:
+    """One batch without early termination: encode, then output_tokens - 1 decode iterations."""
+    degree, batch, inputs, outputs = shape
+    encode_s, decode_s = _parts(source, model, link, degree)
+    contexts = inputs + np.arange(1.0, outputs)
+    return float(encode_s(batch, inputs) + decode_s(batch, contexts).sum())
+
+
+def of_fastertransformer(folder: Path,
+                         constants: RooflineConstants | None = None) -> Iterator[Compared]:
+    """GPT of three sizes. `constants`: others than the engine's. Left out: batches that did not
+    fit, and pipelines over nodes."""
+    rows = _rows(folder / "gpt_latency.csv")
+    by_model: dict[str, list[Mapping[str, str]]] = defaultdict(list)
+    for row in rows:
+        by_model[row["model"]].append(row)
+    for name, own in by_model.items():
+        first = own[0]
+        hidden = int(first["head_num"]) * int(first["size_per_head"])
+        model = ModelSpec(name=name, family="gpt2", num_layers=int(first["num_layers"]),
+                          hidden_size=hidden, num_heads=int(first["head_num"]),
+                          vocab_size=int(first["vocab_size"]), intermediate_size=4 * hidden)
+        used = [row for row in own if row["oom"] == "0" and row["pp"] == "1"]
+        source = Roofline(model, catalog.device("A100-80"), "float16", constants,
+                          engine="fastertransformer")
+        found = [static_batch_s(source, model, "nvlink3", Shape(
+            int(row["tp"]), int(row["batch_size"]), int(row["input_len"]),
+            int(row["output_len"]))) for row in used]
+        yield Compared(
+            source="FasterTransformer", model=name, gpu="A100-80", engine="fastertransformer",
+            operator="static batch", predicted_s=np.array(found),
+            measured_s=np.array([float(row["latency_ms"]) * 1e-3 for row in used]),
+            left_out=len(own) - len(used), why="out of memory, or several stages")
+
+
+def of_splitwise(folder: Path,
+                 constants: RooflineConstants | None = None) -> Iterator[Compared]:
+    """Prompts and decode steps of Llama-2-70B and BLOOM. `constants`: others than the engine's.
+    Left out: what its README says is not measured, or was out of memory."""
+    rows = _rows(folder / "perf_model.csv")
+    points: dict[tuple[str, ...], list[Mapping[str, str]]] = defaultdict(list)
+    left_out = 0
+    for row in rows:
+        is_full = (row["model"] == "llama2-70b" and row["tensor_parallel"] == "2"
+                   and int(row["batch_size"]) >= 32)
+        if row["hardware"].endswith("pcap") or is_full:
+            left_out += 1
+            continue
+        points[tuple(row[key] for key in ("model", "hardware", "tensor_parallel", "prompt_size",
+                                          "batch_size", "token_size"))].append(row)
+    groups: dict[tuple[str, str], list[tuple[float, float, float, float]]] = defaultdict(list)
+    for (name, hardware, degree, prompt, batch, tokens), own in points.items():
+        gpu = {"a100-80gb": "A100-80", "h100-80gb": "H100"}[hardware]
+        model = catalog.model("llama-2-70b") if name == "llama2-70b" else _BLOOM
+        encode_s, decode_s = _cached_parts(model, gpu, int(degree), constants)
+        context = int(prompt) + int(tokens) / 2
+        prompt_s, token_s = (float(np.median([float(row[key]) for row in own])) * 1e-3
+                             for key in ("prompt_time", "token_time"))
+        groups[model.name, gpu].append((
+            float(encode_s(int(batch), int(prompt))), prompt_s,
+            float(decode_s(int(batch), np.array(context))), token_s))
+    for (name, gpu), found in groups.items():
+        values = np.array(found)
+        for at, operator in ((0, "prompt"), (2, "decode step")):
+            yield Compared(
+                source="Splitwise", model=name, gpu=gpu, engine=_SPLITWISE, operator=operator,
+                predicted_s=values[:, at], measured_s=values[:, at + 1],
+                left_out=left_out if at == 0 else 0, why="synthetic, or out of memory")
+            left_out = 0
+
+
+def serving_points(path: Path) -> list[ServingPoint]:
+    """Points of silicon/serving_points.csv."""
+    models = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+              "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+              "nvidia/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b"}
+    return [ServingPoint(
+        source="silicon", model=models[row["model_path"]], device=GPUS[row["system"]],
+        engine=ENGINES[row["backend"]], weight_dtype=FP8 if row["precision"] == "fp8" else "",
+        tp_degree=int(row["tp_size"]), concurrency=int(row["batch_size"]),
+        input_tokens=int(row["isl"]), output_tokens=int(row["osl"]),
+        ttft_s=float(row["silicon_ttft_ms"]) * 1e-3,
+        tpot_s=float(row["silicon_tpot_ms"]) * 1e-3,
+        shortest=_shortest(row)) for row in _rows(path)]
+
+
+def _shortest(row: Mapping[str, str]) -> float:
+    """1 where requests start together and stay so; rows that name no version of the engine, or
+    inputs in thousands of tokens, are of other runs."""
+    is_drawn = not row["backend_version"] or int(row["isl"]) % 1000 == 0
+    return _DRAWN_FROM if is_drawn else 1.0
+
+def own_points(path: Path) -> list[ServingPoint]:
+    """Points of a user's file. Raises InputError with every mistake."""
+    mistakes: list[Mistake] = []
+    found = []
+    for line, row in enumerate(_rows(path), 2):
+        try:
+            counts = {key: int(row[key]) for key in ("tp_degree", "concurrency", "input_tokens",
+                                                     "output_tokens")}
+            times = {key: float(row[f"{key}_ms"]) * 1e-3 for key in ("ttft", "tpot")}
+        except (KeyError, TypeError, ValueError) as cause:
+            mistakes.append(Mistake(
+                file=str(path), line=line, key="row", value=str(cause), allowed="columns model, "
+                "device, engine, weight_dtype, tp_degree, concurrency, input_tokens, "
+                "output_tokens, ttft_ms, tpot_ms; numbers in the last six"))
+            continue
+        known = {"model": catalog.names("model"), "device": catalog.names("device"),
+                 "engine": catalog.names("engine")}
+        wrong_names = [Mistake(file=str(path), line=line, key=key, value=row.get(key),
+                               allowed=f"one of {', '.join(names)}")
+                       for key, names in known.items() if row.get(key) not in names]
+        mistakes += wrong_names
+        if not wrong_names:
+            found.append(ServingPoint(
+                source=path.stem, model=row["model"], device=row["device"], engine=row["engine"],
+                weight_dtype=row.get("weight_dtype") or "", **counts, ttft_s=times["ttft"],
+                tpot_s=times["tpot"]))
+    if mistakes:
+        raise InputError(mistakes)
+    return found
+
+
+def predicted(point: ServingPoint, constants: RooflineConstants | None = None) -> Served:
+    """The closed loop, played. `constants`: others than those of the point's engine and device.
+    Cache entries are of the weights' type: checkpoints in fp8 are served so."""
+    row, model = catalog.engine(point.engine), shape_of(point.model)
+    device, kv_dtype = catalog.device(point.device), point.weight_dtype
+    timing = Roofline(model, device, "bfloat16", constants, engine=point.engine,
+                      weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
+    link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
+    held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
+    weights = (model.num_layers * model.decoder_layer_params * held + DTYPE_BYTES["bfloat16"] * (
+        model.embedding_params + model.head_params)) / point.tp_degree
+    room = device.memory_bytes * row.memory_share - row.reserve_gb * 1e9 - weights
+    per_token = (model.num_layers * model.kv_elements_per_token_layer * entries
+                 / point.tp_degree)
+    return served(Loop(
+        concurrency=point.concurrency, input_tokens=point.input_tokens,
+        output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
+        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest),
+        StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
+
+
+def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, Served]
+               ) -> Iterator[Compared]:
+    """TPOT, TTFT and latency of requests, by model, GPU, engine, dtype and half."""
+    groups: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
+    for point in points:
+        dtype = point.weight_dtype or "16 bits"
+        groups[point.source, f"{point.model} {dtype}", point.device, point.engine].append(point)
+    for (source, model, gpu, engine), own in sorted(groups.items()):
+        is_fitted = np.array([point.is_fitted for point in own])
+        for name in ("tpot_s", "ttft_s", "latency_s"):
+            both = Compared(
+                source=source, model=model, gpu=gpu, engine=engine,
+                operator={"tpot_s": "TPOT", "ttft_s": "TTFT", "latency_s": "request"}[name],
+                predicted_s=np.array([getattr(times[point], name) for point in own]),
+                measured_s=np.array([getattr(point, name) for point in own]))
+            for half, rows in (("fit", is_fitted), ("test", ~is_fitted)):
+                if rows.any():
+                    yield both.of(rows, half)
+
+
+def shape_of(name: str) -> ModelSpec:
+    """The catalog's, or one of those that are only planned."""
+    return _QWEN3_32B if name == _QWEN3_32B.name else catalog.model(name)
+
+
+class _StepsOf(NamedTuple):
+    """Seconds of encoding (batch, input tokens) and of a decode step (batch, contexts)."""
+
+    encode_s: Callable[[int, int], float]
+    decode_s: Callable[[int, FloatArray], FloatArray]
+
+
+def _parts(source: Roofline, model: ModelSpec, link: str, degree: int) -> _StepsOf:
+    """A whole model as one stage; each step ends with the head and the host's cost."""
+    joined = catalog.link(link)
+
+    def layers_s(rows: float, attention_s: FloatArray) -> FloatArray:
+        reduce_s = source.message_s(MessageKind.ALL_REDUCE, rows * model.hidden_size * 2, joined,
+                                    tp_degree=degree)
+        rest_s = source.operator_s(Operator.LAYER_REST, rows, tp_degree=degree)
+        seconds: FloatArray = model.num_layers * (
+            rest_s + attention_s + ALL_REDUCES_PER_LAYER * reduce_s)
+        return seconds
+
+    def ends_s(batch: int) -> FloatArray:
+        return (source.operator_s(Operator.HEAD, batch, tp_degree=degree)
+                + source.facts.step_overhead_s)
+
+    return _StepsOf(
+        lambda batch, inputs: float(ends_s(batch) + layers_s(batch * inputs, batch * (
+            source.operator_s(Operator.ENCODE_ATTENTION, inputs, batch, tp_degree=degree)))),
+        lambda batch, contexts: ends_s(batch) + layers_s(float(batch), source.operator_s(
+            Operator.DECODE_ATTENTION, batch, contexts, tp_degree=degree)))
+
+
+@cache
+def _cached_parts(model: ModelSpec, gpu: str, degree: int,
+                  constants: RooflineConstants | None) -> _StepsOf:
+    source = Roofline(model, catalog.device(gpu), "float16", constants, engine=_SPLITWISE)
+    return _parts(source, model, LINKS[gpu], degree)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
