@@ -1,11 +1,15 @@
 """Whether a configuration may be chosen: one place for what all searches ask."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
+from xgpt.core.constraint import Constraint
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xprofiler.interpolation import REFUSED_BEYOND
 from xsimulator.policies.figures import EstimateArrays
@@ -21,31 +25,43 @@ class Limit(IntEnum):
     QUERIES = 2
     RANGE = 3
     LATENCY = 4
+    TTFT = 5
+    TPOT = 6
 
     @property
     def words(self) -> str:
         """The limit as it is shown; "" for NONE."""
-        return ("", "memory", "number of queries", "measured range", "latency")[self]
+        return ("", "memory", "number of queries", "measured range", "latency", "first token",
+                "time per token")[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What is asked of a configuration besides room in memory.
 
-    queries: most that may be present. latency_s: most that the constraint's latency may be.
+    queries: most that may be present. latency_s, ttft_s, tpot_s: most that these figures may be.
     stretch: the largest size over the largest that was measured (REFUSED_BEYOND: the timing source
     answers nothing beyond it). is_timed: its throughput must be known."""
 
     queries: float = math.inf
     latency_s: float = math.inf
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
     stretch: float = math.inf
     is_timed: bool = False
+
+    @classmethod
+    def of(cls, constraint: Constraint, **others: Any) -> Limits:
+        """With the constraint's bounds on the first token and on each later one; that on latency,
+        which searches move, is among the `others`."""
+        return cls(ttft_s=constraint.limit_s("ttft"), tpot_s=constraint.limit_s("tpot"), **others)
 
 
 def admissible(figures: EstimateArrays, limits: Limits) -> BoolArray:
     """[configs] whether each fits into memory and keeps every limit:
 
-        present <= queries + SLACK, stretch <= limit, (is_timed) throughput > 0, latency <= limit"""
+        present <= queries + SLACK, stretch <= limit, (is_timed) throughput > 0, latency <= limit,
+        time to first token <= limit, time per token <= limit"""
     return np.asarray(forbidding(figures, limits) == Limit.NONE)
 
 
@@ -61,13 +77,23 @@ def breaches(figures: EstimateArrays, limits: Limits) -> dict[Limit, BoolArray]:
     if limits.is_timed:
         is_refused = is_refused | ~(figures.throughput_qps > 0)
     return {Limit.MEMORY: ~figures.fits, Limit.QUERIES: figures.present > limits.queries + SLACK,
-            Limit.RANGE: is_refused, Limit.LATENCY: ~(figures.latency_s <= limits.latency_s)}
+            Limit.RANGE: is_refused, Limit.LATENCY: ~(figures.latency_s <= limits.latency_s),
+            Limit.TTFT: ~(figures.ttft_s <= limits.ttft_s),
+            Limit.TPOT: ~(figures.tpot_s <= limits.tpot_s)}
 
 
 def crowding(fits: BoolArray, present: FloatArray, stretch: FloatArray, queries: float) -> IntArray:
     """[configs] the first Limit but latency that each breaks, where no more is known of it."""
     return np.select([~fits, present > queries + SLACK, beyond_range(stretch)],
                      [Limit.MEMORY, Limit.QUERIES, Limit.RANGE], 0).astype(np.int64)
+
+
+def crowding_or_pace(figures: EstimateArrays, limits: Limits) -> IntArray:
+    """[configs] the first Limit but latency that each breaks, the tokens' pace among them."""
+    crowded = crowding(figures.fits, figures.present, figures.stretch, limits.queries)
+    return np.select(
+        [crowded > 0, ~(figures.ttft_s <= limits.ttft_s), ~(figures.tpot_s <= limits.tpot_s)],
+        [crowded, Limit.TTFT, Limit.TPOT], 0).astype(np.int64)
 
 
 def beyond_range(stretch: FloatArray, limit: float = REFUSED_BEYOND) -> BoolArray:

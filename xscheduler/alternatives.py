@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_bytes, format_seconds
@@ -152,6 +153,8 @@ def _rounded_up(seconds: float) -> str:
 def _without_room(easy: Sequence[_Easy]) -> str:
     problem = easy[0].space.problem
     limits = {one.tight.limit for one in easy}
+    if slow := [one for one in easy if one.tight.limit in (Limit.TTFT, Limit.TPOT)]:
+        return _too_slow(slow, problem.constraint)
     if Limit.RANGE in limits:
         # a smaller memory need than the capacity must not be told as the reason
         one = next(one for one in easy if one.tight.limit is Limit.RANGE)
@@ -168,6 +171,23 @@ def _without_room(easy: Sequence[_Easy]) -> str:
             f"{format_bytes(held)} on its fullest device, of which "
             f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes "
             "more devices, or a smaller model, dtype or maximum output")
+
+
+def _too_slow(slow: Sequence[_Easy], constraint: Constraint) -> str:
+    """What binds where even easy configurations break the bounds on the tokens' pace."""
+    quickest = {(one.space.name, one.tight.plan): one for one in sorted(
+        slow, key=lambda one: (-one.tight.latency_s, one.tight.point))}
+    estimates = [one.space.estimate(one.tight.plan, one.tight.point)
+                 for one in (*quickest.values(), *_one_a_plan(slow))]
+    metrics: tuple[Metric, ...] = ("ttft", "tpot")
+    for metric in metrics:
+        least_s = min(getattr(estimate.figures, f"{metric}_s") for estimate in estimates)
+        if least_s > (limit_s := constraint.limit_s(metric)):
+            return (f"no schedule satisfies the bound of {format_seconds(limit_s)} on "
+                    f"{METRIC_WORDS[metric]}: the least seen is {_rounded_up(least_s)} s")
+    both = " and ".join(f"{format_seconds(constraint.limit_s(metric))} for {METRIC_WORDS[metric]}"
+                        for metric in metrics)
+    return f"no schedule was seen that keeps both bounds at once: {both}"
 
 
 def _one_a_plan(easy: Sequence[_Easy]) -> list[_Easy]:

@@ -1,12 +1,14 @@
 """Figures of a schedule, by closed form or by replay, on the stages that it has; and what a
 problem's finite job is expected to measure, its lengths as far as they are known."""
 
+import math
 from collections.abc import Hashable, Iterator
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
@@ -16,14 +18,16 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.order import run_order, window_of
 from xscheduler.live.pinned import pinned_policy
 from xsimulator.policies import ClosedForm, make_config
+from xsimulator.policies.figures import EstimateArrays
 from xsimulator.replay.job import Replayer, planned_queries, replay_job
 from xsimulator.replay.predict import (
     JobPrediction,
     job_replays,
     mean_of,
-    replay_latency_s,
+    replay_checked,
 )
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 
 _SEED = 20240427
@@ -35,7 +39,8 @@ class Evaluator:
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
         self._forms: dict[Hashable, ClosedForm] = {}
-        self._replayed_s: dict[Estimate, float] = {}
+        self._figures: dict[Estimate, EstimateArrays] = {}
+        self._replayed: dict[Estimate, SteadyFigures | None] = {}
         self._jobs: dict[tuple[Estimate, int], JobPrediction | None] = {}
 
     @cached_property
@@ -45,7 +50,18 @@ class Evaluator:
 
     def latency_s(self, estimate: Estimate) -> float:
         """The constraint's latency by the closed form."""
-        return float(self.form(estimate).evaluate([config_of(estimate)]).latency_s[0])
+        return self.seconds(estimate, "latency")
+
+    def seconds(self, estimate: Estimate, metric: Metric) -> float:
+        """What a bound on the metric is of, by the closed form; of a job's makespan, what one query
+        more adds to it."""
+        if estimate not in self._figures:
+            self._figures[estimate] = self.form(estimate).evaluate([config_of(estimate)])
+        figures = self._figures[estimate]
+        if metric == "makespan":
+            qps = float(figures.throughput_qps[0])
+            return 1 / qps if qps > 0 else math.inf
+        return float(getattr(figures, f"{metric}_s")[0])
 
     def estimate(self, estimate: Estimate) -> Estimate:
         """The closed form's figures of a schedule that may have been found for another problem."""
@@ -61,10 +77,15 @@ class Evaluator:
     def replayed_latency_s(self, estimate: Estimate) -> float:
         """The constraint's latency in the steady state of a replay; nan where no query is long
         enough to count."""
-        if estimate not in self._replayed_s:
-            self._replayed_s[estimate] = replay_latency_s(
+        return self.replayed_s(estimate, "latency")
+
+    def replayed_s(self, estimate: Estimate, metric: Metric) -> float:
+        """The same of what a bound on the metric, not the makespan, is of."""
+        if estimate not in self._replayed:
+            self._replayed[estimate] = replay_checked(
                 self.problem, self.timing, estimate, _SEED, self.clocks)
-        return self._replayed_s[estimate]
+        steady = self._replayed[estimate]
+        return math.nan if steady is None else float(getattr(steady, f"{metric}_s"))
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
         """A replay of so many queries, drawn from the problem's lengths."""

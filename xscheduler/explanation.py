@@ -24,7 +24,9 @@ from xsimulator import memory
 from xsimulator.policies import make_policy
 
 _BINDING = {Limit.LATENCY: "the latency bound", Limit.MEMORY: "memory",
-            Limit.QUERIES: "the number of queries"}
+            Limit.QUERIES: "the number of queries",
+            Limit.TTFT: "the bound on the time to the first token",
+            Limit.TPOT: "the bound on the time per output token"}
 FULL = 0.01  # share of a limit left below which it counts as reached
 WAITING = 0.98  # share of max_active below which queries wait for memory
 
@@ -206,7 +208,8 @@ def next_batch_breaks(schedule: Schedule, problem: Problem, timing: TimingSource
     larger = replace(config, **{name: getattr(config, name) + 1})
     arrays = make_policy(schedule.estimate.policy, problem, timing).evaluate([larger])
     arrays = replace(arrays, fits=arrays.memory_bytes <= schedule.figures.memory_capacity_bytes)
-    broken = breaches(arrays, Limits(queries=problem.num_queries or math.inf, latency_s=limit_s))
+    broken = breaches(arrays, Limits.of(
+        problem.constraint, queries=problem.num_queries or math.inf, latency_s=limit_s))
     if isinstance(schedule.controls, ContinuousControls):  # memory makes queries wait, no more
         broken[Limit.MEMORY] |= (arrays.present < WAITING * larger.max_active) & (
             arrays.memory_bytes > (1 - FULL) * schedule.figures.memory_capacity_bytes)

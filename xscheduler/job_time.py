@@ -20,6 +20,7 @@ from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
 from xscheduler.admissible import Limits, admissible
 from xscheduler.evaluator import Evaluator, job_lengths
+from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
 from xscheduler.spaces.space import Selection
 from xscheduler.uncertainty import Doubts, MarginParts
@@ -52,7 +53,8 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
         return schedule
     clock = _JobTime(problem, evaluator, schedule)
     doubts = Doubts(problem, evaluator, replays=True) if has_margin else None
-    entries = _admissible(selections(count), schedule.bound.limit_s, count)
+    entries = _admissible(selections(count), Limits.of(
+        problem.constraint, queries=count, latency_s=schedule.bound.limit_s, is_timed=True))
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
     first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1), cuts)
     replays = 1 if is_rough or cuts() else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
@@ -63,7 +65,8 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
         if wall_s > (1 - WORTH) * steady_s:
             break
         margin = _NO_MARGIN if doubts is None else doubts.margin(estimate)
-        if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s:
+        if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s and (
+                doubts is None or keeps_pace(doubts, estimate)):
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
 
@@ -103,9 +106,8 @@ class _JobTime:
         return 0 if known is None else len(known.inputs)
 
 
-def _admissible(selections: Sequence[Selection], bound_s: float, count: int) -> list[_Entry]:
-    """Configurations that keep the bound in their steady state, quickest first."""
-    limits = Limits(queries=count, latency_s=bound_s, is_timed=True)
+def _admissible(selections: Sequence[Selection], limits: Limits) -> list[_Entry]:
+    """Configurations that keep the bounds in their steady state, quickest first."""
     entries = []
     for selection in selections:
         figures = selection.closed_form.evaluate(selection.configs)
@@ -131,7 +133,7 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
 
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
-    before, words = schedule.figures, _words(schedule.estimate)
+    before, words = schedule.figures, words_of(schedule.estimate)
     note = (f"Chosen for this job's {count} queries: they should take {format_seconds(wall_s)} "
             f"from the first to the last, the least of {replayed} schedules that were simulated. "
             f"What is fastest in a job without end ({before.throughput_qps:.4g} queries/s by "
@@ -144,7 +146,7 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: i
                             rejected=(row, *schedule.rejected), margin=margin.kept())
 
 
-def _words(estimate: Estimate) -> str:
+def words_of(estimate: Estimate) -> str:
     """Policy and the first two of its control variables, which tell most."""
     names = policy(estimate.policy).variable_names[:2]
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
 from xgpt.core.policies import baselines, changeable_policy, policies
@@ -26,6 +27,7 @@ from xscheduler.beginning import beginning, can_settle
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.job_time import for_the_job
+from xscheduler.prospects import judged, plan_jointly
 from xscheduler.room import with_room
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.baselines import BaselineSearch, plan_untimed
@@ -109,6 +111,9 @@ class Planner:
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
+            schedule = judged(schedule, Doubts(problem, self._evaluator, replays=True), self._tell,
+                              is_job=self.options.horizon == "job",
+                              has_margin=self.options.has_margin and not self.options.untimed)
         return schedule.changed(hardware_qps=most_queries_per_s(problem))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
@@ -176,7 +181,7 @@ class Planner:
     def _within_margin(self, problem: Problem) -> Schedule:
         began, own, before = time.monotonic(), self._own, self._own.nodes
         bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in baselines()
-        longer: list[_ProblemSearch] = []
+        longer, searches = list[_ProblemSearch](), [own]
 
         def of_problem(other: Problem) -> Schedule:
             if not longer or longer[-1].lengths is not other.lengths:
@@ -184,12 +189,20 @@ class Planner:
             return longer[-1].find(other.constraint.latency_s)
 
         doubts = Doubts(_bounded(self._narrowed, bound_s), self._evaluator, replays=True)
-        planned = plan_within(doubts, own.find, cuts=self._watch.cuts,
-                              search_problem=None if is_baseline else of_problem)
+
+        def of_constraint(constraint: Constraint) -> PlannedWithin:
+            if constraint == doubts.problem.constraint:
+                return plan_within(doubts, own.find, cuts=self._watch.cuts,
+                                   search_problem=None if is_baseline else of_problem)
+            narrowed = replace(doubts.problem, constraint=constraint)
+            searches.append(self._search_of(narrowed))
+            return plan_within(doubts, searches[-1].find, cuts=self._watch.cuts)
+
+        planned = plan_jointly(doubts, of_constraint)
         schedule, explanation = planned.schedule, tuple[str, ...]()
         if not (is_baseline or self.options.is_brief):
-            schedule = _compared(planned, own.found + [one for search in longer
-                                                       for one in search.found])
+            schedule = _compared(planned, [one for search in (*reversed(searches), *longer)
+                                           for one in search.found])
             # what does not keep its margin is explained by what it does use
             limit_s = max(bound_s / planned.margin.factor, min(schedule.figures.latency_s, bound_s))
             explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
@@ -197,7 +210,7 @@ class Planner:
             status=Status.LIMIT if self._watch.has_cut else schedule.proof.status,
             margin=planned.margin.kept(cost=max(planned.cost, 0.0)),
             explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
-            nodes=own.nodes - before + sum(search.nodes for search in longer),
+            nodes=sum(search.nodes for search in (*searches, *longer)) - before,
             seconds=time.monotonic() - began)
 
     @property

@@ -31,6 +31,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from xgpt.core.constraint import Metric
 from xgpt.core.lengths import (
     FloatArray,
     JointLengths,
@@ -47,6 +48,7 @@ from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
+from xsimulator.replay.predict import JobPrediction
 
 REPLICATES = 40
 MOST_DRAWN = 2000  # of a larger sample's lengths; its replicates then scatter as much less
@@ -93,26 +95,30 @@ class Doubts:
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
                         if part.num_samples is not None]  # queries by which lengths are known
 
-    @property
-    def is_certain(self) -> bool:
+    def is_certain(self, metric: Metric) -> bool:
         """Nothing is known to be uncertain, or there is no bound to break."""
         constraint = self.problem.constraint
-        return math.isinf(constraint.latency_s) or not (
+        return math.isinf(constraint.limit_s(metric)) or not (
             self._errors or constraint.drift or self._counts or self.problem.input_error)
 
-    def margin(self, estimate: Estimate) -> MarginParts:
-        confidence, model = self.problem.constraint.confidence, self._model_factor(estimate)
-        if self.is_certain:
+    def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
+        """The margin of what a bound on the metric is of; its sentence is of a latency. A job's
+        makespan is replayed itself, and grows as the time that one query more takes."""
+        confidence = self.problem.constraint.confidence
+        model = self._model_factor(estimate, metric)
+        if self.is_certain(metric):
             return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0)
-        expected_s = self._evaluator.latency_s(estimate)
-        of_times, unmeasured = self._timing_spread(estimate, expected_s)
-        of_inputs = self._input_spread(estimate, expected_s)
+        expected_s = self._evaluator.seconds(estimate, metric)
+        if expected_s <= 0:  # outputs of one token have no second one
+            return MarginParts(factor=1.0, sentence="")
+        of_times, unmeasured = self._timing_spread(estimate, metric)
+        of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
         ratios = np.array([shrunk * math.log(
-            self._variant(index, lengths).latency_s(estimate) / expected_s)
+            self._variant(index, lengths).seconds(estimate, metric) / expected_s)
             for index, (lengths, shrunk) in enumerate(self._replicates)] or [0.0])
-        drift = max((self._variant(("drift", change), lengths).latency_s(estimate) / expected_s
-                     for change, lengths in self._drifted.items()), default=1.0)
+        drift = max((self._variant(("drift", change), lengths).seconds(estimate, metric)
+                     / expected_s for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
             factor=model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0),
             timing=math.exp(upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
@@ -120,15 +126,26 @@ class Doubts:
             lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
             unmeasured)
 
+    def expected_s(self, estimate: Estimate, metric: Metric) -> float:
+        """What a bound on the metric is of, by the closed form."""
+        return self._evaluator.seconds(estimate, metric)
+
+    def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
+        """What the problem's own queries take (Evaluator.job)."""
+        return self._evaluator.job(estimate, replays)
+
     def timing_spread(self, estimate: Estimate) -> float:
         """Standard deviation of the latency's logarithm, for what the times may be off."""
-        return self._timing_spread(estimate, self._evaluator.latency_s(estimate))[0]
+        return self._timing_spread(estimate, "latency")[0]
 
-    def _model_factor(self, estimate: Estimate) -> float:
-        """The factor by which a replay's latency exceeds the closed form's."""
-        if not self._replays or math.isinf(self.problem.constraint.latency_s):
+    def _model_factor(self, estimate: Estimate, metric: Metric) -> float:
+        """The factor by which what a replay shows exceeds the closed form's."""
+        constraint = self.problem.constraint
+        if not self._replays or metric == "makespan" or math.isinf(constraint.limit_s(metric)):
             return 1.0
-        ratio = self._evaluator.replayed_latency_s(estimate) / estimate.figures.latency_s
+        expected_s = (estimate.figures.latency_s if metric == "latency" else
+                      self._evaluator.seconds(estimate, metric))
+        ratio = self._evaluator.replayed_s(estimate, metric) / expected_s if expected_s else 1.0
         return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
     def longer(self) -> JointLengths:
@@ -146,8 +163,9 @@ class Doubts:
         """A schedule found for other lengths, with this problem's estimate of it."""
         return replace(schedule, estimate=self._evaluator.estimate(schedule.estimate))
 
-    def _timing_spread(self, estimate: Estimate, expected_s: float) -> tuple[float, float]:
-        """(standard deviation of the latency's logarithm, share of it that no table explains)."""
+    def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
+        """(standard deviation of the metric's logarithm, share of it that no table explains)."""
+        expected_s = self._evaluator.seconds(estimate, metric)
         degrees = {stage.tp_degree for stage in estimate.deployment.stages}
         square, explained = 0.0, 0.0
         for key, error in self._errors.items():
@@ -155,17 +173,18 @@ class Doubts:
                 continue
             step = max(error.relative, LEAST_STEP)
             raised = self._variant(key, timing=Raised(self._evaluator.timing, key, 1 + step))
-            effect = math.log(raised.latency_s(estimate) / expected_s)
+            effect = math.log(raised.seconds(estimate, metric) / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2
         return math.sqrt(square), max(1 - explained, 0.0)
 
-    def _input_spread(self, estimate: Estimate, expected_s: float) -> float:
-        """Standard deviation of the latency's logarithm, for what the inputs may be off."""
+    def _input_spread(self, estimate: Estimate, metric: Metric) -> float:
+        """Standard deviation of the metric's logarithm, for what the inputs may be off."""
         if not (error := self.problem.input_error):
             return 0.0
         longer = self._variant("inputs", with_longer_inputs(self.problem.lengths, math.exp(error)))
-        return max(math.log(longer.latency_s(estimate) / expected_s), 0.0)
+        expected_s = self._evaluator.seconds(estimate, metric)
+        return max(math.log(longer.seconds(estimate, metric) / expected_s), 0.0)
 
     @cached_property
     def _replicates(self) -> list[tuple[JointLengths, float]]:

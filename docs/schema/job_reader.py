@@ -26,14 +26,16 @@ _DEVICE = {"name": "x", "memory_bytes": "48 GiB", "bandwidth_bytes_per_s": "1 TB
 SAMPLES: tuple[Json, ...] = (
     {"model": "opt-13b", "cluster": "local", "slurm": _SLURM,
      "workload": {"requests": "requests.jsonl", "output_tokens": {"file": "lengths.txt"}},
-     "constraint": {"latency_s": 20}, "schedule": {"policy": "rra"}, "run": {"engine": "xgpt"},
+     "constraint": {"latency_s": 20, "ttft_s": {"limit_s": 2}, "tpot_s": {"limit_s": 0.1},
+                    "makespan_s": 600}, "schedule": {"policy": "rra"}, "run": {"engine": "xgpt"},
      "search": {"max_seconds": 60}},
     {"model": "opt-13b", "cluster": {
         "device": _DEVICE, "num_nodes": 1, "devices_per_node": 1, "intra_link": _LINK,
         "inter_link": _LINK},
      "workload": {"requests": {"count": 9}, "input_tokens": {"mean": 9, "std": 1, "max": 20},
                   "output_tokens": {"mean": 9, "std": 1, "max": 20}}},
-    {"model": "opt-13b", "cluster": "local", "workload": {"requests": {"file": "requests.jsonl"}}},
+    {"model": "opt-13b", "cluster": "local", "workload": {"requests": {"file": "requests.jsonl"}},
+     "constraint": {"ttft_s": 2, "tpot_s": 0.1}},
     {"model": "opt-13b", "cluster": {
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},

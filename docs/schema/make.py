@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -18,6 +18,7 @@ from job_reader import job_schema  # noqa: E402
 from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
 from xgpt.app.attribution import Attribution  # noqa: E402
+from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import (  # noqa: E402
     CopiesTried,
@@ -130,6 +131,14 @@ METRICS = of_keys({
     "others_cpu_share": or_none(number("what other processes used of the cores")),
     "beginning": or_none(text("why it began with a schedule that does not keep the bound")),
     "agreement": or_none({"type": "object"}), "rescheduling": array({"type": "object"}),
+    "bound_kept": or_none({"type": "boolean", "description": "whether every bound was that can be "
+                                                             "judged"}),
+    "bounds": array(of_keys({
+        "metric": {"enum": list(get_args(Metric))}, "limit_s": number("of the bound"),
+        "kind": {"enum": list(get_args(BoundKind))}, "quantile": number("of the queries"),
+        "is_kept": or_none({"type": "boolean"}), "over": whole("queries over it"),
+        "of": whole("queries that count"), "share_over": number("of these"),
+        "worst_s": or_none(number("of all")), "sentence": text("the same in words")})),
     "attribution": or_none(of_fields(Attribution, sentence=text("the same in words")))},
     words="metrics.json: what a run measured, beside what was predicted.")
 BOX = {"type": "array", "prefixItems": [{"enum": list(KINDS)}, NUMBER, NUMBER,

@@ -23,7 +23,7 @@ from xsimulator.policies.waa.plans import WaaPlans
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BruteForce:
     """Every point of a policy's grid, evaluated: [configs] throughput, latency, and whether
-    memory, the number of queries and the timing source admit it."""
+    memory, the number of queries, the timing source and the bounds on the tokens' pace admit it."""
 
     configs: tuple[Any, ...]
     throughput_qps: np.ndarray
@@ -76,6 +76,8 @@ def evaluate_grid(policy: str, problem: Problem, timing: TimingSource, *,
     found = made.evaluate(configs)
     # its own statement of xscheduler.admissible, which it checks
     is_roomy = (found.fits & (found.present <= (problem.num_queries or math.inf) + 1e-9)
-                & (found.stretch <= REFUSED_BEYOND))
+                & (found.stretch <= REFUSED_BEYOND)
+                & (found.ttft_s <= problem.constraint.limit_s("ttft"))
+                & (found.tpot_s <= problem.constraint.limit_s("tpot")))
     return BruteForce(configs=tuple(configs), throughput_qps=found.throughput_qps,
                       latency_s=found.latency_s, is_roomy=is_roomy)

@@ -16,11 +16,14 @@ from xscheduler.admissible import (
     admissible,
     breaches,
     crowding,
+    crowding_or_pace,
     forbidding,
 )
 
-GOOD = {"fits": True, "present": 8.0, "stretch": 1.0, "throughput_qps": 3.0, "latency_s": 2.0}
-ALL = Limits(queries=8, latency_s=2.0, stretch=REFUSED_BEYOND, is_timed=True)
+GOOD = {"fits": True, "present": 8.0, "stretch": 1.0, "throughput_qps": 3.0, "latency_s": 2.0,
+        "ttft_s": 0.5, "tpot_s": 0.1}
+ALL = Limits(queries=8, latency_s=2.0, ttft_s=0.5, tpot_s=0.1, stretch=REFUSED_BEYOND,
+             is_timed=True)
 
 
 def figures(*rows: dict[str, object]) -> SimpleNamespace:
@@ -35,7 +38,8 @@ def figures(*rows: dict[str, object]) -> SimpleNamespace:
     ({"stretch": REFUSED_BEYOND * 1.01}, Limit.RANGE),
     ({"throughput_qps": 0.0, "latency_s": math.inf}, Limit.RANGE),
     ({"throughput_qps": math.nan}, Limit.RANGE),
-    ({"latency_s": 2.0 + 1e-12}, Limit.LATENCY), ({"latency_s": math.nan}, Limit.LATENCY)])
+    ({"latency_s": 2.0 + 1e-12}, Limit.LATENCY), ({"latency_s": math.nan}, Limit.LATENCY),
+    ({"ttft_s": 0.51, "tpot_s": 9.0}, Limit.TTFT), ({"tpot_s": math.nan}, Limit.TPOT)])
 def test_the_first_limit_that_is_broken_is_named(row: dict[str, object], limit: Limit) -> None:
     assert forbidding(figures(row), ALL).tolist() == [limit]
     assert admissible(figures(row), ALL).tolist() == [limit is Limit.NONE]
@@ -50,6 +54,12 @@ def test_what_is_not_asked_forbids_nothing() -> None:
 def test_every_broken_limit_can_be_told() -> None:
     broken = breaches(figures({"fits": False, "latency_s": 3.0}), ALL)
     assert [limit for limit, rows in broken.items() if rows[0]] == [Limit.MEMORY, Limit.LATENCY]
+
+
+def test_the_pace_counts_where_nothing_is_crowded() -> None:
+    rows = figures({}, {"fits": False, "ttft_s": 9.0}, {"ttft_s": 9.0}, {"tpot_s": 9.0})
+    assert crowding_or_pace(rows, ALL).tolist() == [
+        Limit.NONE, Limit.MEMORY, Limit.TTFT, Limit.TPOT]
 
 
 def test_crowding_is_the_same_without_times() -> None:

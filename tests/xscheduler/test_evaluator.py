@@ -35,10 +35,10 @@ def test_replays_are_made_once(monkeypatch) -> None:
     own = evaluator(num_queries=30)
     estimate = estimate_of(own.problem, encode_batch=4, decode_iterations=4)
     asked = []
-    for name in ("replay_latency_s", "predict"):
+    for name in ("replay_checked", "predict"):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, real=real, name=name, **more: (
             asked.append(name), real(*given, **more))[1])
     assert own.replayed_latency_s(estimate) == own.replayed_latency_s(estimate)
     assert own.job(estimate, 1) == own.job(estimate, 1) != own.job(estimate, 2)
-    assert asked == ["replay_latency_s", "predict", "predict"]
+    assert asked == ["replay_checked", "predict", "predict"]

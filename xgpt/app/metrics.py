@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from xgpt.core.json_values import write_json
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
-from xgpt.report.figures import check_bound
+from xgpt.report.bounds import check_bounds, kept_facts
 from xgpt.report.output import Output, read_output
 from xgpt.report.page import write_report
 from xgpt.report.results_file import write_results
@@ -35,9 +35,12 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     output, tell = opened.job.output, opened.tell
+    left = replace(read_output(output, 0), metrics=metrics, schedule=schedule,
+                   queries_before=measured["queries_before"])
+    metrics |= kept_facts(check_bounds(left))
     write_json(output / METRICS_FILE, metrics)
     write_report(output)
-    tell.say(summary_table(metrics, tuple(_ends(opened, read_output(output, 0)))))
+    tell.say(summary_table(metrics, tuple(_ends(opened, left))))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
         tell.say(f"note: {warning}")
     tell.say(f"report: {output / 'report.html'}")
@@ -49,9 +52,7 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
 def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
     """What the results say of the run besides its figures, in sentences: whether the bound was
     kept, how many answers were cut, and why the first entry has none."""
-    bound = check_bound(output)
-    if bound.is_kept is not None:
-        yield bound.sentence
+    yield from (check.sentence for check in check_bounds(output) if check.is_kept is not None)
     known = opened.problem.queries
     is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
     cut = 0 if is_wished else sum(query.finish_reason == "length" for query in output.queries)

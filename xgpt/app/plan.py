@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import gt
 
-from xgpt.app.laid_out import derived_times, layout_of, on_open_layouts, on_ranks
+from xgpt.app.laid_out import derived_times, is_sized, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import told_while
 from xgpt.app.timing import refined_timing, timing_of
@@ -21,8 +21,10 @@ from xprofiler.derived import Derived
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
+from xscheduler.evaluator import Evaluator
 from xscheduler.layouts import LaidOut, LayoutComparison
 from xscheduler.planner import Horizon, Planner, PlanOptions
+from xscheduler.sizes import SizeSearch, Spent, spent
 from xscheduler.watch import Watch
 from xsimulator.memory import capacity_bytes, weight_bytes
 
@@ -59,6 +61,7 @@ class JobPlanner:
         """Measures what is not known of this machine's times; `timing`: those of a job that leaves
         nothing open. Raises InfeasibleError for weights that all devices together do not hold."""
         opened = executable(opened)
+        self._objective = opened.problem.constraint.objective
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
@@ -76,6 +79,8 @@ class JobPlanner:
         for as long as the job is worth it. Raises InfeasibleError, and InputError for what no
         layout can hold."""
         self._watch.reset()
+        if len(self._jobs) > 1 and is_sized(next(iter(self._jobs.values())).problem):
+            return self._on_best_size(latency_bound_s)
         tried: dict[Layout, LaidOut] = {}
         for layout in self._jobs:  # of one that is behind, its place is enough
             tried[layout] = self._tried(layout, latency_bound_s, is_rough=any(
@@ -92,6 +97,27 @@ class JobPlanner:
                 f"note: the search was ended after {format_seconds(self._watch.seconds)}, as asked "
                 "(search.max_seconds): what is shown as proved holds, and more time may find more")
         return Plan(schedule=schedule, opened=self._jobs[best.layout], timing=best.timing,
+                    horizon=self._options.horizon)
+
+    def _on_best_size(self, latency_bound_s: float | None) -> Plan:
+        """The plan of the size that the job's objective takes."""
+        layouts = {layout.ranks: layout for layout in self._jobs}
+
+        def planned(size: int, has_margin: bool) -> Schedule:
+            one = self._tried(layouts[size], latency_bound_s, is_rough=not has_margin)
+            if isinstance(one.planned, XgptError):
+                raise one.planned
+            return one.planned
+
+        def takes(size: int, schedule: Schedule) -> Spent:
+            planner = self._planners[layouts[size]]
+            return spent(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
+
+        search, sizes = SizeSearch(plan=planned, spent=takes), sorted(layouts)
+        best = search.choose(self._objective, sizes)
+        layout = layouts[best]
+        return Plan(schedule=search.told(self._objective, best, sizes),
+                    opened=self._jobs[layout], timing=self._planners[layout].timing,
                     horizon=self._options.horizon)
 
     def of(self, plan: Plan | None) -> tuple[OpenedJob, Planner]:
@@ -164,8 +190,11 @@ class JobPlanner:
             one, derived=known.profile.metadata.origin, derived_error=known.error)
 
     def _times(self) -> dict[Layout, TimingSource]:
-        """Measured where the ranks are fewest and most; between them derived from those two."""
+        """Measured where the ranks are fewest and most; between them derived from those two. Parts
+        of a cluster have its own times."""
         wide, narrow = next(iter(self._jobs)), next(reversed(self._jobs))
+        if is_sized(self._jobs[narrow].problem):
+            return dict.fromkeys(self._jobs, timing_of(self._jobs[narrow]))
         times = {layout: timing_of(self._jobs[layout]) for layout in {wide: None, narrow: None}}
         for layout in self._jobs.keys() - times.keys():
             derived = derived_times(self._jobs[layout], times[wide], times[narrow])

@@ -1,7 +1,7 @@
 """`xgpt run` executes a schedule; `xgpt submit` does all of it, here or through Slurm."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal
-from xgpt.core.errors import StoppedEarly
+from xgpt.core.errors import BoundMissed, StoppedEarly
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import flat
@@ -28,6 +28,10 @@ from xgpt.launch.standby import standby_for
 _USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.finished"
 _SEVERAL = "xgpt.app.several"
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
+
+_strict_option = click.option(
+    "--strict", "is_strict", is_flag=True,
+    help="End with exit code 4 where the run is done but a bound was not kept.")
 
 
 @click.command()
@@ -44,9 +48,10 @@ _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has non
 @within_seconds
 @click.option("--dry-run", is_flag=True,
               help="Print the schedule and, for Slurm, the batch script; start nothing.")
+@_strict_option
 def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool,
            through_slurm: bool, is_again: bool, results: Path | None, max_seconds: float | None,
-           dry_run: bool) -> None:
+           dry_run: bool, is_strict: bool) -> None:
     """Profile, schedule, run and report: everything the job file asks for.
 
     A job that is done says so, and runs nothing (`--again` runs it anew).
@@ -62,6 +67,9 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     wanted = [_wanted(path, overrides, through_slurm) for path in job_files]
     is_for_slurm = any(job.slurm is not None for job, _ in wanted)
     if through_slurm or (is_for_slurm and allocation_here() is None):
+        if is_strict:
+            raise click.UsageError("--strict is of a run here; of one that is handed in to Slurm, "
+                                   "metrics.json says whether its bounds were kept (bound_kept)")
         shown = import_module(_SLURM).hand_in_jobs(wanted, Terminal(), is_dry=dry_run,
                                                     is_again=is_again)
         if as_json:
@@ -74,23 +82,23 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         _show_plans(jobs, as_json)
     elif len(jobs) > 1:
         shown = import_module(_SEVERAL).submit_all(jobs, Terminal(), is_again=is_again)
-        if as_json:
-            print_json(shown)
+        _done(shown, shown["jobs"], as_json, is_strict)
     elif (found := import_module(_FINISHED).done_already(
             jobs[0], Terminal(), is_again=is_again)) is None:
-        _do("submit", jobs[0], as_json)
-    elif as_json:
-        print_json(found)
+        _do("submit", jobs[0], as_json, is_strict)
+    else:
+        _done(found, [found], as_json, is_strict)
 
 
 @click.command()
 @job_arguments
 @click.option("--schedule", "schedule_file", type=click.Path(path_type=Path), metavar="FILE",
               help="The schedule to execute; default: schedule.json of the job's output folder.")
+@_strict_option
 def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
-        schedule_file: Path | None) -> None:
+        schedule_file: Path | None, is_strict: bool) -> None:
     """Execute a schedule on the real model (and go on where a stopped run ended)."""
-    _do("run", load_job(job_file, overrides), as_json, schedule_file=schedule_file)
+    _do("run", load_job(job_file, overrides), as_json, is_strict, schedule_file=schedule_file)
 
 
 def _show_plans(jobs: Sequence[Job], as_json: bool) -> None:
@@ -113,7 +121,7 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
     return load_job(path, overrides), overrides
 
 
-def _do(use_case: str, job: Job, as_json: bool, **more: Any) -> None:
+def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, **more: Any) -> None:
     try:
         with standby_for(job) as standby:
             metrics = getattr(import_module(_USE_CASES), use_case)(
@@ -121,5 +129,18 @@ def _do(use_case: str, job: Job, as_json: bool, **more: Any) -> None:
     except KeyboardInterrupt:  # while ranks work, it asks them to stop (xgpt.launch.process)
         raise StoppedEarly("interrupted before the run had begun; nothing that was done is lost, "
                            "and the same command goes on from there") from None
+    _done(metrics, [metrics], as_json, is_strict)
+
+
+def _done(shown: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], as_json: bool,
+          is_strict: bool) -> None:
+    """Prints what there is to print of runs that are done. Raises BoundMissed."""
+    missed = [run for run in runs if is_strict and run.get("bound_kept") is False]
+    if missed:
+        refusal = BoundMissed("; ".join(
+            f"{run.get('name')}: {bound['sentence']}" for run in missed
+            for bound in run["bounds"] if bound["is_kept"] is False))
+        refusal.details = shown
+        raise refusal
     if as_json:
-        print_json(metrics)
+        print_json(shown)

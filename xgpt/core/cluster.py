@@ -20,6 +20,8 @@ class Device:
     flops_per_s: tuple[tuple[str, float], ...]  # (dtype, dense peak) pairs
     source: str = ""
     generation: str = ""  # of a GPU: ampere, hopper, ...
+    price_per_hour: float | None = None  # None: not known; `price_source` says whose and when
+    price_source: str = ""
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Dense peak for `dtype`; falls back to float32 where the device has no faster unit."""

@@ -1,34 +1,51 @@
-"""What a schedule has to keep: bounds, how surely, and what of the cluster may be used."""
+"""What a schedule has to keep: bounds, how surely, and what of the cluster may be used; and what is
+asked for among those that keep it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 BoundKind = Literal["sequence", "queries"]
-Metric = Literal["latency"]  # of a query, from the start of its encoding to its last token
+# latency: of a query, from the start of its encoding to its last token; ttft: from there to its
+# first token; tpot: the mean of each of its tokens after the first; makespan: of the whole job,
+# from its first query's start to its last token
+Metric = Literal["latency", "ttft", "tpot", "makespan"]
+# the most queries a second; the fewest devices, or the least price, that keep every bound
+Objective = Literal["throughput", "devices", "cost"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+METRIC_WORDS: Mapping[Metric, str] = {
+    "latency": "latency", "ttft": "the time to the first token",
+    "tpot": "the time per output token", "makespan": "the time of the whole job"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """`metric` is to be at most `limit_s` seconds (`math.inf`: no limit): for a query whose output
-    has the `quantile` length of all outputs (`sequence`), or for that share of all queries."""
+    has the `quantile` length of all outputs (`sequence`; of a latency), or for that share of all
+    queries. The makespan is the job's, and has neither. `until`: the time of day that a makespan
+    was given as, "06:00"; the limit is what is left until then."""
 
     metric: Metric = "latency"
     limit_s: float
     kind: BoundKind = "sequence"
     quantile: float = 0.99
+    until: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Bounds that hold jointly. Today each job has one, on the latency of its queries."""
+    """Bounds that hold jointly: one on the latency of queries, which may be infinite, and at most
+    one on each other metric. Of the schedules that keep them the `objective` takes one."""
 
     bounds: tuple[Bound, ...]
     confidence: float = 0.95  # least P(every bound is kept), given what is uncertain
     drift: float = 0.0  # share by which the mean output length may turn out longer or shorter
     memory_bytes: int | None = None  # of each device; None: all it has
     max_gpus: int | None = None  # devices; None: all of the cluster
+    objective: Objective = "throughput"
 
     @property
     def latency(self) -> Bound:
@@ -47,14 +64,29 @@ class Constraint:
     def quantile(self) -> float:
         return self.latency.quantile
 
+    def bound_on(self, metric: Metric) -> Bound | None:
+        """The bound on a metric; None where there is none."""
+        return next((bound for bound in self.bounds if bound.metric == metric), None)
+
+    def limit_s(self, metric: Metric) -> float:
+        """Most that a metric may be; infinite where it has no bound."""
+        bound = self.bound_on(metric)
+        return math.inf if bound is None else bound.limit_s
+
     def with_latency(self, **changes: Any) -> Constraint:
         """The same constraint with some of the latency bound's fields changed."""
+        return self.with_bound("latency", **changes)
+
+    def with_bound(self, metric: Metric, **changes: Any) -> Constraint:
+        """The same with some fields of the bound on a metric changed, where it has one."""
         return replace(self, bounds=tuple(
-            replace(bound, **changes) if bound is self.latency else bound
+            replace(bound, **changes) if bound.metric == metric else bound
             for bound in self.bounds))
 
 
 def latency_constraint(latency_s: float, *, kind: BoundKind = "sequence", quantile: float = 0.99,
-                       **others: Any) -> Constraint:
-    """A constraint whose only bound is on latency; `others` are fields of Constraint."""
-    return Constraint(bounds=(Bound(limit_s=latency_s, kind=kind, quantile=quantile),), **others)
+                       further: tuple[Bound, ...] = (), **others: Any) -> Constraint:
+    """A constraint with a bound on latency and `further` ones; `others` are fields of
+    Constraint."""
+    return Constraint(bounds=(Bound(limit_s=latency_s, kind=kind, quantile=quantile), *further),
+                      **others)

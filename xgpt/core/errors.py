@@ -12,6 +12,7 @@ from typing import Any
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
+EXIT_BOUND_MISSED = 4
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, run again to go on
 
 
@@ -82,6 +83,12 @@ class BeatenError(InfeasibleError):
     def __init__(self, upper_qps: float) -> None:
         self.upper_qps = upper_qps
         super().__init__(f"no more than {upper_qps:.4g} queries/s")
+
+
+class BoundMissed(XgptError):
+    """A run that is done, and did not keep a bound; raised where the user is strict about it."""
+
+    exit_code = EXIT_BOUND_MISSED
 
 
 class MissingExtraError(XgptError):

@@ -12,6 +12,7 @@ from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
+from xgpt.core.constraint_section import read_price
 from xgpt.core.sections import Section
 from xgpt.core.units import DTYPE_BYTES, parse_bytes, parse_seconds
 
@@ -65,7 +66,8 @@ def _read_device(section: Section) -> dict[str, Any]:
             "kind": section.choice("kind", "gpu", ("gpu", "cpu")),
             "memory_bytes": _required_amount(section, "memory_bytes", parse_bytes,
                                              lambda x: 1 <= x < math.inf, "bytes, or '48 GiB'"),
-            "bandwidth_bytes_per_s": _bandwidth(section), "flops_per_s": flops}
+            "bandwidth_bytes_per_s": _bandwidth(section), "flops_per_s": flops,
+            "price_per_hour": read_price(section)}
 
 
 def _read_link(section: Section) -> dict[str, Any]:

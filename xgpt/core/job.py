@@ -119,5 +119,6 @@ class Job:
     results: Path | None = None  # a file of results besides results.jsonl
     profile: Path | None = None  # a Profile file to plan with
     plan_engine: str = OWN_ENGINE  # whose times the roofline gives
+    price_per_hour: float | None = None  # of a device; None: the catalog's, where it has one
     adjustment: Adjustment = Adjustment()
     max_search_s: float | None = None  # that finding a schedule may take; None: as long as it does

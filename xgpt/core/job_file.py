@@ -4,7 +4,6 @@ Relative paths are relative to the job file's folder, whether they stand in the 
 command line. A key without a value (`constraint:`) counts as not given. Nothing is downloaded or
 created."""
 
-import math
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from xgpt.core import catalog
-from xgpt.core.constraint import BoundKind, Constraint, latency_constraint
+from xgpt.core.constraint_section import read_constraint, read_price
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
@@ -25,7 +24,7 @@ from xgpt.core.run_section import LOCAL_CLUSTER, read_run
 from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section
 from xgpt.core.slurm_section import read_slurm
-from xgpt.core.units import parse_bytes, parse_seconds, parse_share
+from xgpt.core.units import parse_seconds
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
 
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
@@ -77,15 +76,32 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     output, run = absolute(top.text("output", "out", "a folder"), folder), read_run(top)
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
-        model=model, cluster=cluster, workload=workload, constraint=_read_constraint(top),
-        schedule=schedule, adjustment=adjustment, run=run, plan_engine=_read_plan(top, run.engine),
+        model=model, cluster=cluster, workload=workload, constraint=read_constraint(top),
+        price_per_hour=read_price(top), schedule=schedule, adjustment=adjustment, run=run,
+        plan_engine=_read_plan(top, run.engine),
         slurm=read_slurm(top, folder), output=output,
         results=read_results_key(top, workload.requests, output, folder),
         source=Path(os.path.abspath(path)),
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
         max_search_s=_read_search(top))
+    _check_objective(top, job)
     top.finish()
     return job
+
+
+def _check_objective(top: Section, job: Job) -> None:
+    """What is asked for goes with the rest of the job."""
+    constraint, has_requests = job.constraint, job.workload.requests or job.workload.count
+    asked = constraint.objective
+    if asked != "throughput" and (job.slurm is not None or job.run.hosts):
+        top.reject("objective", "throughput where `slurm` or `run.hosts` says what there is: plan "
+                   "without them, and ask for as many devices")
+    elif asked != "throughput" and job.run.engine != OWN_ENGINE:
+        top.reject("objective", f"throughput with run.engine {job.run.engine}")
+    section = top.mapping("constraint")
+    if section is not None and constraint.bound_on("makespan") and not has_requests:
+        section.reject("makespan_s", "of a job with requests: give workload.requests, a file or "
+                       "{count: N}")
 
 
 def _read_model(top: Section, folder: Path) -> str:
@@ -226,24 +242,3 @@ def _read_search(top: Section) -> float | None:
                             "seconds > 0, '90 s' or '2 min'")
     section.finish()
     return most_s
-
-
-def _read_constraint(top: Section) -> Constraint:
-    section = top.section("constraint", "a mapping, for example {latency_s: 11.5}")
-    if section is None:
-        return latency_constraint(latency_s=math.inf)
-    constraint = latency_constraint(
-        latency_s=section.amount("latency_s", math.inf, parse_seconds, lambda x: x > 0,
-                                 "seconds > 0, '90 s', '2 min', or inf"),
-        kind=cast(BoundKind, section.choice("kind", "sequence", ("sequence", "queries"))),
-        quantile=section.number("quantile", 0.99, lambda x: 0 < x < 1, "between 0 and 1"),
-        confidence=section.number("confidence", 0.95, lambda x: 0.5 <= x < 1,
-                                  "at least 0.5 and below 1"),
-        drift=section.amount("drift", 0.0, parse_share, lambda x: 0 <= x < 1,
-                             "a share of the mean output length, '15%' or 0.15, below 1"),
-        memory_bytes=cast("int | None", section.amount(
-            "memory", None, parse_bytes, lambda x: x > 0,
-            "bytes of each device, for example '40 GiB'")),
-        max_gpus=section.integer("max_gpus", None, 1, 100_000))
-    section.finish()
-    return constraint

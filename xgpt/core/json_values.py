@@ -41,7 +41,8 @@ def flat(schedule: Schedule) -> dict[str, Any]:
         "constraint_kind": bound.kind, "quantile": bound.quantile, **asdict(schedule.proof),
         "fingerprint": schedule.fingerprint, "rejected": schedule.rejected,
         "margin": margin.factor, "margin_cost": margin.cost, "margin_note": margin.note,
-        "explanation": schedule.explanation, "over_copies": schedule.over_copies})
+        "explanation": schedule.explanation, "over_copies": schedule.over_copies,
+        "bounds": schedule.bounds, "prospects": schedule.prospects})
     return keys
 
 

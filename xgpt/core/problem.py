@@ -7,6 +7,7 @@ neither downloads nor reads requests: a caller that has done so passes `model` a
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = resolve_cluster(job)
+    constraint = until_clock(job.constraint, datetime.now())
     if (job.schedule.replicas or 1) > cluster.num_devices:
         raise wrong(job.source, "schedule.replicas", job.schedule.replicas,
                     f"at most {cluster.num_devices}, the devices of cluster {cluster.name}: each "
@@ -94,7 +96,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     most_outputs = default_max_tokens(job, lengths)
     dtype = resolve_dtype(job.run.dtype, cluster.device)
     return Problem(
-        model=shape, cluster=cluster, lengths=lengths, constraint=job.constraint,
+        model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
         fixed=job.schedule, dtype=dtype,
         weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
@@ -121,8 +123,27 @@ def _query_lengths(requests: Requests | None, most_outputs: int,
                         outputs=caps if requests.are_forced else None)
 
 
+def until_clock(constraint: Constraint, now: datetime) -> Constraint:
+    """A makespan until a time of day is what is left until then, today or tomorrow."""
+    bound = constraint.bound_on("makespan")
+    if bound is None or not bound.until:
+        return constraint
+    hour, minute = map(int, bound.until.split(":"))
+    end = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    end += timedelta(days=end <= now)
+    return constraint.with_bound("makespan", limit_s=(end - now).total_seconds())
+
+
 def resolve_cluster(job: Job) -> Cluster:
-    """The job's cluster, or as much of it as `run.ranks` leaves."""
+    """The job's cluster, or as much of it as `run.ranks` leaves, at the job's price."""
+    cluster = _resolved_cluster(job)
+    if (price := job.price_per_hour) is None:
+        return cluster
+    return cluster.with_nodes(device=replace(
+        cluster.device, price_per_hour=price, price_source="the job's"))
+
+
+def _resolved_cluster(job: Job) -> Cluster:
     if isinstance(job.cluster, dict):
         cluster = build_cluster(job.cluster)
     elif job.cluster == LOCAL_CLUSTER:

@@ -81,6 +81,11 @@ class QueryTimes:
         return self.last_token_s - self.start_s
 
     @property
+    def encoding_s(self) -> FloatArray:
+        """[queries] from the start of the encoding to the first token."""
+        return self.first_token_s - self.start_s
+
+    @property
     def ttft_s(self) -> FloatArray:
         """[queries] to the first token, from the arrival on: waiting for its turn counts."""
         return self.first_token_s - self.arrival_s

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from xgpt.core.constraint import Bound
+from xgpt.core.constraint import Bound, Metric
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.policies import Role as Role
 
@@ -143,8 +143,10 @@ class Figures:
     """What is expected in steady state. Throughputs are of all copies of the model together, all
     else is of one copy.
 
-    `latency_s` is for the bound's kind and quantile. `encode_batch` and `decode_batch` are means:
-    the queries encoded together, and those active at the first decode iteration of a phase.
+    `latency_s` is for the bound's kind and quantile. Of the query of the quantile's output length
+    `ttft_s` is from the start of its encoding to its first token, `tpot_s` the mean of each later
+    one (0 where there is none); None in files of before. `encode_batch` and `decode_batch` are
+    means: the queries encoded together, and those active at the first decode iteration of a phase.
     `decode_iterations` lie between two encodings (static batches: in the life of a batch).
     `memory_bytes` is per rank, in rank order; `fits`: whether all that is needed has room."""
 
@@ -160,6 +162,8 @@ class Figures:
     memory_bytes: tuple[int, ...]
     memory_capacity_bytes: int
     fits: bool
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,10 +283,26 @@ class Margin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What is expected of a bound besides that on latency: by closed form (a makespan: by replay),
+    and with the margin that the constraint's confidence asks for."""
+
+    metric: Metric
+    limit_s: float
+    expected_s: float
+    with_margin_s: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.with_margin_s <= self.limit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The chosen configuration with what the search proved about it. `fingerprint`: of the Problem
     it answers; the runner refuses another one. `over_copies`: every number of copies of the model
-    that was looked at, the most first; empty where there was one."""
+    that was looked at, the most first; empty where there was one. `prospects`: of its bounds but
+    that on latency."""
 
     estimate: Estimate
     bounds: tuple[Bound, ...]
@@ -292,6 +312,7 @@ class Schedule:
     rejected: tuple[Rejected, ...] = ()
     explanation: tuple[str, ...] = ()
     over_copies: tuple[CopiesTried, ...] = ()
+    prospects: tuple[Prospect, ...] = ()
 
     @property
     def controls(self) -> Controls:

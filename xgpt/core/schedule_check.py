@@ -17,7 +17,8 @@ _POSITIVE = frozenset({
     "encode_batch", "decode_iterations", "decode_micro_batches", "encode_micro_batches",
     "max_active", "max_in_system", "token_budget", "num_groups", "tp_degree", "replicas"})
 _MAY_BE_INFINITE = frozenset({
-    "limit_s", "bound_qps", "gap", "unbounded_qps", "latency_s", "factor"})
+    "limit_s", "bound_qps", "gap", "unbounded_qps", "latency_s", "ttft_s", "tpot_s", "factor",
+    "expected_s", "with_margin_s"})
 _MAY_BE_NEGATIVE = frozenset({"gap", "cost"})
 _SHARES = frozenset({"adjustment", "quantile"})
 Wrong = tuple[str, object, str]  # key, value, what is allowed

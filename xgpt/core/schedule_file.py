@@ -120,7 +120,7 @@ def estimate_from_flat(**values: Any) -> Estimate:
         controls=controls(**own), notes=tuple(values.get("notes", ())),
         deployment=Deployment(pools=_pools(row.pools, values), tp_degree=values["tp_degree"],
                               tp_gpus=values["tp_gpus"]),
-        figures=Figures(**{key: values[key] for key in _names(Figures)}))
+        figures=Figures(**{key: values[key] for key in _names(Figures) & values.keys()}))
 
 
 def _pools(roles: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[Pool, ...]:

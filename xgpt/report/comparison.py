@@ -10,6 +10,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
+from xgpt.report.bounds import check_bound
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
 from xgpt.report.figures import percent, quantity
 from xgpt.report.html_page import render_page
@@ -93,7 +94,7 @@ def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     for key, label, unit in _FIGURES:
         if any(run.measured(key) is not None for run in runs):
             rows.append((label, [_figure(run, key, unit) for run in runs]))
-    return [*rows, ("Bound", [figures.check_bound(run.output).sentence for run in runs])]
+    return [*rows, ("Bound", [check_bound(run.output).sentence for run in runs])]
 
 
 def _queries(run: Run) -> str:

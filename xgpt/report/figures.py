@@ -1,9 +1,9 @@
-"""The figures of a report: predicted beside measured, and whether the latency bound was kept."""
+"""The figures of a report: predicted beside measured."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from xgpt.report.output import LoggedStep, Output, QueryFigures, number, text_at
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
+TIMES = 2.0  # ratio from which on it is told as so many times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,12 @@ class Comparison:
             return ""
         if self.verdict == "good":
             return f"within {percent(GOOD_WITHIN)}"
+        if self.ratio >= TIMES:
+            return f"{self.ratio:.1f} times as much"
         off = abs(self.ratio - 1)
         # just beyond the limit must not read as the limit
-        return f"off by {percent(off, digits=0 if off >= GOOD_WITHIN + 0.01 else 1)}"
-
-
-class BoundCheck(NamedTuple):
-    """Whether the latency bound was kept; None where no statement is possible."""
-
-    is_kept: bool | None
-    sentence: str
+        return (f"{percent(off, digits=0 if off >= GOOD_WITHIN + 0.01 else 1)} "
+                f"{'more' if self.ratio > 1 else 'less'}")
 
 
 def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
@@ -147,30 +144,6 @@ def metrics_so_far(queries: Sequence[QueryFigures], num_errors: int) -> dict[str
     return {"queries": len(queries), "errors": num_errors, **figures}
 
 
-def check_bound(output: Output) -> BoundCheck:
-    """Whether the job's bound held over the results, judged by its own kind.
-
-    `queries`: the quantile of all latencies. `sequence`: every sequence no longer than the
-    quantile of the output lengths."""
-    bound_s = number(output.job, "constraint", "latency_s")
-    quantile = number(output.job, "constraint", "quantile") or 0.99
-    kind = output.job.get("constraint", {}).get("kind", "sequence") if bound_s is not None else None
-    if output.schedule is not None:
-        bound_s = output.schedule.bound.limit_s
-        quantile, kind = output.schedule.bound.quantile, output.schedule.bound.kind
-    if bound_s is None:
-        return BoundCheck(None, "the latency bound is not known")
-    if math.isinf(bound_s):
-        return BoundCheck(None, "no latency bound was set")
-    if not output.queries:
-        return BoundCheck(None, f"latency bound of {format_seconds(bound_s)}, no query done yet")
-    kept = "kept" if output.metrics is not None else "kept so far"
-    check = _check_queries if kind == "queries" else _check_sequences
-    found = check(output.queries, bound_s, quantile, kept)
-    return BoundCheck(found.is_kept, f"{found.sentence}, over all runs of this job"
-                      ) if output.queries_before else found
-
-
 def middle_window(steps: Sequence[LoggedStep], wanted_s: float | None,
                   most_steps: int = 1500) -> tuple[float, float] | None:
     """(start, end) around the middle of the run: `wanted_s` long, or shorter, so that no more
@@ -193,34 +166,6 @@ def busy_shares(steps: Sequence[LoggedStep], start_s: float, end_s: float) -> di
     for step in steps:
         busy[step.stage] += max(0.0, min(step.end_s, end_s) - max(step.start_s, start_s))
     return {stage: min(1.0, seconds / (end_s - start_s)) for stage, seconds in busy.items()}
-
-
-def _check_queries(queries: Sequence[QueryFigures], bound_s: float, quantile: float,
-                   kept: str) -> BoundCheck:
-    latencies = [q.latency_s for q in queries]
-    share = sum(latency <= bound_s for latency in latencies) / len(latencies)
-    verb = kept if share >= quantile else "missed"
-    # rounded down: 98.99 % must not read as the 99 % that were asked for
-    shown = f"{math.floor(share * 1000) / 10:g} %"
-    return BoundCheck(share >= quantile, (
-        f"latency bound of {format_seconds(bound_s)} {verb}: {shown} of the queries stayed "
-        f"within it, {quantile * 100:g} % were asked for"))
-
-
-def _check_sequences(queries: Sequence[QueryFigures], bound_s: float, quantile: float,
-                     kept: str) -> BoundCheck:
-    lengths = np.sort([q.output_tokens for q in queries])
-    longest = int(lengths[min(math.ceil(quantile * len(lengths)) - 1, len(lengths) - 1)])
-    latencies = [q.latency_s for q in queries if q.output_tokens <= longest]
-    late = sum(latency > bound_s for latency in latencies)
-    slowest, bound = format_seconds(max(latencies)), format_seconds(bound_s)
-    if late:
-        return BoundCheck(False, (
-            f"latency bound of {bound} missed by {late} of {len(latencies)} sequences of up to "
-            f"{longest} tokens, the slowest took {slowest}"))
-    return BoundCheck(True, (
-        f"latency bound of {bound} {kept}: no sequence of up to {longest} tokens took longer than "
-        f"{slowest}"))
 
 
 def quantity(value: float | None, unit: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from xgpt.report import figures
+from xgpt.report.bounds import check_bound
 from xgpt.report.chart import Chart
 from xgpt.report.comparison import Run, differences, figure_rows
 from xgpt.report.comparison import headline as comparison_headline
@@ -24,7 +25,7 @@ _SPECIAL = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#~"})
 def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
     """The report of one run."""
     metrics = figures.metrics_of(output)
-    check = figures.check_bound(output)
+    check = check_bound(output)
     parts = [f"# {_text(headline(output, metrics))}", _text(f"{check.sentence}.")]
     if (note := banner(output)) is not None:
         parts.append(_text(note))

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.schedule import Schedule
-from xgpt.report.figures import BoundCheck, lost_to_bound, percent, plain
+from xgpt.report.bounds import BoundCheck
+from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
 from xgpt.report.words import counted
 

@@ -16,6 +16,7 @@ from xgpt.core.units import format_seconds
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures, words
 from xgpt.report import run_charts as charts
+from xgpt.report.bounds import BoundCheck, check_bound
 from xgpt.report.chart import Chart
 from xgpt.report.figures import percent, plain, quantity
 from xgpt.report.html_page import render_page
@@ -79,7 +80,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
 
 def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
              ) -> dict[str, Any]:
-    check, schedule = figures.check_bound(output), output.schedule
+    check, schedule = check_bound(output), output.schedule
     return {
         "name": text_at(output.job, "name") or output.directory.name,
         "headline": words.headline(output, metrics),
@@ -111,7 +112,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
     }
 
 
-def _tiles(metrics: Mapping[str, Any], check: figures.BoundCheck) -> list[dict[str, str]]:
+def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]]:
     """The four figures people look for first, each with its prediction."""
     tiles = []
     for key, label, unit in (("throughput_qps", "Throughput", "queries/s"),
@@ -144,6 +145,8 @@ def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
         ("Predicted latency", format_seconds(expected.latency_s), True),
         ("Latency bound", "none" if math.isinf(bound.limit_s) else
          f"{format_seconds(bound.limit_s)} for {bound.quantile * 100:g} % {of}", True),
+        *((f"Predicted {words.PROSPECTS[one.metric]}", words.prospect_words(one), True)
+          for one in schedule.prospects),
         ("One period", format_seconds(expected.period_s), expected.decode_iterations > 0),
         ("Encoding", format_seconds(expected.encode_s), True),
         ("Decode iteration", format_seconds(expected.decode_iteration_s), True),

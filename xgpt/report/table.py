@@ -17,6 +17,7 @@ from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, pl
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
+from xscheduler.sizes import SIZE_ROW
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
 _LEAST_WIDTH = 40
@@ -34,8 +35,10 @@ def schedule_table(schedule: Schedule) -> str:
     the margin cost, memory, and what the search proved."""
     e, proof = schedule.estimate, schedule.proof
     is_for_job = proof.status == Status.JOB and schedule.explanation
-    cost = [("this job", schedule.explanation[0]) if is_for_job else
-            ("the bound", _bound_cost(schedule))]
+    cost = [(words.PROSPECTS[one.metric], words.prospect_words(one))
+            for one in schedule.prospects]
+    cost.append(("this job", schedule.explanation[0]) if is_for_job else
+                ("the bound", _bound_cost(schedule)))
     if schedule.margin.note:
         cost.append(("margin", words.margin_words(schedule)))
     search = [("search", f"{_status(schedule)}, {words.counted(proof.nodes, 'configuration')} in "
@@ -90,6 +93,8 @@ def choice_table(schedule: Schedule) -> str:
 
 def _label(row: Rejected) -> str:
     what = row.label.partition(":")[0]
+    if what.startswith(SIZE_ROW):
+        return words.counted(float(what.removeprefix(SIZE_ROW)), "device")
     if what.startswith(_POLICY):
         return f"best {what.removeprefix(_POLICY)}"
     if what.startswith(_DEGREE):
@@ -98,6 +103,8 @@ def _label(row: Rejected) -> str:
 
 
 def _alternative(row: Rejected, schedule: Schedule) -> str:
+    if row.label.startswith(SIZE_ROW):
+        return row.reason
     what, _, point = row.label.partition(": ")
     is_known = what.startswith((_POLICY, _DEGREE, _FREE, _BARE))
     point = (point if is_known else row.label).removesuffix(_NO_PLAN)

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xgpt.core.constraint import Metric
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Schedule, StageAssignment, Status
+from xgpt.core.schedule import Prospect, Schedule, StageAssignment, Status
 from xgpt.core.units import format_seconds
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
@@ -16,6 +17,8 @@ from xgpt.report.output import Output, number, text_at
 _REASONS = {
     "no better than the incumbent": "no better than the best found",
     "latency": "over the latency bound",
+    "first token": "too late with the first token",
+    "time per token": "too slow with each token",
     "memory": "over memory",
     "number of queries": "over the job's queries",
     "measured range": "beyond what was measured",
@@ -149,6 +152,19 @@ def margin_words(schedule: Schedule) -> str:
             if schedule.margin.cost <= 0 else
             f"costs {percent(schedule.margin.cost, digits=1)} of the throughput")
     return f"{note}; the margin {cost}"
+
+
+PROSPECTS: Mapping[Metric, str] = {
+    "ttft": "first token", "tpot": "each token", "makespan": "whole job"}
+
+
+def prospect_words(prospect: Prospect) -> str:
+    """What is expected of a bound, with its margin and without."""
+    margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
+        f", {format_seconds(prospect.with_margin_s)} with its margin")
+    verb = "within" if prospect.is_kept else "OVER"
+    return (f"{format_seconds(prospect.expected_s)}{margin}, {verb} the bound of "
+            f"{format_seconds(prospect.limit_s)}")
 
 
 def sentence(text: str) -> str:

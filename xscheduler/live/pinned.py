@@ -115,6 +115,8 @@ class _ConfigFigures(NamedTuple):
     latency_s: float
     memory_bytes: float
     present: float
+    ttft_s: float
+    tpot_s: float
 
 
 class PinnedSearch:
@@ -238,17 +240,23 @@ class PinnedSearch:
         if not (new := sorted(set(points) - self._known.keys())):
             return
         arrays = self._policy.evaluate([self._config(*point) for point in new])
-        limits = forbidding(arrays, Limits(
-            queries=self._problem.num_queries or math.inf, latency_s=self._limit_s,
-            stretch=REFUSED_BEYOND, is_timed=True))
-        columns = (arrays.throughput_qps, arrays.latency_s, arrays.memory_bytes, arrays.present)
+        limits = forbidding(arrays, Limits.of(
+            self._problem.constraint, queries=self._problem.num_queries or math.inf,
+            latency_s=self._limit_s, stretch=REFUSED_BEYOND, is_timed=True))
+        columns = (arrays.throughput_qps, arrays.latency_s, arrays.memory_bytes, arrays.present,
+                   arrays.ttft_s, arrays.tpot_s)
         for point, limit, *row in zip(new, limits.tolist(), *(c.tolist() for c in columns),
                                       strict=True):
             self._known[point] = _ConfigFigures(Limit(limit), *row)
 
     def _reason(self, seen: _ConfigFigures) -> str | None:
         """What forbids a configuration, in words, or None."""
+        constraint = self._problem.constraint
         why = {
+            Limit.TTFT: f"{format_seconds(seen.ttft_s)} of "
+                        f"{format_seconds(constraint.limit_s('ttft'))}",
+            Limit.TPOT: f"{format_seconds(seen.tpot_s)} of "
+                        f"{format_seconds(constraint.limit_s('tpot'))}",
             Limit.MEMORY: f"{format_bytes(seen.memory_bytes)} of "
                           f"{format_bytes(self._policy.capacity_bytes)} that can be used",
             Limit.QUERIES: f"{seen.present:.0f} present of {self._problem.num_queries}",

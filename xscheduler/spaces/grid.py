@@ -80,7 +80,8 @@ class _Climb:
 
     def __init__(self, policy: GridPolicy, bound_s: float, most_queries: int) -> None:
         self._policy = policy
-        self._limits = Limits(queries=most_queries, latency_s=bound_s)
+        self._limits = Limits.of(policy.problem.constraint, queries=most_queries,
+                                 latency_s=bound_s)
         self._known: dict[Any, float] = {}
         self._limit: dict[Any, float] = {}
 

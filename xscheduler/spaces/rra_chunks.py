@@ -12,7 +12,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xscheduler.admissible import Limit, crowding
+from xscheduler.admissible import Limit, Limits, crowding, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import batch_range, iteration_range
@@ -86,6 +86,7 @@ class ChunkPoints:
         sizes = () if problem.model.is_encoder_decoder else CHUNKS if asked is None else (
             (asked,) if asked else ())
         self.roots = [_Root(plan, chunk) for plan in range(len(points.plans)) for chunk in sizes]
+        self._limits = Limits.of(problem.constraint, queries=problem.num_queries or np.inf)
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._tops: list[int] | None = None
 
@@ -108,7 +109,7 @@ class ChunkPoints:
         if new:
             rows = np.array(new, np.int64)
             found = self.points.rra.chunked.evaluate(self.configs(rows[:, 0], rows[:, 1]))
-            limits = crowding(found.fits, found.present, found.stretch, self._most_present)
+            limits = crowding_or_pace(found, self._limits)
             self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
                                             limits.tolist(), strict=True), strict=True))
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.constraint import Metric
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit
@@ -55,6 +56,7 @@ class RraExaminer:
         self._points, self._bound_s, self._gap = points, latency_bound_s, gap
         problem = points.problem
         self._batches = batch_range(problem.fixed, problem.num_queries)
+        self._further = _further_limits(problem)
         self.best_qps = floor_qps
         # (plan, N_D, least, most batch) -> where the line is split, for it is the last admissible
         self._frontier: dict[tuple[int, int, int, int], int] = {}
@@ -147,9 +149,16 @@ class RraExaminer:
 
     def _cut_to_latency(self, given: _Boxes, top: IntArray, is_line: bool,
                         reasons: np.ndarray, is_open: np.ndarray) -> IntArray:
-        """[boxes] no larger batch keeps the latency bound, by a lower bound of the latency."""
-        if math.isinf(self._bound_s):
-            return top
+        """[boxes] no larger batch keeps the bounds on latency and on the tokens' pace, by lower
+        bounds of these."""
+        for limit, of, most_s in ((Limit.LATENCY, "latency", self._bound_s), *self._further):
+            if math.isfinite(most_s):
+                top = self._cut_to(limit, of, most_s, (given, top, is_line, reasons, is_open))
+        return top
+
+    def _cut_to(self, limit: Limit, of: Metric, most_s: float,
+                boxes: tuple[_Boxes, IntArray, bool, np.ndarray, np.ndarray]) -> IntArray:
+        given, top, is_line, reasons, is_open = boxes
         top = top.copy()
         for _ in range(2):
             rows = np.flatnonzero(is_open & (reasons == ""))
@@ -157,9 +166,8 @@ class RraExaminer:
                 return top
             left = given.take(rows)
             tried = _spread(left.least, top[rows], CUTS)
-            least_s = self._least_latency_s(left, tried, top[rows], is_line)
-            too_long = least_s > self._bound_s
-            reasons[rows[too_long[:, 0]]] = Limit.LATENCY.words
+            too_long = self._least_s(of, left, tried, top[rows], is_line) > most_s
+            reasons[rows[too_long[:, 0]]] = limit.words
             # the first that is too long, less one, is the new top
             first = np.argmax(too_long, axis=1)
             is_cut = too_long.any(axis=1) & (first > 0)
@@ -167,14 +175,15 @@ class RraExaminer:
             top[rows] = np.where(is_cut, tried[at, first] - 1, top[rows])
         return top
 
-    def _least_latency_s(self, left: _Boxes, tried: IntArray, top: IntArray,
-                         is_line: bool) -> FloatArray:
+    def _least_s(self, of: Metric, left: _Boxes, tried: IntArray, top: IntArray,
+                 is_line: bool) -> FloatArray:
         count = tried.shape[1]
         corners = self._points.configs(np.repeat(left.plan, count), tried.ravel(),
                                        np.repeat(left.last, count))
-        latency_s = self._points.bounds.latency_s(corners, np.repeat(top, count),
-                                                  None if is_line else np.repeat(left.first, count))
-        return np.asarray(latency_s.reshape(tried.shape))
+        least_s = self._points.bounds.latency_s(
+            corners, np.repeat(top, count), None if is_line else np.repeat(left.first, count),
+            of=of)
+        return np.asarray(least_s.reshape(tried.shape))
 
     def _limit_qps(self, left: _Boxes, top: IntArray, is_line: bool) -> FloatArray:
         """[boxes] throughput that no point of it exceeds; infinite where nothing can be said."""
@@ -252,6 +261,14 @@ class RraExaminer:
         for plan, first, least, most, end in zip(left.plan, left.first, left.least, top[rows], ends,
                                                  strict=True):
             self._frontier[int(plan), int(first), int(least), int(most)] = int(end)
+
+
+def _further_limits(problem: Problem) -> list[tuple[Limit, Metric, float]]:
+    """Most seconds until the first token, and for all later ones of the quantile's query."""
+    constraint, lengths = problem.constraint, problem.lengths.outputs
+    later = max(lengths.quantile(constraint.quantile) - 1, 1)
+    return [(Limit.TTFT, "ttft", constraint.limit_s("ttft")),
+            (Limit.TPOT, "tpot", later * constraint.limit_s("tpot"))]
 
 
 class _Best(NamedTuple):

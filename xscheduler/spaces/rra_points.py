@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xscheduler.admissible import crowding
+from xscheduler.admissible import Limits, crowding, crowding_or_pace
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xsimulator.policies.rra.bounds import RraBounds
 from xsimulator.policies.rra.closed_form import Rra
@@ -37,6 +37,7 @@ class RraPoints:
         self.bounds = RraBounds(self.rra)
         self._degree = np.array([plan.tp_degree for plan in plans], np.int64)
         self._gpus = np.array([plan.tp_gpus for plan in plans], np.int64)
+        self._limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, int, int], tuple[float, float, int]] = {}
         self._room: dict[tuple[int, int], int] = {}
 
@@ -63,7 +64,7 @@ class RraPoints:
         if new:
             rows = np.array(new, np.int64)
             figures = self.rra.evaluate(self.configs(rows[:, 0], rows[:, 1], rows[:, 2]))
-            crowding = self._crowding(figures.memory_bytes, figures.present, figures.stretch)
+            crowding = crowding_or_pace(figures, self._limits)
             self._known.update(zip(new, zip(
                 figures.throughput_qps.tolist(), figures.latency_s.tolist(),
                 crowding.tolist(), strict=True), strict=True))
@@ -71,7 +72,7 @@ class RraPoints:
         return Points(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64))
 
     def crowding(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> IntArray:
-        """[points] as Points.crowding, without a timeline."""
+        """[points] as Points.crowding but for the tokens' pace, without a timeline."""
         return self._crowding(*self.rra.room(self.configs(plan, batch, iterations)))
 
     def room(self, plan: IntArray, iterations: IntArray, largest: int) -> IntArray:

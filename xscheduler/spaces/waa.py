@@ -20,12 +20,12 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.made_sources import Remembered
 from xprofiler.timing import TimingSource
-from xscheduler.admissible import Limit, beyond_range, crowding
+from xscheduler.admissible import Limit, Limits, beyond_range, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts
 from xsimulator.policies import make_policy
-from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
 from xsimulator.policies.waa.plans import WaaPlans
@@ -51,6 +51,7 @@ class WaaSpace:
         self.plans = tuple(plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
+        self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, int, int], tuple[float, float, Limit]] = {}
 
     @property
@@ -76,8 +77,7 @@ class WaaSpace:
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
             figures = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
-            limits = crowding(figures.fits, figures.present, figures.stretch,
-                              self.problem.num_queries or math.inf)
+            limits = crowding_or_pace(figures, self.limits)
             self._known.update(zip(new, zip(
                 figures.throughput_qps.tolist(), figures.latency_s.tolist(),
                 map(Limit, limits.tolist()), strict=True), strict=True))
@@ -117,6 +117,10 @@ class WaaExaminer:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
         self._best_qps = floor_qps
+        # an encoder-decoder model's first token is decoded, too
+        tokens = space.problem.lengths.outputs.quantile(space.problem.constraint.quantile) - 1
+        waited = space.waa.iterations_waited - 1.5 * space.problem.model.is_encoder_decoder
+        self._iterations_a_token = max(waited, 0.0) / max(tokens, 1)
         self.roots: list[Box] = []
         self.plan_of_root: list[int] = []
         batches = batch_range(space.problem.fixed, space.problem.num_queries)
@@ -171,13 +175,15 @@ class WaaExaminer:
         return [(int(index), np.flatnonzero(plan == index)) for index in np.unique(plan)]
 
     def _examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        limit, latency, held = self._bounds(boxes)
-        capacity = self._space.waa.capacity_bytes
+        limit, latency, ttft, iteration, held = self._bounds(boxes)
+        capacity, limits = self._space.waa.capacity_bytes, self._space.limits
+        tpot = iteration * self._iterations_a_token
         # nothing fits although half a batch would: what decodes with it does not
         reasons = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
-                             latency > self._bound_s, limit <= 0],
+                             latency > self._bound_s, ttft > limits.ttft_s,
+                             tpot > limits.tpot_s, limit <= 0],
                             [Limit.MEMORY.words, Limit.MEMORY.words, Limit.LATENCY.words,
-                             Limit.RANGE.words], "")
+                             Limit.TTFT.words, Limit.TPOT.words, Limit.RANGE.words], "")
         seen = self._look(boxes, np.where(reasons == "", limit, 0.0))
         results = []
         for box, most, reason, (best, is_all) in zip(boxes, limit, reasons, seen, strict=True):
@@ -192,14 +198,14 @@ class WaaExaminer:
                                           is_settled=is_close, reason="decided at its corner"))
         return results
 
-    def _bounds(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def _bounds(self, boxes: Sequence[Box]) -> BoxBounds:
         space = self._space
-        limit, latency, held = (np.empty(len(boxes)) for _ in range(3))
+        bounds = np.empty((len(BoxBounds._fields), len(boxes)))
         for index, rows in self._by_plan(boxes):
-            limit[rows], latency[rows], held[rows] = space.bounds.bound(
+            bounds[:, rows] = space.bounds.bound(
                 space.splits[index], _corners(boxes, rows),
                 worth_qps=self._best_qps * (1 + self._gap))
-        return limit, latency, held
+        return BoxBounds(*bounds)
 
     def _look(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
         """[boxes] (best admissible point looked at, whether these were all): of boxes that may

@@ -21,6 +21,8 @@ class EstimateArrays:
 
     throughput_qps: FloatArray
     latency_s: FloatArray
+    ttft_s: FloatArray  # of the same query, from the start of its encoding to its first token
+    tpot_s: FloatArray  # and the mean of each later one; 0 where there is none
     period_s: FloatArray
     encode_s: FloatArray
     decode_batch: FloatArray
@@ -29,6 +31,15 @@ class EstimateArrays:
     memory_bytes: FloatArray
     stretch: FloatArray  # largest size presented over the largest measured; refused beyond 4
     fits: BoolArray
+
+
+def per_token_s(problem: Problem, latency_s: FloatArray, ttft_s: FloatArray) -> FloatArray:
+    """[configs] mean seconds of each token after the first, of a query of the quantile's output
+    length: from its first token to its last."""
+    tokens = problem.lengths.outputs.quantile(problem.constraint.quantile) - 1
+    with np.errstate(invalid="ignore"):  # refused sizes are infinite
+        after = np.maximum(latency_s - ttft_s, 0.0) / max(tokens, 1)
+    return np.where(np.isfinite(latency_s), after * (tokens > 0), np.inf)
 
 
 def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],
@@ -78,8 +89,8 @@ class Assembler:
             deployment.stages, held_bytes, strict=True) for rank in stage.ranks}
         fits = figures.get("fits", max(by_rank.values()) <= self.capacity_bytes)
         means = {name: figures[name] for name in (
-            "throughput_qps", "latency_s", "encode_s", "decode_iteration_s", "period_s",
-            "decode_batch")}
+            "throughput_qps", "latency_s", "ttft_s", "tpot_s", "encode_s", "decode_iteration_s",
+            "period_s", "decode_batch")}
         held = Figures(
             **means, fits=bool(fits), memory_capacity_bytes=self.capacity_bytes,
             output_tokens_per_s=figures["throughput_qps"] * self._problem.lengths.outputs.mean,

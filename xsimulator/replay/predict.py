@@ -16,7 +16,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.job import Replayer, planned_outputs, planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import enough_queries, steady_figures
+from xsimulator.replay.steady import SteadyFigures, enough_queries, steady_figures
 from xsimulator.replay.step_clock import StepClocks
 
 # of a replay that checks a latency: queries at least and at most, and times what is in the system
@@ -41,16 +41,15 @@ class JobPrediction:
     wall_s: float
 
 
-def replay_latency_s(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int,
-                     clocks: StepClocks | None = None) -> float:
-    """The steady state's latency of the bound's kind and quantile in a replay of sampled queries;
-    nan where none is long enough to count."""
+def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int,
+                   clocks: StepClocks | None = None) -> SteadyFigures | None:
+    """The steady state in a replay of sampled queries that checks the bounds' figures; None where
+    it has none."""
     count = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
                            most=MOST_CHECKED)
     queries = planned_queries(problem, *problem.lengths.sample(count, np.random.default_rng(seed)))
     result = replay_job(problem, timing, estimate, queries, clocks=clocks)
-    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
-    return float("nan") if steady is None else steady.latency_s
+    return steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 
 def mean_of(results: Iterable[ReplayResult]) -> JobPrediction:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.core.constraint import Constraint
+from xgpt.core.constraint import Constraint, Metric
 from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
@@ -22,11 +22,14 @@ def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SteadyFigures:
-    """`latency_s` is for the bound's kind and quantile; nan where no query counts for it. The
+    """`latency_s` is for the bound's kind and quantile; nan where no query counts for it. Likewise
+    `ttft_s`, from the start of the encoding, and `tpot_s`: the quantiles of all queries. The
     throughput and `in_system` are those of one window."""
 
     throughput_qps: float
     latency_s: float
+    ttft_s: float
+    tpot_s: float
     in_system: float  # queries between the start of their encoding and their last token, mean
     utilisation: FloatArray  # [stages of all pools] share of the window at work
     queries: int  # done within the window
@@ -63,10 +66,22 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
                                      outputs.quantile(constraint.quantile))
     else:
         bound_s = float(np.quantile(latency_s, constraint.quantile))
+    first_s, last_s = result.times.first_token_s[counts], result.times.last_token_s[counts]
+    after = result.output_tokens[counts] - 1
     return SteadyFigures(
         throughput_qps=counted / (end_s - begin_s), latency_s=bound_s,
+        ttft_s=_share_of(first_s - start_s[counts], constraint, "ttft"),
+        tpot_s=_share_of(((last_s - first_s) / np.maximum(after, 1))[after > 0], constraint,
+                         "tpot"),
         in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
         utilisation=np.concatenate([_busy(pool, begin_s, end_s) for pool in result.pools]))
+
+
+def _share_of(seconds: FloatArray, constraint: Constraint, metric: Metric) -> float:
+    """What the share of the queries stays below that the bound on a metric, or else that on
+    latency, is of."""
+    bound = constraint.bound_on(metric) or constraint.latency
+    return float(np.quantile(seconds, bound.quantile)) if len(seconds) else float("nan")
 
 
 def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) -> float:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from fake_run import fake_schedule
 
+from xgpt.core.constraint import Bound
+from xgpt.report.bounds import check_bound, check_bounds, kept_facts
 from xgpt.report.figures import (
     busy_shares,
-    check_bound,
     comparisons,
     lost_to_bound,
     metrics_so_far,
@@ -34,8 +35,8 @@ def output_of(queries: list[QueryFigures], bound_s: float, kind: str,
 
 @pytest.mark.parametrize(("measured", "verdict", "text"), [
     (1.15, "good", "within 15 %"), (0.85, "good", "within 15 %"), (1.0, "good", "within 15 %"),
-    (1.151, "fair", "off by 15.1 %"), (0.72, "fair", "off by 28 %"), (1.31, "bad", "off by 31 %"),
-    (0.0, "bad", "off by 100 %"),
+    (1.151, "fair", "15.1 % more"), (0.72, "fair", "28 % less"), (1.31, "bad", "31 % more"),
+    (0.0, "bad", "100 % less"), (2.95, "bad", "3.0 times as much"),
 ])
 def test_a_prediction_is_good_within_fifteen_per_cent(measured: float, verdict: str,
                                                       text: str) -> None:
@@ -86,6 +87,37 @@ def test_the_job_names_the_bound_where_the_schedule_is_lost() -> None:
     output = Output(directory=Path("out"), job=job, queries=(query(1.0), query(3.0)))
     check = check_bound(output)
     assert check.is_kept is True and "50 % were asked for" in check.sentence
+
+
+def test_bounds_on_the_tokens_pace_are_of_all_queries_from_the_start_of_their_encoding() -> None:
+    paced = [dataclasses.replace(query(9.0, start_s=float(start)), ttft_s=start + 1.0, tpot_s=0.1)
+             for start in range(99)]
+    late = dataclasses.replace(query(9.0, start_s=5.0), ttft_s=8.0, tpot_s=0.3)
+    schedule = dataclasses.replace(fake_schedule(latency_bound_s=math.inf), bounds=(
+        Bound(limit_s=math.inf), Bound(metric="ttft", limit_s=2.0, kind="queries"),
+        Bound(metric="tpot", limit_s=0.2, kind="queries", quantile=0.995),
+        Bound(metric="makespan", limit_s=60.0)))
+    output = Output(directory=Path("out"), schedule=schedule, queries=(*paced, late),
+                    metrics={"status": "done", "wall_s": {"measured": 45.0}})
+    ttft, tpot, makespan = check_bounds(output)
+    assert (ttft.is_kept, ttft.over, ttft.of, ttft.worst_s) == (True, 1, 100, 3.0)
+    assert (tpot.is_kept, tpot.over, tpot.worst_s) == (False, 1, 0.3)
+    assert "missed: 99 % of the queries" in tpot.sentence and "300 ms" in tpot.sentence
+    assert makespan.is_kept is True and "it took 45.0 s" in makespan.sentence
+    facts = kept_facts([ttft, tpot, makespan])
+    assert facts["bound_kept"] is False
+    assert [bound["share_over"] for bound in facts["bounds"]] == [0.01, 0.01, 0.0]
+
+
+def test_a_makespan_is_judged_of_one_whole_run_alone() -> None:
+    schedule = dataclasses.replace(fake_schedule(latency_bound_s=math.inf), bounds=(
+        Bound(limit_s=math.inf), Bound(metric="makespan", limit_s=30.0)))
+    whole = Output(directory=Path("out"), schedule=schedule, queries=(query(1.0),),
+                   metrics={"status": "done", "wall_s": {"measured": 45.0}})
+    assert check_bound(whole).is_kept is False
+    assert check_bound(dataclasses.replace(whole, queries_before=1)).is_kept is None
+    stopped = {"status": "stopped", "wall_s": {"measured": 5.0}}
+    assert check_bound(dataclasses.replace(whole, metrics=stopped)).is_kept is None
 
 
 def test_what_the_bound_costs() -> None:

@@ -63,7 +63,7 @@ def test_the_summary_puts_predicted_beside_measured() -> None:
     assert lines[0] == "72 queries done, 1 error (errors.jsonl)"
     assert lines[3].split() == ["Throughput", "2.00", "queries/s", "1.80", "queries/s", "0.90",
                                 "within", "15", "%"]
-    assert lines[4].endswith("1.40  off by 40 %")
+    assert lines[4].endswith("1.40  40 % more")
     assert lines[5].split() == ["Time", "to", "load", "-", "1.50", "s"]
 
 

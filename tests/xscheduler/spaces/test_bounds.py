@@ -96,21 +96,25 @@ def check_rra(case: Case, seed: int, *, groups: int = 0, is_line: bool) -> int:
     batch = inside(rng, least, most, (True, False))
     iterations = inside(rng, first, last, (False, True))
     found = rra.evaluate(configs(batch, iterations))
-    qps, latency_s = (figures.reshape(batch.shape)
-                      for figures in (found.throughput_qps, found.latency_s))
+    qps, latency_s, ttft_s, tpot_s = (figures.reshape(batch.shape) for figures in (
+        found.throughput_qps, found.latency_s, found.ttft_s, found.tpot_s))
     upper = [bounds.throughput_qps(configs(most, first), least, None if is_line else last)]
-    lower = [bounds.latency_s(configs(least, last), most, None if is_line else first)]
+    later = max(problem.lengths.outputs.quantile(problem.constraint.quantile) - 1, 1)
+    own = None if is_line else first
+    lower = [(latency_s, bounds.latency_s(configs(least, last), most, own)),
+             (ttft_s, bounds.latency_s(configs(least, last), most, own, of="ttft")),
+             (later * tpot_s, bounds.latency_s(configs(least, last), most, own, of="tpot"))]
     if is_line:
         upper.append(bounds.line_throughput_qps(configs(most, first), least))
-        lower.append(bounds.line_latency_s(configs(least, last), most))
+        lower.append((latency_s, bounds.line_latency_s(configs(least, last), most)))
     where = f"{case.name} {plan} {groups = } {is_line = }"
     for bound in upper:
         row = int(np.argmax(qps.max(axis=1) / bound))
         assert qps[row].max() <= bound[row], (where, least[row], most[row], first[row], last[row])
-    for bound in lower:
-        row = int(np.argmax(bound / latency_s.min(axis=1)))
-        assert bound[row] <= latency_s[row].min(), (where, least[row], most[row], first[row],
-                                                    last[row])
+    for seconds, bound in lower:
+        row = int(np.argmax(bound - seconds.min(axis=1)))
+        assert bound[row] <= seconds[row].min(), (where, least[row], most[row], first[row],
+                                                  last[row])
     return len(least)
 
 
@@ -122,7 +126,7 @@ def check_waa(case: Case, seed: int) -> int:
     least, most = ranges(rng, 500, 3.0)
     fewest, highest = ranges(rng, 2 * problem.cluster.num_devices, 2.0)
     boxes, bounds = WaaBoxes(least=least, most=most, fewest=fewest, highest=highest), WaaBounds(waa)
-    limit, least_s, least_bytes = bounds.bound(split, boxes)
+    limit, least_s, least_ttft, least_iteration, least_bytes = bounds.bound(split, boxes)
     low_qps = bounds.bound(split, boxes, worth_qps=math.inf)[0]  # loose, for nothing is worth more
     singles = {1} if plan.tp_gpus < problem.cluster.num_devices else set()
     quick_qps, quick_s = bounds.quick(split, boxes, sorted({plan.tp_degree} | singles))
@@ -143,6 +147,9 @@ def check_waa(case: Case, seed: int) -> int:
         assert qps.max() <= min(limit[row], low_qps[row], quick_qps[row]), box
         assert max(least_s[row], quick_s[row]) <= latency_s.min(), box
         assert least_bytes[row] <= held.min(), box
+        ttft_s, iteration_s = (figures.reshape(batch.shape)[row][own] for figures in (
+            found.ttft_s, found.period_s))
+        assert least_ttft[row] <= ttft_s.min() and least_iteration[row] <= iteration_s.min(), box
     return int(has_room.any(axis=1).sum())
 
 

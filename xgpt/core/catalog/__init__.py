@@ -106,7 +106,8 @@ def device(name: str) -> Device:
         name=name, kind="gpu", memory_bytes=round(row["memory_gb"] * 1e9),
         bandwidth_bytes_per_s=row["bandwidth_gb_per_s"] * 1e9,
         flops_per_s=tuple((dtype, rate * 1e12) for dtype, rate in row["tflops"].items()),
-        source=row["source"], generation=row["generation"])
+        source=row["source"], generation=row["generation"],
+        price_per_hour=row.get("price_per_hour"), price_source=row.get("price_source", ""))
 
 
 @cache

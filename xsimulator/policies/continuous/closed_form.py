@@ -34,6 +34,7 @@ from xsimulator.policies.figures import (
     extrapolation,
     gathered,
     one_pool,
+    per_token_s,
 )
 from xsimulator.policies.measured_range import MeasuredRange
 
@@ -96,8 +97,8 @@ class Continuous:
         columns = self._figures(configs)
         fits = columns.pop("fits") > 0
         return EstimateArrays(fits=fits, **{name: columns[name] for name in (
-            "throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch", "present",
-            "kv_tokens", "memory_bytes", "stretch")})
+            "throughput_qps", "latency_s", "ttft_s", "tpot_s", "period_s", "encode_s",
+            "decode_batch", "present", "kv_tokens", "memory_bytes", "stretch")})
 
     def limits(self, configs: Sequence[ContinuousConfig]) -> tuple[FloatArray, FloatArray]:
         """The (throughput_qps, latency_s) that `evaluate` does not better are those of steps that
@@ -157,8 +158,10 @@ class Continuous:
         between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
                             alternates=self.filling.alternates)
         qps = number * load.per_step / between.any_s
+        latency_s, ttft_s = self._latency(load, between), load.encode_steps * between.encode_s
         seconds = {
-            "latency_s": self._latency(load, between), "period_s": between.any_s,
+            "latency_s": latency_s, "ttft_s": ttft_s,
+            "tpot_s": per_token_s(self.problem, latency_s, ttft_s), "period_s": between.any_s,
             "decode_iteration_s": between.plain_s,
             "encode_s": steps.encode_s[:, :, steps.kind_of].sum(axis=2).mean(axis=1)}
         return {

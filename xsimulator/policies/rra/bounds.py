@@ -28,11 +28,12 @@ busiest stage can do, latency up to 9 % too low (CROWDED_TOLERANCE). Where there
 than such groups, the chance that a group has one is interpolated up to a fifth too high, and
 throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from xgpt.core.constraint import Metric
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.pipeline import StageWork, least_timeline, sorted_timeline
 from xsimulator.plans import StagePlan
@@ -86,11 +87,12 @@ class RraBounds:
 
         return self._of_each_plan(corners, bound)
 
-    def latency_s(self, corners: RraConfigs, largest: IntArray,
-                  first: IntArray | None = None) -> FloatArray:
+    def latency_s(self, corners: RraConfigs, largest: IntArray, first: IntArray | None = None, *,
+                  of: Metric = "latency") -> FloatArray:
         """No configuration of a box [boxes] has less: it has a batch of the corner's up to
         `largest`, and the corner's N_D (a line) or any down to `first`. The bound is 0 where the
-        corner's own sizes are refused."""
+        corner's own sizes are refused. `of`: of the time to the first token, or of all of that
+        query's later ones together (tpot)."""
 
         def bound(plan: StagePlan, batches: PhaseBatches, rows: IntArray) -> FloatArray:
             most = largest[rows] / batches.encode_groups
@@ -99,7 +101,7 @@ class RraBounds:
             else:
                 kinds = self._steps.over_range(plan, batches, self._steps.range_of(
                     corners, first, rows, is_least_latency=True), largest=most)
-            least_s = least_latency_s(
+            least_s = _LEAST_SECONDS[of](
                 kinds, plan.least_steps.kind_of, batches, is_line=first is None,
                 seen_iterations=self._rra.seen_iterations)
             return least_s / (1 + _tolerance(plan, batches, first is not None))
@@ -179,6 +181,26 @@ def least_period_s(kinds: Sequence[StageSteps], kind_of: Sequence[int],
     return np.asarray(np.maximum(period, behind + decode - first))
 
 
+def least_ttft_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches: PhaseBatches,
+                 **_: object) -> FloatArray:
+    """A first token is no sooner than one group's encode step is through all stages."""
+    return _encode_through(kinds, np.bincount(kind_of))
+
+
+def least_decoding_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches: PhaseBatches, *,
+                     seen_iterations: int, is_line: bool) -> FloatArray:
+    """From its first token to its last a query takes its own steps through all stages, one after
+    the other, and whole periods before its last phase. The first of them is not counted: an
+    encoder-decoder model's first token comes from it."""
+    blocks, rows, counts = batches.queries, np.arange(len(batches.encode_batch)), np.bincount(
+        kind_of)
+    if seen_iterations == 0:
+        return np.zeros(len(rows))
+    own = np.sum([c * (np.cumsum(blocks.widths * k.decode_one, axis=0)[blocks.seen, rows]
+                       - k.decode_one[0]) for k, c in zip(kinds, counts, strict=True)], axis=0)
+    return np.asarray(own + blocks.phases_before * least_period_s(kinds, kind_of, batches))
+
+
 def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches: PhaseBatches, *,
                     seen_iterations: int, is_line: bool) -> FloatArray:
     """A latency is no shorter than own steps one after the other, the first group's behind all
@@ -212,6 +234,10 @@ def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches
             longest = np.maximum(longest, path)
         before = before + kinds[kind].encode_one
     return np.asarray(longest + blocks.phases_before * least_period_s(kinds, kind_of, batches))
+
+
+_LEAST_SECONDS: Mapping[Metric, Callable[..., FloatArray]] = {
+    "latency": least_latency_s, "ttft": least_ttft_s, "tpot": least_decoding_s}
 
 
 def _encode_through(kinds: Sequence[StageSteps], counts: IntArray) -> FloatArray:

@@ -102,7 +102,7 @@ class Chunked:
 
     def __init__(self, problem: Problem, flow: QueryFlow, blocks: BlockTable,
                  tokens: EncodeTokens) -> None:
-        self._problem, self._flow, self._blocks, self._tokens = problem, flow, blocks, tokens
+        self.problem, self._flow, self._blocks, self._tokens = problem, flow, blocks, tokens
         outputs = problem.lengths.outputs
         self._seen = flow.iterations_of(outputs.quantile(problem.constraint.quantile))
         # what kind "queries" adds: inputs scatter too, and with them how long encoding takes
@@ -174,14 +174,14 @@ class Chunked:
             # inputs scatter as well as outputs: standard deviations add by their squares
             each = (held.begins - 1) * cycle_s / self._tokens.mean * self._tokens.std
             step = self._away * times.phase_s / configs.decode_iterations
-            latency_s = latency_s + np.hypot(step, each * _normal(self._problem)) - step
+            latency_s = latency_s + np.hypot(step, each * _normal(self.problem)) - step
         return latency_s, encode_s
 
     def kv_tokens(self, held: ChunkLoads) -> FloatArray:
         """[configs] tokens of KV reserved over all groups, as Rra's: a query is there while it is
         encoded and while it decodes, and the queries of one chunk come together."""
         queries, batch = held.batches.queries, held.batches.group_batch
-        groups, num_queries = held.batches.groups, self._problem.num_queries
+        groups, num_queries = held.batches.groups, self.problem.num_queries
         longest = self._flow.max_reserve_tokens
         mean, variance = self._flow.reserve_moments
         encoding = batch * self._encoding_rounds(held)
@@ -202,13 +202,13 @@ class Chunked:
         """[configs, stages] bytes on each rank of a stage."""
         decoding = held.decoding[0]
         return np.asarray(
-            plan.weight_bytes + memory.kv_bytes(self._problem, plan.stages, kv_tokens)
-            + memory.step_bytes(self._problem, plan.stages, rows=held.tokens[0] + decoding,
+            plan.weight_bytes + memory.kv_bytes(self.problem, plan.stages, kv_tokens)
+            + memory.step_bytes(self.problem, plan.stages, rows=held.tokens[0] + decoding,
                                 heads=decoding + np.ceil(held.spans)))
 
     def presented(self, held: ChunkLoads) -> Presented:
         """The largest sizes that the timing source is asked for."""
-        lengths, decoding = self._problem.lengths, held.decoding[0]
+        lengths, decoding = self.problem.lengths, held.decoding[0]
         longest = float(lengths.inputs.max)
         return Presented(held.tokens[0] + decoding, held.ended + decoding, decoding,
                          input_tokens=longest, context=longest + lengths.outputs.max)

@@ -10,7 +10,14 @@ from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.lengths import FloatArray
 from xgpt.core.schedule import Estimate
 from xsimulator.plans import PlanSource, StagePlan
-from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
+from xsimulator.policies.figures import (
+    Assembler,
+    EstimateArrays,
+    by_plan,
+    gathered,
+    one_pool,
+    per_token_s,
+)
 from xsimulator.policies.measured_range import MeasuredRange
 from xsimulator.policies.rra.chunked import ChunkConfigs, Chunked, ChunkLoads
 from xsimulator.policies.rra.config import RraConfig
@@ -91,7 +98,9 @@ class ChunkedForm:
         latency_s, encode_s = self.chunked.latency_s(arrays, held, times)
         is_timed, phase_s = times.is_timed & (times.phase_s > 0), times.phase_s
         queries = held.group_batch * arrays.groups
-        seconds = {"latency_s": latency_s, "period_s": phase_s, "encode_s": encode_s}
+        seconds = {"latency_s": latency_s, "period_s": phase_s, "encode_s": encode_s,
+                   "ttft_s": encode_s,
+                   "tpot_s": per_token_s(self.chunked.problem, latency_s, encode_s)}
         return {
             **{name: np.where(is_timed, own, np.inf) for name, own in seconds.items()},
             **self._room(plan, arrays, held),

@@ -28,7 +28,13 @@ from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan, StagePlans
-from xsimulator.policies.figures import Assembler, EstimateArrays, gathered, one_pool
+from xsimulator.policies.figures import (
+    Assembler,
+    EstimateArrays,
+    gathered,
+    one_pool,
+    per_token_s,
+)
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.chunked import Chunked
 from xsimulator.policies.rra.chunked_form import ChunkedForm
@@ -192,10 +198,13 @@ class Rra:
         def timed(seconds: FloatArray) -> FloatArray:
             return np.where(is_timed, seconds, np.inf)
 
+        latency_s = timed(times.latency_s(batches, self.seen_iterations))
+        ttft_s = timed(times.first_token_s(self.problem.model.is_encoder_decoder))
         return {
             "throughput_qps": np.where(
                 is_timed, batches.encode_batch / np.where(is_timed, period_s, 1.0), 0.0),
-            "latency_s": timed(times.latency_s(batches, self.seen_iterations)),
+            "latency_s": latency_s, "ttft_s": ttft_s,
+            "tpot_s": per_token_s(self.problem, latency_s, ttft_s),
             "period_s": timed(period_s), "encode_s": timed(times.encode_s),
             "stretch": self._stretch(plan, batches, loads),
             "decode_batch": batches.encode_batch * batches.queries.mean_phases,

@@ -128,6 +128,11 @@ class PhaseTimes(NamedTuple):
     alone_s: FloatArray  # see own_steps_s
     is_timed: BoolArray  # [configs]
 
+    def first_token_s(self, is_decoded: bool) -> FloatArray:
+        """A query has its first token so long [configs] after the start of its encoding: from that
+        or, `is_decoded`, from its first iteration."""
+        return self.timeline.finish_s[:, 0] if is_decoded else self.timeline.encoded_s
+
     def latency_s(self, batches: PhaseBatches, seen_iterations: int) -> FloatArray:
         """A query of that many decode iterations, for which the blocks were made, takes so long
         [configs]."""

@@ -33,7 +33,14 @@ from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import geometric, group_counts
-from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
+from xsimulator.policies.figures import (
+    Assembler,
+    EstimateArrays,
+    by_plan,
+    gathered,
+    one_pool,
+    per_token_s,
+)
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.static.config import StaticConfig, StaticSteps, static_steps
 from xsimulator.policies.static.rounds import EXACT_ROUNDS, NODES, BatchTimeline, Rounds
@@ -116,15 +123,18 @@ class Static:
             timeline = self._timeline(plan, steps)
             period = self._rounds.expected_s(timeline, self._rounds.not_done(steps.batch))
             latency = self._latency_s(timeline)
+            ttft = timeline.first_token_s(is_decoded=self.problem.model.is_encoder_decoder)
         is_timed, lengths = np.isfinite(period), self.problem.lengths
         context = self._max_iterations + (
             0 if self.problem.model.is_encoder_decoder else lengths.inputs.max)
         presented = Presented(
             encode_tokens=steps.most_tokens, encode_queries=steps.encode_queries,
             decode_queries=steps.most_rows, context=context, input_tokens=lengths.inputs.max)
+        latency, ttft = (np.where(is_timed, seconds, np.inf) for seconds in (latency, ttft))
         return {
             "throughput_qps": np.where(is_timed, steps.batch / np.where(is_timed, period, 1), 0.0),
-            "latency_s": np.where(is_timed, latency, np.inf),
+            "latency_s": latency, "ttft_s": ttft,
+            "tpot_s": per_token_s(self.problem, latency, ttft),
             "period_s": np.where(is_timed, period, np.inf),
             "encode_s": np.where(is_timed, timeline.encode_s, np.inf),
             "decode_batch": steps.batch, "present": steps.batch,

@@ -28,6 +28,13 @@ class BatchTimeline(NamedTuple):
     spread_s: FloatArray  # [configs, EXACT_ROUNDS + 1] from that until the last group's turn
     place_s: FloatArray  # [configs] between the starts of successive encode steps
 
+    def first_token_s(self, *, is_decoded: bool) -> FloatArray:
+        """A query in the middle of the batch has its first token so long [configs] after the start
+        of its own encoding: when its group's first round begins or, `is_decoded`, its second."""
+        at = int(is_decoded)
+        taken_up = self.begin_s[:, at] + 0.5 * self.spread_s[:, at]
+        return np.asarray(taken_up - (self.encodes - 1) / 2 * self.place_s)
+
 
 class Rounds:
     """The rounds follow from one distribution of D, the decode iterations a query needs."""

@@ -31,6 +31,17 @@ MOST_IN_SYSTEM = 1e9  # where memory does not say
 FIRST_BATCHES = 64  # tabulated to begin with
 
 
+class BoxBounds(NamedTuple):
+    """[boxes] No configuration has more throughput_qps, or is quicker: seconds of the latency's
+    query, until its first token, and between two tokens; nor holds less on its fullest device."""
+
+    most_qps: FloatArray
+    latency_s: FloatArray
+    ttft_s: FloatArray
+    iteration_s: FloatArray
+    held_bytes: FloatArray
+
+
 class _Single(NamedTuple):
     """A single group that holds all layers takes no less: seconds [batches] of encoding for each
     query, and of a step; seconds [sizes] of a decode step."""
@@ -64,13 +75,12 @@ class WaaBounds:
         self._tables = cache(partial(_PlanBounds, waa))  # by plan
         self._most_in_system = cache(self._find_most_in_system)
 
-    def bound(self, split: WaaPlans, boxes: WaaBoxes, *,
-              worth_qps: float = 0.0) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Each of the boxes has (most throughput_qps, least latency_s, least bytes on the fullest
-        device) over the divisions that may be. `worth_qps`: below it, a throughput need not be
-        bounded tightly."""
+    def bound(self, split: WaaPlans, boxes: WaaBoxes, *, worth_qps: float = 0.0) -> BoxBounds:
+        """Bounds of each of the boxes over the divisions that may be. `worth_qps`: below it, a
+        throughput need not be bounded tightly."""
         limit = np.zeros(len(boxes))
-        latency, held = (np.full(len(boxes), np.inf) for _ in range(2))
+        # seconds of a latency, of a first token, of an iteration; bytes
+        least = np.full((4, len(boxes)), np.inf)
         even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
                                       np.ceil(0.5 * boxes.least))
         fits = even <= self.waa.capacity_bytes  # [counts of encode devices, boxes]
@@ -78,16 +88,15 @@ class WaaBounds:
         most_quick = quick.max(axis=0)
         is_low = fits.any(axis=0) & (most_quick <= worth_qps)
         limit[is_low] = most_quick[is_low]
-        latency[is_low] = held[is_low] = 0.0  # not looked at
+        least[:, is_low] = 0.0  # not looked at
         rows = np.flatnonzero(fits.any(axis=0) & ~is_low)
         if not len(rows):
-            return limit, latency, held
+            return BoxBounds(limit, *least)
         wanted = fits & (quick > worth_qps)
         wanted[:, is_low] = False
         # those that are not worth it are no better than their quick bound
         limit[rows] = np.where(fits & ~wanted, quick, 0.0).max(axis=0)[rows]
-        latency[rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
-        held[rows] = latency[rows]
+        least[:, rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
         may_be = np.zeros(wanted.shape, bool)
         may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
         for place, count in enumerate(split.encode_devices):
@@ -95,15 +104,16 @@ class WaaBounds:
             if not len(rows):
                 continue
             tables = self._tables(split.plan(int(count)))
-            least = tables.least_bytes(boxes.take(rows))
-            held[rows] = np.minimum(held[rows], least)
-            rows = rows[least <= self.waa.capacity_bytes]
+            held = tables.least_bytes(boxes.take(rows))
+            least[3, rows] = np.minimum(least[3, rows], held)
+            rows = rows[held <= self.waa.capacity_bytes]
             if not len(rows):
                 continue
-            own = tables.bound(boxes.take(rows))
-            limit[rows] = np.maximum(limit[rows], own[0])
-            latency[rows] = np.minimum(latency[rows], own[1])
-        return limit * (1 + TOLERANCE), latency / (1 + TOLERANCE), held
+            most, *seconds = tables.bound(boxes.take(rows))
+            limit[rows] = np.maximum(limit[rows], most)
+            least[:3, rows] = np.minimum(least[:3, rows], seconds)
+        least[:3] /= 1 + TOLERANCE
+        return BoxBounds(limit * (1 + TOLERANCE), *least)
 
     def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes) -> FloatArray:
         """No throughput_qps [counts of encode devices, boxes] is higher: each stage's share of the
@@ -194,11 +204,13 @@ class _PlanBounds:
     def __init__(self, waa: Waa, plan: WaaPlan) -> None:
         self._waa, self._plan = waa, plan
         self._top = 0
-        self._most_rate = self._least_rate = self._least_encode = np.empty(0)  # by batch
+        self._most_rate = self._least_rate = np.empty(0)  # by batch
+        self._least_encode = self._least_through = np.empty(0)  # with the handover, and without
         self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
 
-    def bound(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
-        """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s)."""
+    def bound(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s,
+        seconds until the first token, and of an iteration)."""
         waa = self._waa
         self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
@@ -215,11 +227,12 @@ class _PlanBounds:
         decoding = root(excess, wanted, np.minimum(of_wanted, 0.0))
         # the root is found from both sides: a little less is less for certain
         decoding = np.where(of_wanted >= 0, wanted, decoding * (1 - 1e-9))
-        latency = (self._least_encode[boxes.least]
-                   + waa.iterations_waited * self._iteration_s(decoding, boxes))
+        iteration = self._iteration_s(decoding, boxes)
+        through = self._least_through[boxes.least]
+        latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
         # what is decoding, with its caches, may not fit
         held = self.least_bytes(boxes, decoding)
-        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency
+        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
 
     def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
         """The fullest device holds no less [boxes], with half a batch in the decode pool and those
@@ -256,7 +269,8 @@ class _PlanBounds:
         timed = np.where(rate > 0, rate, np.inf)  # what is refused bounds nothing
         self._least_rate = _by_batch(np.minimum.accumulate(timed[::-1])[::-1])
         self._least_rate[~np.isfinite(self._least_rate)] = 0.0
-        self._least_encode = _by_batch(np.minimum.accumulate(encode[::-1])[::-1])
+        self._least_encode, self._least_through = (
+            _by_batch(np.minimum.accumulate(seconds[::-1])[::-1]) for seconds in (encode, through))
         rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
         count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
         sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)

@@ -33,7 +33,14 @@ from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlans
 from xsimulator.policies import geometric, group_counts
-from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, extrapolation, gathered
+from xsimulator.policies.figures import (
+    Assembler,
+    EstimateArrays,
+    by_plan,
+    extrapolation,
+    gathered,
+    per_token_s,
+)
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 from xsimulator.policies.waa.divisions import Division, DivisionByMemory, DivisionByTime
@@ -169,13 +176,18 @@ class Waa:
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             buffer = (self.times.encode_steps(plan, configs.batch, 1 + self.adjustment)
                       - self.times.encode_steps(plan, configs.batch)).sum(axis=1)
-            latency = (rates.encode_s + buffer + rates.handover_s
-                       + self.iterations_waited * rates.iteration_s)
+            ttft = rates.encode_s + buffer
+            latency = (ttft + rates.handover_s + self.iterations_waited * rates.iteration_s)
+            if self.problem.model.is_encoder_decoder:  # the first token is decoded
+                ttft = ttft + rates.handover_s + 1.5 * rates.iteration_s
         rows = np.maximum(rates.decode_batch / configs.groups, 1.0)
+        latency, ttft = (np.where(rates.throughput_qps > 0, seconds, np.inf)
+                         for seconds in (latency, ttft))
         return {
             "throughput_qps": rates.throughput_qps, "decode_batch": rates.decode_batch,
             "period_s": rates.iteration_s, "encode_s": rates.encode_s, "present": rates.present,
-            "latency_s": np.where(rates.throughput_qps > 0, latency, np.inf),
+            "latency_s": latency, "ttft_s": ttft,
+            "tpot_s": per_token_s(self.problem, latency, ttft),
             "kv_tokens": self.memory.kv_tokens(rates.present),
             "memory_bytes": self.memory.fullest(plan, configs, rates.present),
             "stretch": np.maximum(

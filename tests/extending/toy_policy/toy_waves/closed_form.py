@@ -24,8 +24,8 @@ from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import geometric
 from xsimulator.policies.figures import Assembler, EstimateArrays, by_plan, gathered, one_pool
 
-_HELD = ("throughput_qps", "latency_s", "period_s", "encode_s", "decode_batch", "present",
-         "kv_tokens", "memory_bytes", "stretch")
+_HELD = ("throughput_qps", "latency_s", "ttft_s", "tpot_s", "period_s", "encode_s", "decode_batch",
+         "present", "kv_tokens", "memory_bytes", "stretch")
 
 
 class Waves:
@@ -72,7 +72,8 @@ class Waves:
         period_s = encode_s + (longest - 1) * step_s
         return {
             "throughput_qps": size / period_s, "latency_s": period_s, "period_s": period_s,
-            "encode_s": encode_s, "decode_iteration_s": step_s, "decode_iterations": longest,
+            "encode_s": encode_s, "ttft_s": encode_s, "tpot_s": step_s,
+            "decode_iteration_s": step_s, "decode_iterations": longest,
             "encode_batch": size, "decode_batch": size, "present": size,
             "kv_tokens": self._kv_tokens(size), "stretch": np.zeros(len(size)),
             "memory_bytes": self._held_bytes(plan, size).max(axis=1)}

@@ -1,0 +1,120 @@
+"""What is expected of each bound but that on latency, with the margin of each; and schedules that
+keep them all.
+
+Searches obey the bounds on the tokens' pace by the closed form (xscheduler.admissible). What a
+schedule's own margin adds to that (xscheduler.uncertainty: uncertain times and lengths, and a
+replay, which scatters as closed forms do not) is asked for once it is found: where it breaks a
+bound, the search is repeated for a bound tightened by as much."""
+
+import math
+from collections.abc import Callable
+
+from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Estimate, Prospect, Schedule
+from xgpt.core.units import format_seconds
+from xscheduler.uncertainty import Doubts
+from xscheduler.within import PlannedWithin
+
+PACE: tuple[Metric, ...] = ("ttft", "tpot")
+ROUNDS = 5  # searches under tightened bounds on the tokens' pace
+TIGHTER = 0.98  # of a bound that was not tight enough: what is tried next, at most
+REPLAYS = 3  # of a job whose lengths are not all known, for its makespan
+
+
+def pace_of(doubts: Doubts, estimate: Estimate) -> list[Prospect]:
+    """The prospects of the bounds on the tokens' pace."""
+    constraint, found = doubts.problem.constraint, []
+    for metric in PACE:
+        bound = constraint.bound_on(metric)
+        if bound is None or math.isinf(bound.limit_s):
+            continue
+        expected_s = doubts.expected_s(estimate, metric)
+        found.append(Prospect(metric=metric, limit_s=bound.limit_s, expected_s=expected_s,
+                              with_margin_s=expected_s * doubts.margin(estimate, metric).factor))
+    return found
+
+
+def keeps_pace(doubts: Doubts, estimate: Estimate) -> bool:
+    return all(one.is_kept for one in pace_of(doubts, estimate))
+
+
+def plan_jointly(doubts: Doubts, plan: Callable[[Constraint], PlannedWithin]) -> PlannedWithin:
+    """The best that keeps the bounds on the tokens' pace with their margins. plan: the best within
+    such a constraint, its latency bound kept with its margin; raises InfeasibleError."""
+    asked = doubts.problem.constraint
+    nearest: Prospect | None = None
+    for _ in range(ROUNDS):
+        try:
+            planned = plan(asked)
+        except InfeasibleError as refusal:
+            if nearest is None:
+                raise
+            raise InfeasibleError(f"{_missed(nearest, doubts)}. With that margin: {refusal}"
+                                  ) from refusal
+        over = [one for one in pace_of(doubts, planned.schedule.estimate) if not one.is_kept]
+        if not over:
+            return planned
+        nearest = max(over, key=lambda one: one.with_margin_s / one.limit_s)
+        for one in over:
+            factor = one.with_margin_s / one.expected_s
+            asked = asked.with_bound(one.metric, limit_s=min(
+                one.limit_s / factor, TIGHTER * asked.limit_s(one.metric)))
+    assert nearest is not None
+    raise InfeasibleError(_missed(nearest, doubts))
+
+
+def _missed(nearest: Prospect, doubts: Doubts) -> str:
+    return (f"no schedule was found that keeps the bound of {format_seconds(nearest.limit_s)} on "
+            f"{METRIC_WORDS[nearest.metric]} with a confidence of "
+            f"{doubts.problem.constraint.confidence:.0%}: the nearest takes "
+            f"{format_seconds(nearest.with_margin_s)} with its margin "
+            f"({format_seconds(nearest.expected_s)} as computed)")
+
+
+def judged(schedule: Schedule, doubts: Doubts, tell: Callable[[str], None], *, is_job: bool,
+           has_margin: bool) -> Schedule:
+    """The schedule with all bounds of its problem, and what is expected of those that are not on
+    latency; `is_job`: of the makespan, too. Raises InfeasibleError where that is too long."""
+    problem = doubts.problem
+    further = [bound for bound in problem.constraint.bounds if bound.metric != "latency"]
+    if not further:
+        return schedule
+    schedule = schedule.changed(bounds=(schedule.bound, *further))
+    prospects = pace_of(doubts, schedule.estimate) if has_margin else []
+    makespan = _makespan_of(doubts, schedule.estimate, has_margin) if is_job else None
+    if makespan is None:
+        return schedule.changed(prospects=tuple(prospects))
+    if problem.observes:
+        tell("note: whether the job is done in time is told once output lengths have been seen")
+    elif not makespan.is_kept:
+        raise _too_long(makespan, problem.num_queries or 0, schedule.estimate)
+    return schedule.changed(prospects=(*prospects, makespan))
+
+
+def _makespan_of(doubts: Doubts, estimate: Estimate, has_margin: bool) -> Prospect | None:
+    """What the problem's own queries take, by replay; None where there is no bound on that, or it
+    cannot be said."""
+    bound = doubts.problem.constraint.bound_on("makespan")
+    if bound is None or math.isinf(bound.limit_s):
+        return None
+    job = doubts.job(estimate, REPLAYS)
+    if job is None:
+        return None
+    factor = doubts.margin(estimate, "makespan").factor if has_margin else 1.0
+    return Prospect(metric="makespan", limit_s=bound.limit_s, expected_s=job.wall_s,
+                    with_margin_s=job.wall_s * factor)
+
+
+def _too_long(prospect: Prospect, num_queries: int, estimate: Estimate) -> InfeasibleError:
+    """Why the job is not done in time, and the shortest time that can be had."""
+    margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
+        f" ({format_seconds(prospect.expected_s)} without a margin)")
+    controls = ", ".join(f"{name} {value}" for name in policy(estimate.policy).variable_names
+                         if (value := estimate.variables.get(name)))
+    return InfeasibleError(
+        f"no schedule answers the {num_queries:,} queries within "
+        f"{format_seconds(prospect.limit_s)}: the shortest time that can be had is "
+        f"{format_seconds(prospect.with_margin_s)}{margin}, by policy {estimate.policy}, "
+        f"{controls}")
