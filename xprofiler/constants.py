@@ -18,7 +18,7 @@ CPU figures are torch 2.13 on a two-core AVX-512 machine. A measured profile rep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 PerDegree = tuple[tuple[int, float], ...]  # (tensor-parallel degree, value), ascending
@@ -89,11 +89,13 @@ PCIE = LinkConstants(launch_s=1.3e-6, hop_share=0.25, small_ratio=0.51, large_la
                      all_reduce_shares=((2, 0.157), (4, 0.178), (8, 0.059)),
                      transfer_share=0.13)
 # With peer access cards copy to each other over the bus, not through the host's memory. Vidur's
-# A100 node of two NVLink pairs has such a bus between the pairs: at degree 4 an all-reduce reaches
-# 0.75 of it. Of two and of eight such cards nothing is published: the same is assumed, and of
-# transfers.
-PCIE_PEER = LinkConstants(launch_s=9.5e-6, hop_share=0.25, small_ratio=0.51, large_launch_s=19e-6,
-                          all_reduce_shares=((2, 0.75), (4, 0.75), (8, 0.75)), transfer_share=0.75)
+# A100 node of two NVLink pairs has such a bus between the pairs: there an all-reduce of degree 4
+# takes a quarter of PCIE's time. Of two and of eight such cards nothing is published: the same is
+# assumed, and of transfers.
+_PEER_ACCESS = 4.0
+PCIE_PEER = replace(
+    PCIE, transfer_share=_PEER_ACCESS * PCIE.transfer_share,
+    all_reduce_shares=tuple((d, _PEER_ACCESS * share) for d, share in PCIE.all_reduce_shares))
 # Network: assumptions. Groups lie within a node, so only transfers are ever asked for.
 NETWORK = LinkConstants(launch_s=9.5e-6, hop_share=1.0, small_ratio=0.44, large_launch_s=43e-6,
                         all_reduce_shares=((2, 0.67),), transfer_share=0.70)

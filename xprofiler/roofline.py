@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
+from xgpt.core import catalog
 from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
@@ -78,6 +79,15 @@ class Roofline:
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """No measurements, so no limit to them."""
         return Reach(math.inf, math.inf)
+
+    def latency_factor(self, confidence: float) -> float | None:
+        """Factor on computed latencies that this share of the engine's measured ones stayed below
+        (1 at least); None for engines of which none were compared."""
+        ratios = catalog.engine(self._engine).latency_ratios
+        if self._of[1].kind != "gpu" or not ratios:
+            return None
+        shares, factors = zip(*sorted(ratios.items()), strict=True)
+        return max(float(np.interp(confidence, shares, factors)), 1.0)
 
     def provenance(self) -> str:
         """One line for reports."""

@@ -8,7 +8,9 @@ the constraint's `confidence`, as far as the causes below are known:
   the latency, each found by asking again with that table's times raised, add as squares; the sum
   is taken as log-normal. Of a profile that was measured briefly a least error is taken. How single
   steps scatter is no matter: a query is hundreds of them. A computed source (the roofline) has
-  measured nothing: its error is not covered, and said not to be.
+  measured nothing. Of an engine whose whole requests were compared with it, one factor is taken
+  for all steps: as many of those requests' latencies were below it as the confidence says. Of
+  others the error is not covered, and said not to be.
 - *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
   bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
 - *inputs*: where they were estimated from characters, all of them may be longer or shorter by
@@ -64,6 +66,14 @@ class Measured(Protocol):
     def table_errors(self) -> Mapping[TableKey, TableError]: ...
 
 
+@runtime_checkable
+class Computed(Protocol):
+    """A timing source that was compared with whole requests, or was not (None): the factor on
+    latencies that such a share of them stayed below."""
+
+    def latency_factor(self, confidence: float) -> float | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginParts:
     """`factor`: plan for bound / factor. The parts are what it would be for one cause alone."""
@@ -90,6 +100,8 @@ class Doubts:
         self.problem, self._evaluator, self._replays = problem, evaluator, replays
         timing = evaluator.timing
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
+        self._computed = (timing.latency_factor(problem.constraint.confidence)
+                          if isinstance(timing, Computed) else None)
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
@@ -99,7 +111,8 @@ class Doubts:
         """Nothing is known to be uncertain, or there is no bound to break."""
         constraint = self.problem.constraint
         return math.isinf(constraint.limit_s(metric)) or not (
-            self._errors or constraint.drift or self._counts or self.problem.input_error)
+            self._errors or constraint.drift or self._counts or self.problem.input_error
+            or self._computed)
 
     def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
         """The margin of what a bound on the metric is of; its sentence is of a latency. A job's
@@ -120,8 +133,10 @@ class Doubts:
         drift = max((self._variant(("drift", change), lengths).seconds(estimate, metric)
                      / expected_s for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
-            factor=model * drift * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0),
-            timing=math.exp(upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
+            factor=(model * drift * (self._computed or 1.0)
+                    * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)),
+            timing=(self._computed or 1.0) * math.exp(
+                upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
             inputs=math.exp(upper_limit(np.zeros(1), of_inputs, confidence)), model=model,
             lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
             unmeasured)
@@ -230,6 +245,9 @@ class Doubts:
                                "with, and more is not covered; profile again on a quiet machine)")
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
+        if self._computed:
+            causes.append(f"{parts.timing - 1:.1%} since computed times may be off (as they were "
+                          "of this engine's requests that others measured)")
         if self._counts:
             causes.append(f"{parts.lengths - 1:.1%} since only {min(self._counts)} queries tell "
                           "how long they are")
@@ -246,7 +264,7 @@ class Doubts:
             f"planned for {format_seconds(constraint.latency_s / parts.factor)}, to be "
             f"{constraint.confidence:.0%} sure that the bound of "
             f"{format_seconds(constraint.latency_s)} is kept: {', '.join(causes)}")
-        return replace(parts, sentence=text if self._errors else (
+        return replace(parts, sentence=text if self._errors or self._computed else (
             f"{text}; the times are computed, not measured: how far they are off is not covered"))
 
 

@@ -110,7 +110,8 @@ def test_all_reduce_of_one_rank_is_free_and_grows_with_bytes():
 
 
 @pytest.mark.parametrize(("name", "share"), [
-    ("nvlink3", 0.70), ("ib-200g", 0.70), ("pcie4-x16", 0.13)])  # A40: 4 GB/s through the host
+    ("nvlink3", 0.70), ("ib-200g", 0.70), ("pcie4-x16", 0.13),  # A40: 4 GB/s through the host
+    ("pcie4-x16-p2p", 0.52)])
 def test_transfer_is_latency_plus_bytes(name, share):
     source, link = sources()[0], catalog.link(name)
     empty, full = source.message_s(SEND, [0, 1e9], link)
@@ -120,6 +121,7 @@ def test_transfer_is_latency_plus_bytes(name, share):
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("nvlink2", "nvlink"), ("nvlink4", "nvlink"), ("pcie3-x16", "pcie"), ("pcie4-x16", "pcie"),
+    ("pcie4-x16-p2p", "pcie_peer"),
     ("ib-100g", "network"), ("ib-400g", "network")])
 def test_catalogue_links_are_told_apart(name, kind):
     assert link_kind(catalog.link(name)) == kind
@@ -144,7 +146,8 @@ def test_products_of_all_sizes_lie_between_the_longer_of_compute_and_memory_and_
     assert (seconds <= compute_s + memory_s).all()
 
 
-@pytest.mark.parametrize("name", ["nvlink3", "nvlink4", "pcie4-x16", "ib-200g"])
+@pytest.mark.parametrize("name", ["nvlink3", "nvlink4", "pcie4-x16", "pcie4-x16-p2p",
+                                  "ib-200g"])
 @pytest.mark.parametrize("degree", [2, 4, 8, 16])
 def test_all_reduce_is_a_collective_and_the_ranks_skew(name, degree):
     source, link = sources()[0], catalog.link(name)

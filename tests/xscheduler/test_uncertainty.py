@@ -10,11 +10,13 @@ import pytest
 from doubted import CONFIG, config_of, doubts_of, observed
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
+from xgpt.core import catalog
 from xgpt.core.lengths import joint_empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_timing import ProfileTiming, TableError
+from xprofiler.roofline import Roofline
 from xscheduler import evaluator
 from xscheduler.live.pinned import pinned_policy
 from xscheduler.uncertainty import upper_limit
@@ -37,6 +39,18 @@ def test_nothing_uncertain_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     found = margin_of(toy_problem(latency_s=0.1), estimate_of(toy_problem(), **CONFIG))
     assert (found.factor, found.timing, found.lengths, found.drift) == (1, 1, 1, 1)
     assert "not covered" in found.sentence and "given" in found.sentence
+
+
+def test_times_computed_for_an_engine_have_the_margin_that_its_requests_showed() -> None:
+    """Nine of ten of vLLM's latencies were below 1.08 times what is computed."""
+    problem = toy_problem(latency_s=0.1)
+    problem = replace(problem, constraint=replace(problem.constraint, confidence=0.9))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype, engine="vllm")
+    found = doubts_of(problem, timing).margin(estimate_of(problem, **CONFIG))
+    nine_of_ten = catalog.engine("vllm").latency_ratios[0.9]
+    assert found.timing == found.factor == pytest.approx(nine_of_ten)
+    assert "computed times may be off" in found.sentence and "not covered" not in found.sentence
+    assert timing.latency_factor(0.95) > nine_of_ten > timing.latency_factor(0.5) >= 1
 
 
 def test_an_infinite_bound_needs_no_margin() -> None:
