@@ -194,7 +194,7 @@ def _legend(figure: Any, *names: str) -> None:
                   loc="outside upper right", ncols=3, frameon=False, fontsize=8)
 
 
-def _svg(figure: Any, words: str, made_of: str) -> str:
+def _svg(figure: Any, words: str, made_of: str, make: str = MAKE) -> str:
     """As text, with a title for those who cannot see it, and the digest of what it shows."""
     from matplotlib import rc_context
 
@@ -205,7 +205,7 @@ def _svg(figure: Any, words: str, made_of: str) -> str:
     begin = text.index("<svg ") + len("<svg ")
     end = text.index(">", begin)
     return (f'{text[:begin]}role="img" {text[begin:end + 1]}\n<title>{html.escape(words)}</title>\n'
-            f"<!-- data {made_of}; made by: {MAKE} -->{text[end + 1:]}")
+            f"<!-- data {made_of}; made by: {make} -->{text[end + 1:]}")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 
 
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("draw", PICTURES / "draw.py")
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-draw = _script()
+draw, choices = _script("draw"), _script("choices")
 
 
 def text_of(name: str) -> str:
@@ -53,11 +55,25 @@ def test_all_of_the_trade_off_is_what_is_planned_today() -> None:
     assert made_of("trade-off") == draw.digest(data), f"draw it anew: {draw.MAKE}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", choices.CHOICES)
+def test_a_picture_of_a_choice_is_what_is_planned_today(name: str) -> None:
+    assert made_of(name) == draw.digest(choices.data(name)), f"draw it anew: {choices.MAKE}"
+
+
+def test_a_picture_of_a_choice_says_every_point_in_words() -> None:
+    for name, choice in choices.CHOICES.items():
+        (words,) = re.findall(r"<title>(.*)</title>", text_of(name))
+        for label in choice.lines:
+            (said,) = re.findall(rf"{label}: (.+?)(?:; |\.$)", words)
+            assert len(said.split(", ")) == len(choice.across), label
+
+
 def test_each_picture_has_words_and_a_place_in_the_documents() -> None:
     pages = "".join(page.read_text("utf-8") for page in (*ROOT.glob("docs/*.md"),
                                                          ROOT / "README.md"))
     pictures = sorted(path.stem for path in PICTURES.glob("*.svg"))
-    assert pictures == sorted([*draw.POLICIES, "latency", "trade-off"])
+    assert pictures == sorted([*draw.POLICIES, "latency", "trade-off", *choices.CHOICES])
     for name in pictures:
         assert re.search(r"<title>\w.{40,}</title>", text_of(name))
         (words,) = set(re.findall(rf"!\[([^\]]+)\]\((?:docs/)?pictures/{name}\.svg\)", pages))
