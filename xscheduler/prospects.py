@@ -113,8 +113,10 @@ def _too_long(prospect: Prospect, num_queries: int, estimate: Estimate) -> Infea
         f" ({format_seconds(prospect.expected_s)} without a margin)")
     controls = ", ".join(f"{name} {value}" for name in policy(estimate.policy).variable_names
                          if (value := estimate.variables.get(name)))
+    replicas = estimate.deployment.replicas
+    copies = f", in {replicas} copies of the model" if replicas > 1 else ""
     return InfeasibleError(
         f"no schedule answers the {num_queries:,} queries within "
         f"{format_seconds(prospect.limit_s)}: the shortest time that can be had is "
         f"{format_seconds(prospect.with_margin_s)}{margin}, by policy {estimate.policy}, "
-        f"{controls}")
+        f"{controls}{copies}")

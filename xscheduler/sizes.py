@@ -42,6 +42,7 @@ class Spent:
     queries: int
     price: float
     is_job: bool
+    tariff: str = ""  # what an hour of a device costs, and by whom
 
     @property
     def words(self) -> str:
@@ -61,7 +62,11 @@ def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
         seconds = seconds if job is None else job.wall_s
     devices = problem.cluster.num_devices
     price = (problem.cluster.device.price_per_hour or 0.0) * devices * seconds / 3600
-    return Spent(devices=devices, seconds=seconds, queries=count, price=price, is_job=is_job)
+    device = problem.cluster.device
+    tariff = "" if device.price_per_hour is None else (
+        f"at {device.price_per_hour:g} an hour for each by {device.price_source or 'the job file'}")
+    return Spent(devices=devices, seconds=seconds, queries=count, price=price, is_job=is_job,
+                 tariff=tariff)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +133,7 @@ class SizeSearch:
         """The schedule of the best size, which says what the others come to."""
         schedule, own = self.planned[best], self.spent(best, self.planned[best])
         smaller = max((size for size in self.refused if size < best), default=None)
-        note = f"{own.words}: " + (
+        note = f"{own.words}{f' ({own.tariff})' if own.tariff else ''}: " + (
             f"the fewest devices of {sizes[-1]} that keep every bound" if objective == "devices"
             else f"the least cost of any size up to {sizes[-1]} devices")
         if smaller is not None:

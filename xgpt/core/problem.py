@@ -140,7 +140,7 @@ def resolve_cluster(job: Job) -> Cluster:
     if (price := job.price_per_hour) is None:
         return cluster
     return cluster.with_nodes(device=replace(
-        cluster.device, price_per_hour=price, price_source="the job's"))
+        cluster.device, price_per_hour=price, price_source="the job file"))
 
 
 def _resolved_cluster(job: Job) -> Cluster:

@@ -86,7 +86,7 @@ def test_what_goes_not_together(tmp_path: Path, more: str) -> None:
 def test_prices(tmp_path: Path) -> None:
     assert resolve_cluster(job_of(tmp_path)).device.price_per_hour is None
     own = resolve_cluster(job_of(tmp_path, more="price_per_hour: 0.4\n")).device
-    assert (own.price_per_hour, own.price_source) == (0.4, "the job's")
+    assert (own.price_per_hour, own.price_source) == (0.4, "the job file")
     known = [catalog.device(name) for name in catalog.names("device")]
     assert all(bool(device.price_source) == (device.price_per_hour is not None)
                for device in known)
