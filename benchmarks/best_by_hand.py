@@ -312,7 +312,7 @@ def page(rows: Sequence[Row]) -> list[str]:
     ratios = np.array([row.ratio for row in rows if math.isfinite(row.ratio)])
     lines = ["# Best by hand", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), "",
              f"- {len(rows)} of {4 * len(SCENARIOS)} problems. The planner is below the best by "
-             f"hand by more than its gap of {GAP:.1%} in {len(beaten)}; its upper bound is exceeded "
+             f"hand by more than its gap of {GAP:.1%} in {len(beaten)}; its bound is exceeded "
              f"in {sum(row.is_disproved for row in rows)}.",
              f"- Its throughput over the best by hand: least {ratios.min():.3f}, median "
              f"{np.median(ratios):.3f}, most {ratios.max():.3f}."]
