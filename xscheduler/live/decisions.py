@@ -137,7 +137,9 @@ class Decider:
         finished, active = (_rows(part, since) for part in (written.finished, written.active))
         admitted = max((*written.finished, *written.active), default=-1) + 1
         waiting = self.followed.num_queries - admitted
-        at_work = max(len(written.active), max_in_system(self.running.estimate.controls))
+        running = self.running.estimate
+        at_work = max(len(written.active),
+                      running.deployment.replicas * max_in_system(running.controls))
         if waiting <= at_work or len(finished) < self.needed:  # what is left is the job's drain
             return None
         seen = Observation(finished=finished, active=active)

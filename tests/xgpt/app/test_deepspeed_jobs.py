@@ -109,6 +109,7 @@ def test_what_the_job_file_alone_shows_is_refused_before_the_package_is_looked_f
     ({"model": "gpt2"}, "AutoTP does not divide GPT-2"),
     ({"model": "t5-11b"}, "does not execute encoder-decoder models"),
     ({"run": "ranks: 3"}, "run.ranks = 3: one tensor-parallel group: tp_degree 3 does not divide"),
+    ({"schedule": "replicas: 2"}, "schedule.replicas = 2: left out, or 1"),
     ({"schedule": "tp_degree: 1"}, "schedule.tp_degree = 1: left out, or 2"),
     ({"schedule": "tp_gpus: 0"}, "schedule.tp_gpus = 0: left out, or 2")])
 def test_models_and_ranks_that_cannot_be_divided_are_refused(tmp_path: Path, given: dict[str, str],
@@ -128,6 +129,8 @@ def test_a_schedule_of_other_stages_or_another_policy_is_refused(tmp_path: Path)
     assert executable(session, schedule).problem.fixed.policy == "ft"
     with pytest.raises(InputError, match=r"schedule\.policy = 'rra'"):
         executable(session, schedule.changed(policy="rra"))
+    with pytest.raises(InputError, match=r"schedule\.replicas = 2: 1"):
+        executable(session, schedule.changed(estimate=schedule.estimate.in_copies(2)))
     stage = schedule.estimate.deployment.stages[0]
     halves = (replace(stage, ranks=(0,)), replace(stage, index=1, ranks=(1,)))
     with pytest.raises(InputError, match="one, of all 2 ranks"):

@@ -11,11 +11,14 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve, resolve_cluster
+from xgpt.core.schedule import Deployment, Pool, StageAssignment
+from xgpt.core.slurm import SlurmSpec
 from xgpt.launch import local
 from xgpt.launch.hosts import HostsLauncher, check_hosts
-from xgpt.launch.launcher import RankProgram
+from xgpt.launch.launcher import RankProgram, ranks_per_node
 from xgpt.launch.local import LocalLauncher
 from xgpt.launch.rows import launcher_of
+from xgpt.launch.slurm import SlurmLauncher
 
 JOB = """
 model: opt-125m
@@ -88,6 +91,28 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
         "2", "-n", "4", *module]
     assert "mpiexec" in hosts.command(one), "the host is another one"
     assert "mpiexec" not in LocalLauncher().command(one)
+
+
+@pytest.mark.parametrize(("replicas", "each", "per_node"), [
+    (2, 3, 6), (8, 1, 8), (3, 4, 8), (2, 8, 8), (1, 16, 8), (2, 5, 5)])
+def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas: int, each: int,
+                                                         per_node: int) -> None:
+    stage = StageAssignment(index=0, ranks=tuple(range(each)), first_layer=0, num_layers=2)
+    pool = Pool(name="all", role="both", stages=(stage,), num_groups=1, kv_tokens=9)
+    deployment = Deployment(pools=(pool,), tp_degree=each, tp_gpus=each, replicas=replicas)
+    assert ranks_per_node(deployment, 8) == per_node
+
+
+def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six ranks, three a node, of nodes with four devices."""
+    monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
+    ranks = RankProgram(module="worker", argument=tmp_path / "run.json", count=6, per_node=3)
+    of_hosts = HostsLauncher(names=("h1", "h2"), ranks_each=4, threads_per_rank=1, program=None,
+                             source=Path("job.yaml")).command(ranks)
+    assert of_hosts[of_hosts.index("-ppn") + 1] == "3"
+    of_slurm = SlurmLauncher(spec=SlurmSpec(), ranks_each=4, environ={}).command(ranks)
+    assert {"--nodes=2", "--ntasks=6", "--ntasks-per-node=3"} <= set(of_slurm)
 
 
 def test_the_job_says_which_launcher_starts_its_ranks(tmp_path: Path) -> None:

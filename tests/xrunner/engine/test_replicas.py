@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ import pytest
 from replayed import problem_of, run_steps
 from toys import Collector, executor_of, generate, head_of, random_queries, serve, spec_of
 
+from xgpt.core.controls import EvenBatches
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
-from xrunner.engine.head import Alone
+from xrunner.engine.head import Alone, Head
 from xrunner.engine.pipeline import Neighbours, routes
-from xrunner.engine.replicas import FromRankZero, ToReplicas
+from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
 from xrunner.engine.roster import Extent
 from xrunner.engine.stage import StageExecutor
+from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import replica_of, replicas_of
 from xrunner.rules.routing import ROUND_ROBIN, Router, window_of
+from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import rules_for
 from xrunner.transport.comm import LocalComm, local_comms
 from xrunner.transport.messages import StopMessage
@@ -59,11 +62,13 @@ class Job:
         self.one = one.changed(kv_tokens=20_000)
         self.estimate = self.one.in_copies(replicas)
 
-    def run(self, sink: Collector, *, routing: str = ROUND_ROBIN, slow: int | None = None,
+    def run(self, sink: Collector, *, comms: Sequence[LocalComm] = (), slow: int | None = None,
+            prepare: Callable[[Head, ToReplicas], None] = lambda head, others: None,
             ) -> dict[int, StageExecutor]:
-        """Every rank's executor. `slow`: a replica that takes its time."""
+        """Every rank's executor. `comms`: of ranks that ran before. `slow`: a replica that takes
+        its time. `prepare`: rank 0's head, before it starts."""
         deployment = self.estimate.deployment
-        comms = local_comms(deployment.num_devices)
+        comms = comms or local_comms(deployment.num_devices)
         executors = {
             rank: executor_of(self.directory, stage) for replica in replicas_of(deployment)
             for pool in replica.pools for stage in pool.stages for rank in stage.ranks}
@@ -73,10 +78,11 @@ class Job:
             thread.start()
         order = list(range(len(self.queries)))
         router = Router([1.0] * len(order), replicas=deployment.replicas,
-                        window=window_of(self.estimate), routing=routing)
+                        window=window_of(self.estimate), routing=ROUND_ROBIN)
         supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
                             [replica.head for replica in replicas_of(deployment)[1:]])
         head = self._head(comms[0], executors[0], supply)
+        prepare(head, supply)
         supply.start(head)
         head.start()
         sink.is_complete = head.run()
@@ -110,7 +116,8 @@ class Job:
         if comm.rank != replica.head:
             serve(comm, routes(replica.pools)[comm.rank], executor)
             return
-        supply = FromRankZero(comm, replica.number, lambda index: self.queries[index])
+        supply = FromRankZero(comm, replica.number, lambda index: self.queries[index],
+                              tells_lengths=True)
         head = self._head(comm, executor, supply)
         if slow == replica.number:
             head.report = lambda: time.sleep(0.03)  # type: ignore[method-assign]
@@ -127,9 +134,18 @@ class Job:
 
 
 class Told(Collector):
-    """A sink that nobody launched."""
+    """What a RunSink is to rank 0's end of the replicas; `launcher`: who follows the run."""
 
-    launcher = None
+    launcher: LauncherLink | None = None
+
+    def finished(self, result: FinishedQuery) -> None:
+        super().finished(result)
+        if self.launcher is not None:
+            self.launcher.finished(result)
+
+    def progress(self, elapsed_s: float, output_tokens: int) -> None:
+        if self.launcher is not None:
+            self.launcher.look(elapsed_s)
 
 
 @pytest.mark.parametrize(("policy", "config"), CONFIGS)
@@ -172,6 +188,46 @@ def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made
     indices = [r.query.index for r in sink.results]
     assert 8 <= len(indices) == len(set(indices)) < 60
     assert all(list(r.output_ids) == _ANSWERS[r.query.index] for r in sink.results)
+
+
+def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made: Made) -> None:
+    job, comms = Job(made, *CONFIGS[0], count=60), local_comms(2)
+    job.run(Told(stop_after=8), comms=comms)
+    sink = Told()
+    job.run(sink, comms=comms)
+    assert sink.is_complete
+    job.check_answers(sink.results)
+
+
+def test_a_change_of_the_control_variables_reaches_every_replica(
+        made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
+    monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
+    job, sink = Job(made, *CONFIGS[0], count=60), Told()
+    controls = PhaseControls(encode_batch=4, decode_iterations=9, group_max_active=12,
+                             group_kv_tokens=9000)
+    ChangeOrder(revision=1, controls=controls).save(tmp_path)
+
+    def prepare(head: Head, others: ToReplicas) -> None:
+        assert isinstance(head.rule, RraRule)
+        sink.launcher = LauncherLink(
+            tmp_path, first_query=0, rule=OfEveryReplica(head.rule, others, EvenBatches()),
+            at_work=lambda: head.lengths_so_far() | others.lengths_so_far())
+
+    executors = job.run(sink, prepare=prepare)
+    job.check_answers(sink.results)
+    assert sink.launcher is not None
+    first, second = sink.launcher.taken
+    assert (first["revision"], first.get("replica"), first["encode_batch"]) == (1, None, 4)
+    assert (second["revision"], second["replica"]) == (1, 1)
+    for replica, change in enumerate((first, second)):
+        after = [step for step in executors[replica].log if step.phase >= change["phase"]]
+        before = [step for step in executors[replica].log if step.phase < change["phase"]]
+        assert max(step.iteration for step in after) == 9 > max(step.iteration for step in before)
+    # every query has one place, in the order in which they were taken up
+    seen = read_observed(tmp_path)
+    assert seen is not None and not seen.finished.keys() & seen.active.keys()
+    assert max({**seen.finished, **seen.active}) == len(seen.finished) + len(seen.active) - 1
 
 
 def test_fewer_queries_than_replicas(made: Made) -> None:

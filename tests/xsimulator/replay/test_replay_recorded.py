@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,36 @@ def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None
     queries = planned_queries(PROBLEM, inputs, recording.outputs)
     with pytest.raises(XgptError, match="'decode'"):
         replayer.run(queries, clocks=only_encodes.clocks())
+
+
+def test_each_copy_of_the_model_has_a_record_of_its_own(tmp_path: Path) -> None:
+    """Every other query by the second copy, its stages numbered behind those of the first."""
+    timing = roofline_of(PROBLEM)
+    estimate = make_policy("rra", PROBLEM, timing).estimate(RRA)
+    replayer, lines = Replayer(PROBLEM, timing, estimate), []
+    inputs, outputs = PROBLEM.lengths.sample(QUERIES, np.random.default_rng(3))
+    results: dict[int, dict[str, float]] = {}
+    runs = []
+    for replica in (0, 1):
+        runs.append(replayer.run(planned_queries(PROBLEM, inputs[replica::2], outputs[replica::2])))
+        leave(tmp_path, runs[-1], inputs[replica::2])
+        first = replica * len(estimate.deployment.stages)
+        lines += [{**step, "stage": step["stage"] + first} for step in read(tmp_path, "steps")]
+        for place, (line, start_s) in enumerate(zip(
+                read(tmp_path, "results"), runs[-1].times.start_s.tolist(), strict=True)):
+            results[2 * place + replica] = {
+                **line, "replica": replica, "encode_start_s": start_s}
+    for name, rows in (("steps", lines), ("results", [results[i] for i in range(QUERIES)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recordings = load_recordings(tmp_path, estimate.in_copies(2).deployment)
+    for replica, (recording, run) in enumerate(zip(recordings, runs, strict=True)):
+        assert recording.queries.tolist() == list(range(replica, QUERIES, 2))
+        assert recording.inputs.tolist() == inputs[replica::2].tolist()
+        timed = replayer.run(planned_queries(PROBLEM, recording.inputs, recording.outputs),
+                             clocks=recording.clocks())
+        assert timed.makespan_s == pytest.approx(run.makespan_s, rel=1e-9)
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text("utf-8").split("\n")
+            if line]
