@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +17,15 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
+import job_folder  # noqa: E402
 import toys  # noqa: E402
-from job_folder import as_requests, read_lines  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of, replayed_steps  # noqa: E402
 
+from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -36,8 +46,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(("policy", "config", "layout"), [
-    ("rra", RraConfig(encode_batch=3, decode_iterations=4, tp_degree=2, tp_gpus=2),
-     [[0, 1], [2, 3]]),
+    pytest.param("rra", RraConfig(encode_batch=3, decode_iterations=4, tp_degree=2, tp_gpus=2),
+                 [[0, 1], [2, 3]], marks=pytest.mark.slow),
     ("waa-c", WaaConfig(encode_batch=2), [[0], [1], [2], [3]])])
 def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, policy: str,
                                    config: object, layout: list[list[int]]) -> None:
@@ -49,10 +59,7 @@ def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, poli
     timing = Roofline(problem.model, problem.cluster.device, "float32")
     one = make_policy(policy, problem, timing).estimate(config).changed(kv_tokens=20_000)
     out.mkdir()
-    save_schedule(schedule_from_flat(
-        estimate=one.in_copies(2), latency_bound_s=math.inf, constraint_kind="sequence",
-        quantile=0.99, status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), out / "schedule.json")
+    given(one.in_copies(2), problem, out / "schedule.json")
     run(directory, out, as_requests(queries), ranks=4)
 
     results = read_lines(out / "results.jsonl")
@@ -90,3 +97,82 @@ def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) 
     toys.write_spool(plan, file)
     LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
                         watch=lambda: None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
+def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
+        llama: tuple[Path, Any], tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+    directory, reference = llama
+    requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(300)]
+    job = job_folder.write_job(
+        tmp_path, directory, requests, ranks=2, schedule="policy: rra, encode_batch: 3, "
+        "decode_iterations: 8, replicas: 2")
+    cache, out = profiled("llama"), tmp_path / "out"
+    command = [*XGPT, "run", str(job), "--schedule", str(two_copies(job)), "--json"]
+    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True, env=cache)
+    await_results(begun, out / "results.jsonl", 12)
+    os.kill(rank_of(out / "ranks", 1), signal.SIGKILL)
+    _, messages = begun.communicate(timeout=60)
+    assert begun.returncode == 1 and "Traceback" not in messages, messages
+    before = len(read_lines(out / "results.jsonl"))
+    assert 12 <= before < 300
+
+    done = subprocess.run(command, capture_output=True, text=True, env=cache, timeout=240,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert "going on after the" in done.stderr
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [f"q{i}" for i in range(300)]
+    query = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40,
+                               is_forced=True)
+    expected = toys.generate(reference, query)
+    assert all(r["output_ids"] == expected for r in results)
+    assert {r["replica"] for r in results[before:]} == {0, 1}
+    metrics = json.loads(done.stdout)
+    assert (metrics["queries"], metrics["ranks"], metrics["status"]) == (300, 2, "done")
+    assert [(s["replica"], s["ranks"]) for s in metrics["stages"]] == [(0, [0]), (1, [1])]
+    assert (out / "report.html").stat().st_size > 10_000
+
+
+def two_copies(job: Path) -> Path:
+    """A schedule of one rank each."""
+    problem = open_file(job).problem
+    part = replace(problem, cluster=problem.cluster.with_nodes(num_nodes=1, devices_per_node=1))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = make_policy("rra", part, timing).estimate(
+        RraConfig(encode_batch=3, decode_iterations=8)).in_copies(2)
+    return given(estimate, problem, job.with_name("two.json"))
+
+
+def given(estimate: Estimate, problem: Problem, path: Path) -> Path:
+    save_schedule(schedule_from_flat(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), path)
+    return path
+
+
+def await_results(process: subprocess.Popen[str], results: Path, count: int) -> None:
+    deadline = time.monotonic() + 200
+    while not (results.is_file() and results.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rank_of(beats: Path, rank: int) -> int:
+    """The process of a rank, one of those that run the worker beside these beats."""
+    plan, found = str(beats.parent / "run.json").encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"xrunner.worker" in command and plan in command and (
+                    f"PMI_RANK={rank}".encode() in environment):
+                found.append(int(entry.name))
+    assert len(found) == 1, f"{found = }"
+    return found[0]
