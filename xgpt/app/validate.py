@@ -77,8 +77,8 @@ def validate(folder: Path | None, tell: Teller, *, sources: Sequence[str] = (),
     if not given.is_dir() and (folder is not None or measured is None):
         raise wrong("command line", "FOLDER", str(given), "a folder with others' measurements "
                     f"({', '.join(SOURCES)}), or --measured FILE with your own")
+    points = _points(given, wanted, measured)  # first: a user's mistakes are told at once
     compared = list(_of_tables(given, wanted, tell))
-    points = _points(given, wanted, measured)
     if not compared and not points:
         raise wrong("command line", "FOLDER", str(given), "no measurements there: a folder with "
                     f"one of {', '.join(path for path, _ in _TABLES.values())}, "

@@ -4,11 +4,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xgpt.report.table import paragraph, table
+from xgpt.report.table import paragraph, shown_width, table
 from xprofiler.compared import Compared, errors_of, joined
 
 _HEADER = ("operator", "of", "cases", "mean", "median", "bias", "P90", "worst")
 _RIGHT = range(2, 8)
+_NARROW = 72  # columns of a terminal below which the spread is left out
+_BRIEF = (0, 1, 2, 3, 5)  # what of the header is kept then
 
 
 def validation_table(compared: Sequence[Compared], *, by_model: bool = False) -> str:
@@ -46,7 +48,11 @@ def _section(source: str, parts: Sequence[Compared], by_model: bool) -> str:
     rows = [(f"{operator}, {half}" if half else operator, of, *_cells(joined(own)))
             for (operator, of, half), own in groups.items()
             if any(len(part.measured_s) for part in own)]
-    lines = [source, table(_HEADER, rows, right=_RIGHT)]
+    if shown_width() < _NARROW:
+        brief = [[row[i] for i in _BRIEF] for row in (_HEADER, *rows)]
+        lines = [source, table(brief[0], brief[1:], right=range(2, len(_BRIEF)))]
+    else:
+        lines = [source, table(_HEADER, rows, right=_RIGHT)]
     left_out: Mapping[str, int] = _left_out(parts)
     if left_out:
         lines.append(paragraph("left out: " + "; ".join(

@@ -55,6 +55,15 @@ def test_the_table_fits_a_terminal_and_says_what_a_row_is_of(tmp_path: Path) -> 
     assert any(line.startswith("as a chooser") for line in lines)
 
 
+def test_a_narrow_terminal_has_fewer_columns_and_whole_words(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    shown = validated("--measured", exact(tmp_path), "--source", "serving", tmp_path).stdout
+    table = shown.split("as a chooser")[0]
+    assert max(map(len, table.splitlines())) <= 50 and "..." not in table
+    assert "request, test" in table and "median" not in table
+
+
 def test_every_mistake_of_a_users_file_is_told_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(HEADER + ROW.format(weights="", degree="two", batch=1, ttft=1, tpot=1)
