@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xscheduler.admissible import Limit
@@ -20,6 +21,7 @@ POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
 NOT_LOOKED_INTO = "not looked into"  # how the reason of a policy begins that is known to lose
 LEFT_OUT = "left out"  # and of one that is not among those compared
 FREE_ROW = "without a latency bound"
+PAPERS_ROW = "RRA and WAA alone"  # where another policy is better
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 
 
@@ -43,10 +45,12 @@ def best_in(space: Space, searched: Searched) -> list[BestPoint]:
 
 def rows_beside(best: BestPoint, spaces: Sequence[Space], results: Mapping[str, Searched],
                 free: BestPoint | None, latency_bound_s: float) -> tuple[Rejected, ...]:
-    """The best of each other policy, of each other tensor-parallel degree of this one, and of
-    `free`, without a bound, where that is quicker."""
+    """The best of each other policy, of the paper's own together where this is none of them, of
+    each other tensor-parallel degree of this one, and of `free`, without a bound, where that is
+    quicker."""
     rows = [_row(f"{POLICY_ROW}{space.name}", space, results[space.name],
                  range(len(space.plans)), best) for space in spaces if space is not best.space]
+    rows += _papers_row(best, spaces, results)
     own = best.space
     chosen = own.plans[best.plan].tp_degree
     for degree in sorted({plan.tp_degree for plan in own.plans} - {chosen}):
@@ -59,6 +63,24 @@ def rows_beside(best: BestPoint, spaces: Sequence[Space], results: Mapping[str, 
             label=f"{FREE_ROW}: {free.space.name}, {words_of(free.space, free.plan, point)}",
             throughput_qps=qps, latency_s=latency_s, reason=f"latency above {latency_bound_s:g} s"))
     return tuple(rows)
+
+
+def _papers_row(best: BestPoint, spaces: Sequence[Space],
+                results: Mapping[str, Searched]) -> list[Rejected]:
+    """What there would be without the policies that the paper does not propose."""
+    own = [space for space in spaces if policy(space.name).is_papers]
+    found = [one for space in own for one in best_in(space, results[space.name])]
+    if policy(best.space.name).is_papers or not found:
+        return []
+    most = max(found, key=lambda one: one.candidate.objective)
+    qps, latency_s = most.space.figures(most.plan, most.candidate.point)
+    upper = max(results[space.name].outcome.upper_bound for space in own)
+    return [Rejected(
+        label=f"{PAPERS_ROW}: {most.space.name}, "
+              f"{words_of(most.space, most.plan, most.candidate.point)}",
+        throughput_qps=qps, latency_s=latency_s,
+        reason=f"lower throughput by {1 - qps / best.candidate.objective:.1%}: no more than "
+               f"{max(upper, qps):.4g} queries/s")]
 
 
 def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tuple[Rejected, ...]:

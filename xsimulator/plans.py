@@ -19,6 +19,7 @@ from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import Operator, TimingSource
 from xsimulator import memory
 from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
+from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageTimes
 from xsimulator.step_table import StepTable
@@ -44,6 +45,18 @@ class StagePlan:
     def least_steps(self) -> StepTable:
         """A table of lower bounds of them."""
         return StepTable(self.times, lowered=True)
+
+    @cached_property
+    def convex_steps(self) -> ConvexSteps:
+        """What steps of any mix of sizes take in the mean, at least."""
+        return ConvexSteps(self.least_steps)
+
+    @cached_property
+    def layers_of_kinds(self) -> list[float]:
+        """Decoder layers of a stage of each kind."""
+        kind_of = self.least_steps.kind_of
+        return [float(self.times.decoder_layers[kind_of.index(kind)])
+                for kind in range(max(kind_of) + 1)]
 
 
 class PlanSource(Protocol):

@@ -45,13 +45,27 @@ def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_a
     assert plan(endless, timing_of(problem)).proof.status != Status.JOB
 
 
-@pytest.mark.parametrize("policy", ["ft", "dsi", "orca", "vllm", "sarathi"])
+@pytest.mark.parametrize("policy", ["ft", "dsi"])
 def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
     problem = problem_of(None, 20.0, policies=(policy,))
     schedule = plan(problem, timing_of(problem))
     assert schedule.estimate.controls.policy == policy and schedule.proof.status == Status.GRID
     assert schedule.estimate.figures.latency_s * schedule.margin.factor <= 20.0
     assert schedule.margin.note and not schedule.rejected
+
+
+def test_a_continuous_policy_is_searched_and_chosen_where_it_is_best() -> None:
+    problem = problem_of(None, 11.5, tp_degree=None)
+    schedule = plan(problem, timing_of(problem), STEADY)
+    # what a grid of sarathi and its neighbours has as its best
+    assert schedule.estimate.policy == "sarathi" and schedule.figures.throughput_qps > 39.7
+    bounds = dict(schedule.proof.policy_bounds)
+    assert set(bounds) == {"rra", "waa-c", "waa-m", "orca", "vllm", "sarathi"}
+    assert max(bounds.values()) == schedule.proof.bound_qps and schedule.proof.gap < 0.05
+    papers = replace(problem, fixed=FixedSchedule(policies=("rra", "waa-c", "waa-m")))
+    own = plan(papers, timing_of(problem), STEADY)
+    assert own.figures.throughput_qps < schedule.figures.throughput_qps
+    assert own.estimate.policy in papers.fixed.policies
 
 
 def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_bound() -> None:

@@ -36,6 +36,12 @@ from xsimulator.policies.rra.config import RraConfig
 QUERIES = 40  # of every job here that is compared with brute force
 
 
+def paper_problem(*, fixed: FixedSchedule | None = None, **about) -> Problem:
+    """What the job leaves open of the policies are the paper's own: brute force is over these."""
+    own = fixed or FixedSchedule()
+    return toy_problem(fixed=replace(own, policies=own.policies or POLICIES), **about)
+
+
 def oracles(problem: Problem, timing, policies=POLICIES):
     """By policy."""
     batches = range(1, QUERIES + 1)
@@ -67,7 +73,7 @@ TOYS = {
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_the_best_of_all_policies_equals_brute_force(toy):
-    problem = toy_problem(**TOYS[toy], num_queries=QUERIES)
+    problem = paper_problem(**TOYS[toy], num_queries=QUERIES)
     timing = planted(np.random.default_rng(1), roofline_of(problem))
     grids = oracles(problem, timing)
     scheduler = Scheduler(problem, timing)
@@ -79,7 +85,7 @@ def test_the_best_of_all_policies_equals_brute_force(toy):
 
 
 def test_without_a_gap_it_is_the_optimum():
-    problem = toy_problem(num_queries=QUERIES)
+    problem = paper_problem(num_queries=QUERIES)
     grids = oracles(problem, roofline_of(problem))
     bound_s = 1.4 * tightest(grids)
     found = Scheduler(problem, roofline_of(problem), Effort(gap=0.0)).find(bound_s)
@@ -88,7 +94,7 @@ def test_without_a_gap_it_is_the_optimum():
 
 
 def test_a_bound_costs_throughput_and_the_schedule_says_how_much():
-    problem = toy_problem(num_queries=QUERIES)
+    problem = paper_problem(num_queries=QUERIES)
     grids = oracles(problem, roofline_of(problem))
     found = Scheduler(problem, roofline_of(problem)).find(1.02 * tightest(grids))
     assert found.proof.unbounded_qps == pytest.approx(optimum(grids), rel=0.02)
@@ -106,7 +112,7 @@ def test_a_bound_costs_throughput_and_the_schedule_says_how_much():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_input_same_schedule_nodes_and_reasons(policy):
-    problem = toy_problem(latency_s=0.05, num_queries=QUERIES,
+    problem = paper_problem(latency_s=0.05, num_queries=QUERIES,
                           fixed=FixedSchedule(policies=(policy,)))
     first, second = (find_schedule(problem, planted(np.random.default_rng(3), roofline_of(problem)))
                      for _ in range(2))
@@ -115,7 +121,7 @@ def test_same_input_same_schedule_nodes_and_reasons(policy):
 
 
 def test_of_several_bounds_each_has_the_answer_it_has_alone():
-    problem = toy_problem(num_queries=QUERIES, fixed=FixedSchedule(policies=("rra",)))
+    problem = paper_problem(num_queries=QUERIES, fixed=FixedSchedule(policies=("rra",)))
     timing = roofline_of(problem)
     one = tightest(oracles(problem, timing, ["rra"]))
     swept = Scheduler(problem, timing)
@@ -128,7 +134,7 @@ def test_of_several_bounds_each_has_the_answer_it_has_alone():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
-    problem = toy_problem(num_queries=400, outputs=(20, 12, 50), fixed=FixedSchedule(
+    problem = paper_problem(num_queries=400, outputs=(20, 12, 50), fixed=FixedSchedule(
         policies=(policy,)))
     timing = planted(np.random.default_rng(5), roofline_of(problem))
     whole = find_schedule(problem, timing, Effort(gap=0.0))
@@ -147,7 +153,7 @@ def test_a_node_limit_is_repeatable_and_leaves_a_valid_bound(policy):
 
 
 def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
-    problem = toy_problem(num_queries=QUERIES)
+    problem = paper_problem(num_queries=QUERIES)
     grids = oracles(problem, roofline_of(problem))
     scheduler = Scheduler(problem, roofline_of(problem))
     with pytest.raises(InfeasibleError, match="every one takes longer") as raised:
@@ -158,7 +164,7 @@ def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
 
 
 def test_a_model_too_large_names_memory():
-    problem = toy_problem(memory=3e7, num_queries=QUERIES)
+    problem = paper_problem(memory=3e7, num_queries=QUERIES)
     with pytest.raises(InfeasibleError, match="too little memory"):
         find_schedule(problem, roofline_of(problem))
 
@@ -166,7 +172,7 @@ def test_a_model_too_large_names_memory():
 def test_fixed_values_are_kept():
     fixed = FixedSchedule(policies=("rra",), encode_batch=7, decode_iterations=5,
                           tp_degree=2, tp_gpus=2)
-    problem = toy_problem(fixed=fixed)
+    problem = paper_problem(fixed=fixed)
     found = find_schedule(problem, roofline_of(problem))
     config = RraConfig(encode_batch=7, decode_iterations=5, tp_degree=2, tp_gpus=2)
     assert found.estimate == Rra(problem, roofline_of(problem)).estimate(config)
@@ -176,7 +182,7 @@ def test_fixed_values_are_kept():
     ("encode_batch", 7), ("decode_iterations", 5), ("tp_degree", 2), ("tp_gpus", 2),
     ("decode_micro_batches", 3)])
 def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
-    problem = toy_problem(num_queries=QUERIES, fixed=FixedSchedule(**{field: value}))
+    problem = paper_problem(num_queries=QUERIES, fixed=FixedSchedule(**{field: value}))
     policies = ["rra"] if field == "decode_iterations" else POLICIES
     best = optimum(oracles(problem, roofline_of(problem), policies))
     found = find_schedule(problem, roofline_of(problem))
@@ -191,35 +197,36 @@ def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
     (FixedSchedule(tp_degree=2, tp_gpus=3), "multiple"),
     (FixedSchedule(tp_gpus=3), "multiple")])
 def test_fixed_values_that_cannot_be_held_are_wrong_input(fixed, what):
-    problem = toy_problem(fixed=fixed)
+    problem = paper_problem(fixed=fixed)
     with pytest.raises(InputError, match=what):
         find_schedule(problem, roofline_of(problem))
 
 
 def test_one_device_cannot_be_divided():
-    problem = toy_problem(devices=1, fixed=FixedSchedule(policies=("waa-c",)))
+    problem = paper_problem(devices=1, fixed=FixedSchedule(policies=("waa-c",)))
     with pytest.raises(InputError, match="cannot be divided"):
         find_schedule(problem, roofline_of(problem))
-    alone = find_schedule(replace(problem, fixed=FixedSchedule(), num_queries=QUERIES),
+    alone = find_schedule(replace(problem, fixed=FixedSchedule(policies=POLICIES),
+                                  num_queries=QUERIES),
                           roofline_of(problem))
     assert alone.estimate.policy == "rra"
 
 
 def test_a_finite_job_never_plans_more_queries_than_it_has():
-    problem = toy_problem(num_queries=25)
+    problem = paper_problem(num_queries=25)
     found = find_schedule(problem, roofline_of(problem))
     assert found.estimate.figures.decode_batch <= 25 and found.estimate.figures.encode_batch <= 25
 
 
 def test_a_noisy_profile_is_searched_as_far_as_it_reaches():
-    problem = toy_problem(fixed=FixedSchedule(policies=("rra",)))
+    problem = paper_problem(fixed=FixedSchedule(policies=("rra",)))
     found = find_schedule(problem, noisy_profile(np.random.default_rng(2), problem, noise=0.1))
     assert found.proof.gap <= 0.005 and math.isfinite(found.estimate.figures.latency_s)
 
 
 @pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
 def test_a_profile_without_compaction_or_too_small_for_the_job_ends_waa_s_search(policy):
-    problem = toy_problem(fixed=FixedSchedule(policies=(policy,)))
+    problem = paper_problem(fixed=FixedSchedule(policies=(policy,)))
     found = noisy_profile(np.random.default_rng(2), problem, noise=0.1)
     tables = {key: points for key, points in found.profile.tables.items()
               if key.name != Operator.KV_COMPACTION.value}
@@ -233,13 +240,13 @@ def test_a_profile_without_compaction_or_too_small_for_the_job_ends_waa_s_search
 
 
 def test_a_tail_of_next_to_no_queries_is_no_refused_size():
-    problem = toy_problem(outputs=(6.53, 1.2, 20))
+    problem = paper_problem(outputs=(6.53, 1.2, 20))
     config = RraConfig(encode_batch=6, decode_iterations=19, tp_degree=2, tp_gpus=2)
     assert Rra(problem, roofline_of(problem)).evaluate([config]).throughput_qps[0] > 0
 
 
 def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
-    problem = toy_problem(outputs=(6.53, 1.2, 20), num_queries=QUERIES,
+    problem = paper_problem(outputs=(6.53, 1.2, 20), num_queries=QUERIES,
                           fixed=FixedSchedule(policies=("rra",)))
     timing = roofline_of(problem)
     grids = oracles(problem, timing, ["rra"])
@@ -250,7 +257,7 @@ def test_a_tail_of_next_to_no_queries_hides_no_better_schedule():
 
 
 def test_schedule_survives_its_file_format():
-    problem = toy_problem(latency_s=0.05, num_queries=QUERIES)
+    problem = paper_problem(latency_s=0.05, num_queries=QUERIES)
     found = find_schedule(problem, roofline_of(problem))
     assert from_json(to_json(found)) == found
 

@@ -101,12 +101,15 @@ def _static(name: str, title: str, words: str, *more: Variable) -> Policy:
         config=f"{_FORMS}.static.config:StaticConfig")
 
 
-def _continuous(name: str, title: str, words: str, rules: str, *more: Variable) -> Policy:
+def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
+                turn: int = 2) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ACTIVE, *more),
         controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
         closed_form=f"{_FORMS}.continuous.closed_form:{name}",
-        config=f"{_FORMS}.continuous.config:ContinuousConfig", is_decoder_only=True)
+        config=f"{_FORMS}.continuous.config:ContinuousConfig",
+        space="xscheduler.spaces.continuous:ContinuousSpace", is_searched=True, turn=turn,
+        is_decoder_only=True)
 
 
 _ROWS = (
@@ -131,7 +134,7 @@ _ROWS = (
     _continuous("vllm", "VLLM", "vLLM: iteration-level scheduling with paged memory; steps encode "
                 "or decode", "paged:vllm_rule", _BUDGET),
     _continuous("sarathi", "SARATHI", "Sarathi: every step decodes and encodes chunks beside it, "
-                "within a budget of tokens", "paged:sarathi_rule", _BUDGET),
+                "within a budget of tokens", "paged:sarathi_rule", _BUDGET, turn=0),
 )
 _OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}
 

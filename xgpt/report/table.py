@@ -25,8 +25,8 @@ _GAP = "  "
 _LEAST_WRAPPED, _LEAST_CELL = 20, 8  # columns of a last one of words, of any other
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
 # how the label of a rejected alternative begins
-_POLICY, _DEGREE, _FREE, _BARE = ("policy ", "tp_degree ", "without a latency bound",
-                                  "without a margin")
+_POLICY, _DEGREE, _FREE, _BARE, _PAPERS = (
+    "policy ", "tp_degree ", "without a latency bound", "without a margin", "RRA and WAA alone")
 _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
@@ -99,14 +99,14 @@ def _label(row: Rejected) -> str:
         return f"best {what.removeprefix(_POLICY)}"
     if what.startswith(_DEGREE):
         return f"tp degree {what.removeprefix(_DEGREE)}"
-    return {_FREE: "no bound", _BARE: "no margin"}.get(what, "instead")
+    return {_FREE: "no bound", _BARE: "no margin", _PAPERS: "RRA, WAA"}.get(what, "instead")
 
 
 def _alternative(row: Rejected, schedule: Schedule) -> str:
     if row.label.startswith(SIZE_ROW):
         return row.reason
     what, _, point = row.label.partition(": ")
-    is_known = what.startswith((_POLICY, _DEGREE, _FREE, _BARE))
+    is_known = what.startswith((_POLICY, _DEGREE, _FREE, _BARE, _PAPERS))
     point = (point if is_known else row.label).removesuffix(_NO_PLAN)
     if row.throughput_qps is None:
         return f"{row.reason} ({point})" if point else row.reason

@@ -99,7 +99,8 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     if redeploy.estimate is not None:
         loading = redeployment(deployed.deployment.pools, redeploy.estimate.deployment.pools,
                                problem.model, problem.dtype, problem.cluster)
-        if loading.total_bytes == 0:  # the best has the layers where they are
+        # the best has the layers where they are; another policy takes a new start all the same
+        if loading.total_bytes == 0 and redeploy.estimate.policy == deployed.policy:
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
             redeploy, loading = Way(estimate=None, reason="no layer would move"), None
     cost_s = 0.0 if loading is None else loading.from_dram_s
@@ -139,11 +140,9 @@ def _recommend(ways: Reschedule) -> Reschedule:
             f"bound, and no other batch sizes bring more than {WORTH:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
             else f"while the current one no longer serves ({ways.keep.reason})")
-    assert ways.adjust.estimate is not None and ways.keep.estimate is not None
-    is_other = ways.adjust.estimate.policy != ways.keep.estimate.policy
-    what = "the policy" if is_other else "the batch sizes"
+    assert ways.adjust.estimate is not None
     return replace(ways, choice="adjust", sentence=(
-        f"Change {what} to {variables(ways.adjust.estimate)}: {adjust:.4g} queries/s, "
+        f"Change the batch sizes to {variables(ways.adjust.estimate)}: {adjust:.4g} queries/s, "
         f"{gain}, and no layer moves{unless}."))
 
 

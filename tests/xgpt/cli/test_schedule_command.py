@@ -156,16 +156,20 @@ def test_a_bound_that_cannot_be_met_is_refused_and_offers_say_what_would_do(job:
 
 def test_a_deployed_schedule_is_kept_adjusted_or_replaced(job: Path, tmp_path: Path) -> None:
     file = str(tmp_path / "s.json")
-    fixed = {"schedule__policy": "rra", "schedule__tp_degree": 1}
+    fixed = {"schedule__policy": "rra", "schedule__tp_degree": 1,
+             "schedule__encode_chunk": 0}
     assert run(job, "--out", file, **fixed).exit_code == 0
     same = json.loads(run(job, "--from", file, "--json", **fixed).stdout)
     assert same["reschedule"]["choice"] == "keep"
+    # the paper's policies: others would bring more on the layers where they are
+    papers = {"schedule__policy": "[rra, waa-c, waa-m]", "schedule__encode_chunk": 0,
+              "constraint__latency_s": 60}
     shorter = json.loads(run(job, "--from", file, "--json", workload__task="C1",
-                             constraint__latency_s=60).stdout)["reschedule"]
+                             **papers).stdout)["reschedule"]
     qps = {way: shorter[way]["estimate"] and shorter[way]["estimate"]["throughput_qps"]
            for way in ("keep", "adjust", "redeploy")}
     assert qps["redeploy"] > qps["adjust"] and shorter["loading"]["rank_bytes"]
-    shown = run(job, "--from", file, workload__task="C1", constraint__latency_s=60).stdout
+    shown = run(job, "--from", file, workload__task="C1", **papers).stdout
     assert max(map(len, shown.splitlines())) <= 80
     for label in ("keep ", "adjust ", "redeploy ", "advice "):
         assert f"\n{label}" in shown
@@ -176,6 +180,7 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
     assert run(job, "--out", file, schedule__policy="rra", schedule__encode_batch=8,
                schedule__tp_degree=1).exit_code == 0
     found = json.loads(run(job, "--from", file, "--out", str(out), "--json",
+                           schedule__policy="[rra, waa-c, waa-m]", schedule__encode_chunk=0,
                            workload__requests__count=60).stdout)
     ways, written = found["reschedule"], load_schedule(out)
     assert ways["choice"] == "adjust", "60 queries do not make up for loading"

@@ -232,7 +232,7 @@ def test_a_schedule_that_cannot_be_deployed_here_is_refused():
     with pytest.raises(InputError, match="layers of toy"):
         reschedule(rra(), fewer, roofline_of(fewer))
     with pytest.raises(InputError, match="policy"):
-        reschedule(rra().changed(policy="orca"), problem, roofline_of(problem))
+        reschedule(rra().changed(policy="ft"), problem, roofline_of(problem))
 
 
 def test_the_same_question_has_the_same_answer():

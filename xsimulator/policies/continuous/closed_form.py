@@ -59,7 +59,7 @@ class Continuous:
                  timing: TimingSource) -> None:
         """`filling` makes of the queries that there are the way in which steps are filled."""
         self.problem, self.timing = problem, timing
-        self.plans = StagePlans(problem, timing)
+        self.plans = _shared_plans(problem, timing)
         self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
                               reserved_output_tokens=problem.default_max_tokens)
         longest = self.flow.max_reserve_tokens
@@ -178,6 +178,17 @@ class Continuous:
         return load.encode_steps * between.encode_s + self.filling.decode_latency(
             self.flow.iterations_of(longest), load, between)
 
+
+def _shared_plans(problem: Problem, timing: TimingSource) -> StagePlans:
+    """The plans of the problem asked for last are kept: the policies of a search share their step
+    tables."""
+    global _latest
+    if _latest is None or _latest[0] is not problem or _latest[1] is not timing:
+        _latest = problem, timing, StagePlans(problem, timing)
+    return _latest[2]
+
+
+_latest: tuple[Problem, TimingSource, StagePlans] | None = None
 
 # The closed forms of the policies (problem, timing); each filling says how its engine works.
 orca = partial(Continuous, OrcaFilling)

@@ -1,0 +1,103 @@
+"""The space of continuously batching policies: bounds over every point of small problems, whatever
+their step times are like, and the search against brute force."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from problems_suite import SLOW, correlated, noisy_profile, planted, roofline_of, toy_problem
+
+from xgpt.core.job import FixedSchedule
+from xscheduler.spaces.continuous import ContinuousSpace
+from xscheduler.spaces.space import Effort, search_space
+from xscheduler.spaces.tensor_plans import tensor_plans
+
+POLICIES = ("orca", "vllm", "sarathi")
+BUDGETS = (24, 80, 130, 300, 1000)
+TOYS = {
+    "fast": {}, "slow link, median": {"link": SLOW, "quantile": 0.5},
+    "tight memory": {"memory": 1.2e8}, "little memory": {"memory": 7e7, "outputs": (30, 20, 80)},
+    "correlated": {"pairs": correlated(np.random.default_rng(0))},
+    "long outputs": {"outputs": (60, 20, 120)}, "a token at most": {"pairs": np.array([[30, 1]])},
+    "short": {"outputs": (2.0, 0.8, 4)},
+}
+TIMES = {"smooth": lambda problem: roofline_of(problem),
+         "bumpy": lambda problem: planted(np.random.default_rng(4), roofline_of(problem)),
+         "noisy": lambda problem: noisy_profile(np.random.default_rng(2), problem, noise=0.1)}
+MOST = 60  # queries at a time
+
+
+def points_of(space: ContinuousSpace):
+    """(line, its points) over every max_active and some budgets."""
+    for row, line in enumerate(space.lines):
+        budgets = [budget for budget in BUDGETS if line.least <= budget <= line.most] or (
+            [0] if line.most == 0 else [line.budget])
+        yield row, [(line.plan, active, budget)
+                    for active, budget in product(range(1, MOST + 1, 3), budgets)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("toy", "times"), [
+    *((toy, "smooth") for toy in ("little memory", "a token at most", "short")),
+    ("tight memory", "bumpy"), ("slow link, median", "noisy"),
+    *(pytest.param(toy, times, marks=pytest.mark.slow)
+      for toy, times in product(TOYS, ("smooth", "bumpy", "noisy")))])
+def test_no_point_is_better_than_its_line_s_bound(toy, times, policy):
+    problem = toy_problem(num_queries=MOST, **TOYS[toy])
+    timing = TIMES[times](problem)
+    space = ContinuousSpace(policy, problem, timing, tensor_plans(problem, timing))
+    of_line = {row: space.evaluate(keys) for row, keys in points_of(space)}
+    every = [point for points in of_line.values() for point in points if not point.limit]
+    assert any(point.throughput_qps > 0 for point in every)
+    latencies = np.array([point.latency_s for point in every])
+    for bound_s in (math.inf, *np.quantile(latencies[np.isfinite(latencies)], (0.05, 0.5))):
+        limit, _ = space.limits(float(bound_s))
+        for row, points in of_line.items():
+            best = max((point.throughput_qps for point in points
+                        if not point.limit and point.latency_s <= bound_s), default=0.0)
+            assert best <= limit[row] * (1 + 1e-9), f"{space.lines[row]} {bound_s = }"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("toy", ["tight memory", *(pytest.param(
+    toy, marks=pytest.mark.slow) for toy in ("fast", "long outputs", "correlated"))])
+def test_the_search_finds_what_brute_force_does_and_its_bound_holds(toy, policy):
+    problem = toy_problem(num_queries=MOST, fixed=FixedSchedule(tp_degree=1), **TOYS[toy])
+    timing = planted(np.random.default_rng(1), roofline_of(problem))
+    space = ContinuousSpace(policy, problem, timing, tensor_plans(problem, timing))
+    every = [point for _, keys in points_of(space) for point in space.evaluate(keys)
+             if not point.limit and point.throughput_qps > 0]
+    for bound_s in (1.3 * min(point.latency_s for point in every), math.inf):
+        best = max(point.throughput_qps for point in every if point.latency_s <= bound_s)
+        found = search_space(ContinuousSpace(policy, problem, timing, space.plans), bound_s,
+                             Effort(gap=0.005))
+        assert found.outcome.best is not None
+        assert found.outcome.best.objective >= best / 1.01
+        assert found.outcome.upper_bound >= best
+
+
+def test_what_the_job_fixes_is_kept():
+    problem = toy_problem(num_queries=MOST, fixed=FixedSchedule(max_active=7, token_budget=96))
+    timing = roofline_of(problem)
+    space = ContinuousSpace("sarathi", problem, timing, tensor_plans(problem, timing))
+    found = search_space(space, math.inf, Effort(gap=0.005))
+    assert found.outcome.best is not None and found.outcome.best.point == (7, 96)
+    other = replace(problem, fixed=FixedSchedule(max_active=7))
+    space = ContinuousSpace("sarathi", other, timing, space.plans)
+    again = search_space(space, math.inf, Effort(gap=0.005)).outcome.best
+    assert again is not None and again.point[0] == 7
+    assert again.objective >= found.outcome.best.objective
+
+
+def test_what_another_policy_has_is_not_looked_into():
+    problem = toy_problem(num_queries=MOST)
+    timing = roofline_of(problem)
+    space = ContinuousSpace("sarathi", problem, timing, tensor_plans(problem, timing))
+    limit, _ = space.limits(math.inf)
+    found = search_space(space, math.inf, Effort(gap=0.005), floor_qps=float(limit.max()))
+    assert found.outcome.best is None and space.num_evaluated == 0
+    assert found.outcome.upper_bound == pytest.approx(limit.max())

@@ -1,0 +1,328 @@
+"""The space of a continuously batching policy: max_active x token_budget under every tensor plan,
+and its lines examined for branch and bound.
+
+A root is a line: a tensor plan with a range of token budgets, over every max_active. Least work
+bounds it (xsimulator.policies.continuous.bounds): on a line the bound is that of its best point, so
+that nothing would be gained by splitting it. The closed form rests on walks, which cost as much for
+one configuration as for many, so points of many lines are evaluated together: around the place
+where the bound has its best, where the latency meets its bound, then neighbours of the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limit, Limits, crowding_or_pace
+from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.spaces.remembered import RememberedPolicy
+from xscheduler.spaces.space import Selection, Tight
+from xscheduler.spaces.tensor_plans import TensorPlan, spread_sizes
+from xsimulator.policies import make_policy
+from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
+from xsimulator.policies.continuous.closed_form import Continuous
+from xsimulator.policies.continuous.config import ContinuousConfig
+
+MOST_ACTIVE, MOST_BUDGET = 1 << 16, 1 << 20
+# Of the bound's max_active, looked at first: no further apart than the walks' own nodes, so that
+# points between these need no walk of their own.
+AROUND = (0.35, 0.5, 0.6, 0.69, 0.79, 0.9, 1.0, 1.13, 1.3)
+FIRST_LINES = 8  # in which points are looked at before any other, so that there are some
+LINES_TOGETHER = 32  # whose points are evaluated at once
+MOST_LINES = 128  # in which points are looked at; the others keep their bounds
+ROUNDS = 3  # of looking where the latency meets its bound
+WORTH = 0.93  # of the best found: what a line needs to be looked at once more
+CLIMBERS, CLIMBS = 3, 10  # points whose neighbours are looked at, and how often those of the best
+# Neighbours at first, as shares of max_active and of token_budget, which are as far apart as the
+# walks' own nodes; then those next to a point, and those so many shares away.
+WIDE = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35), (2**-0.5, 2**-0.25, 1.0, 2**0.25, 2**0.5)
+NARROW = (0.025, 0.06, 0.15), (0.03, 0.09)
+SELECTED_PLANS = 6  # for a job of few queries
+
+
+class _Line(NamedTuple):
+    """Token budgets from `least` to `most` of one tensor plan; points have `budget`."""
+
+    plan: int
+    budget: int
+    least: int
+    most: int
+
+
+class Point(NamedTuple):
+    """A configuration's figures; `limit`: what forbids it apart from latency."""
+
+    throughput_qps: float
+    latency_s: float
+    limit: Limit
+
+
+class ContinuousSpace:
+    """See xscheduler.spaces.space.Space."""
+
+    variables = ("max_active", "token_budget")
+
+    def __init__(self, name: str, problem: Problem, timing: TimingSource,
+                 plans: Sequence[TensorPlan]) -> None:
+        self.name, self.problem, self.plans = name, problem, tuple(plans)
+        self.form = cast(Continuous, make_policy(name, problem, timing))
+        self.bounds = ContinuousBounds(self.form)
+        self._known = RememberedPolicy(self.form.evaluate, self.form.limits)
+        self._limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
+        most = min(problem.num_queries or MOST_ACTIVE, MOST_ACTIVE)
+        given = problem.fixed.max_active
+        self.active = (1, most) if given is None else (given, given)
+        self.lines = [_Line(plan, *budgets) for plan in range(len(plans))
+                      for budgets in self._budgets()]
+
+    @property
+    def num_evaluated(self) -> int:
+        return self._known.num_evaluated
+
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> ContinuousExaminer:
+        return ContinuousExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
+
+    def config(self, plan: int, point: tuple[int, ...]) -> ContinuousConfig:
+        return ContinuousConfig(max_active=point[0], token_budget=point[1],
+                                tp_degree=self.plans[plan].tp_degree,
+                                tp_gpus=self.plans[plan].tp_gpus)
+
+    def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
+        return self.form.estimate(self.config(plan, point))
+
+    def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
+        own = self.evaluate([(plan, *point)])[0]
+        return own.throughput_qps, own.latency_s
+
+    def evaluate(self, keys: Sequence[tuple[int, ...]]) -> list[Point]:
+        """The figures of each (plan, max_active, token_budget)."""
+        figures = self._known.evaluate([self.config(key[0], key[1:]) for key in keys])
+        limits = crowding_or_pace(figures, self._limits)
+        return [Point(*each) for each in zip(
+            figures.throughput_qps.tolist(), figures.latency_s.tolist(),
+            map(Limit, limits.tolist()), strict=True)]
+
+    def limits(self, latency_bound_s: float) -> tuple[FloatArray, FloatArray]:
+        """[lines] throughput that no point within the bound exceeds, and the max_active at which
+        that would be."""
+        qps, active = (np.zeros(len(self.lines)) for _ in range(2))
+        of_plan = np.array([line.plan for line in self.lines])
+        for plan, own in enumerate(self.plans):
+            rows = np.flatnonzero(of_plan == plan)
+            lines = [self.lines[row] for row in rows.tolist()]
+            qps[rows], active[rows] = self.bounds.limit(self.form.plans.both(*own), Lines(
+                np.full(len(rows), float(self.active[1])),
+                np.array([line.least for line in lines], float),
+                np.array([line.most for line in lines], float)), latency_bound_s)
+        return qps, active
+
+    def beyond(self, tight: Tight) -> str:
+        return ""
+
+    def present(self, tight: Tight) -> float:
+        return float(self._known.evaluate([self.config(tight.plan, tight.point)]).present[0])
+
+    def easiest(self) -> list[Tight]:
+        budgets = sorted({budget for budget, _, _ in self._budgets()})
+        budgets = budgets[len(budgets) // 2::max(len(budgets) // 4, 1)]
+        keys = [(plan, min(max(active, self.active[0]), self.active[1]), budget)
+                for plan, own in enumerate(self.plans) for budget in budgets
+                for active in (1, len(self.form.plans.both(*own).stages))]
+        keys = list(dict.fromkeys(keys))
+        return [Tight(point.latency_s, point.limit, point.throughput_qps, key[0], key[1:])
+                for key, point in zip(keys, self.evaluate(keys), strict=True)]
+
+    def selection(self, num_queries: int) -> Selection:
+        """Numbers of queries a quarter apart and a few budgets, under the tensor plans that promise
+        most."""
+        limit, _ = self.limits(self.problem.constraint.latency_s)
+        best = np.zeros(len(self.plans))
+        np.maximum.at(best, [line.plan for line in self.lines], limit)
+        plans = np.argsort(-best, kind="stable")[:SELECTED_PLANS].tolist()
+        sizes = spread_sizes(num_queries, self.problem.fixed.max_active, set())
+        budgets = [budget for budget, _, _ in self._budgets()][::2]
+        return Selection(closed_form=self.form, configs=[
+            self.config(plan, (size, budget)) for plan in plans for budget in budgets
+            for size in sizes])
+
+    def _budgets(self) -> list[tuple[int, int, int]]:
+        """(token budget, and the least and most of its range)."""
+        nodes = self.form.filling.budgets
+        if nodes == (0,):
+            return [(0, 0, 0)]
+        if (given := self.problem.fixed.token_budget) is not None:
+            return [(given, given, given)]
+        return [(node, 1 if place == 0 else node, up - 1) for place, (node, up) in enumerate(
+            zip(nodes, (*nodes[1:], MOST_BUDGET), strict=True))]
+
+
+class ContinuousExaminer:
+    """Examines lines under one latency bound."""
+
+    def __init__(self, space: ContinuousSpace, latency_bound_s: float, *, gap: float,
+                 floor_qps: float) -> None:
+        """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
+        self._space, self._bound_s, self._gap = space, latency_bound_s, gap
+        self._best_qps = floor_qps
+        first, last = space.active
+        self.roots = [Box(root=root, lower=(first, line.least), upper=(last, line.most))
+                      for root, line in enumerate(space.lines)]
+        self.plan_of_root = [line.plan for line in space.lines]
+        self._limit, self._active = np.empty(0), np.empty(0)  # [lines] once asked for
+        self._num_looked_at, self._climbed_qps = 0, floor_qps
+        # of each line: figures by max_active and token_budget
+        self._seen: list[dict[tuple[int, int], Point]] = [{} for _ in space.lines]
+
+    def split(self, box: Box) -> list[Box]:
+        """A line is looked into whole, once it is its turn."""
+        return [box]
+
+    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
+        """Bounds of all lines and a few points at first, then points of those given, the most
+        promising first."""
+        if not len(self._limit):
+            self._limit, self._active = self._space.limits(self._bound_s)
+            self._look((row, _around(self._active[row], self._space.active)) for row in np.argsort(
+                -self._limit, kind="stable")[:FIRST_LINES].tolist()
+                if self._limit[row] > self._best_qps * (1 + self._gap))
+            return [self._bounded(box) for box in boxes]
+        rows = sorted((box.root for box in boxes), key=lambda row: -self._limit[row])
+        rows = rows[:max(MOST_LINES - self._num_looked_at, 0)]
+        self._num_looked_at += len(rows)
+        for begin in range(0, len(rows), LINES_TOGETHER):
+            lines = [row for row in rows[begin:begin + LINES_TOGETHER]
+                     if self._limit[row] > self._best_qps * (1 + self._gap)]
+            self._look((row, _around(self._active[row], self._space.active)) for row in lines)
+            for _ in range(ROUNDS):
+                lines = [row for row in lines if self._is_worth(row)]
+                self._look((row, self._frontier(row)) for row in lines)
+        top = self._climb() if self._best_qps > self._climbed_qps else None
+        self._climbed_qps = self._best_qps
+        return [self._result(box, top if place == 0 else None)
+                for place, box in enumerate(boxes)]
+
+    def _bounded(self, box: Box) -> NodeResult:
+        limit = float(self._limit[box.root])
+        if limit > 0:
+            return NodeResult(upper_bound=limit, box=box, is_settled=False, reason="",
+                              best=self._candidate(box.root))
+        reason = Limit.MEMORY if self._active[box.root] <= 0 else Limit.LATENCY
+        return NodeResult(box=box, reason=reason.words)
+
+    def _is_worth(self, row: int) -> bool:
+        """A better point may still be near those of this line that were looked at."""
+        best, limit = self._best(row), self._limit[row]
+        own = limit if best is None else self._seen[row][best].throughput_qps
+        return limit > self._best_qps * (1 + self._gap) and own >= WORTH * self._best_qps
+
+    def _frontier(self, row: int) -> list[int]:
+        """Values of max_active around the best of a line, and where the latency, linear between
+        those seen, meets its bound."""
+        seen, best = self._seen[row], self._best(row)
+        tried = sorted(active for active, _ in seen)
+        if best is None:
+            return [max(round(tried[0] * share), self._space.active[0])
+                    for share in (0.15, 0.3, 0.6)]
+        at = tried.index(best[0])
+        below, above = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
+        slow = seen[above, best[1]].latency_s
+        found = [math.isqrt(below * best[0]), math.isqrt(best[0] * above)]
+        if above > best[0] and self._bound_s < slow < math.inf:
+            quick = seen[best].latency_s
+            share = (self._bound_s - quick) / (slow - quick) if slow > quick else 0.0
+            middle = math.floor(best[0] + share * (above - best[0]))
+            found = [max(middle - 1, best[0]), middle, min(middle + 1, above)]
+        elif above == best[0]:  # nothing forbids more
+            found.append(min(math.ceil(1.5 * above), self._space.active[1]))
+        return found
+
+    def _look(self, asked: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Evaluates points of lines, by their max_active."""
+        lines = self._space.lines
+        self._evaluate([(row, active, lines[row].budget) for row, values in asked
+                        for active in values])
+
+    def _evaluate(self, asked: Sequence[tuple[int, int, int]]) -> None:
+        """Evaluates points (line, max_active, token_budget), those that are new together."""
+        new = [each for each in dict.fromkeys(asked) if each[1:] not in self._seen[each[0]]]
+        lines = self._space.lines
+        points = self._space.evaluate([(lines[row].plan, *point) for row, *point in new])
+        for (row, *point), figures in zip(new, points, strict=True):
+            self._seen[row][point[0], point[1]] = figures
+            if self._is_admissible(figures):
+                self._best_qps = max(self._best_qps, figures.throughput_qps)
+
+    def _is_admissible(self, point: Point) -> bool:
+        return not point.limit and point.throughput_qps > 0 and point.latency_s <= self._bound_s
+
+    def _best(self, row: int) -> tuple[int, int] | None:
+        """The best admissible point of a line; of equals the smaller."""
+        own = [(-point.throughput_qps, key) for key, point in self._seen[row].items()
+               if self._is_admissible(point)]
+        return min(own)[1] if own else None
+
+    def _climb(self) -> Candidate | None:
+        """The best of the neighbours of the best points, and so on until none is better."""
+        tops = sorted((-self._seen[row][best].throughput_qps, row, best)
+                      for row in range(len(self._seen)) if (best := self._best(row)) is not None)
+        self._evaluate([near for qps, row, best in tops[:CLIMBERS] if -qps >= WORTH * self._best_qps
+                        for near in self._beside(row, *_far(best))])
+        for _ in range(CLIMBS):
+            best_qps = self._best_qps
+            top = self._top()
+            if top is not None:
+                self._evaluate(self._beside(top.root, *_near(top.point)))
+            if self._best_qps == best_qps:
+                break
+        return self._top()
+
+    def _top(self) -> Candidate | None:
+        """The best point seen; of equals that of the first line."""
+        every = [one for row in range(len(self._seen)) if (one := self._candidate(row)) is not None]
+        return min(every, key=lambda one: one.rank, default=None)
+
+    def _beside(self, row: int, active: Sequence[int],
+                budgets: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(line, max_active, token_budget) of all these values that the plan of a line has."""
+        (first, last), plan = self._space.active, self._space.lines[row].plan
+        own = [(k, line) for k, line in enumerate(self._space.lines) if line.plan == plan]
+        return [(k, min(max(value, first), last), budget) for budget in sorted({*budgets})
+                for k, line in own if line.least <= budget <= line.most
+                for value in sorted({*active})]
+
+    def _candidate(self, row: int) -> Candidate | None:
+        point = self._best(row)
+        return None if point is None else Candidate(
+            objective=self._seen[row][point].throughput_qps, root=row, point=point)
+
+    def _result(self, box: Box, top: Candidate | None) -> NodeResult:
+        """`top`: a candidate, of whichever line, that is not to be forgotten."""
+        best, limit = top or self._candidate(box.root), float(self._limit[box.root])
+        return NodeResult(upper_bound=limit, best=best, box=box,
+                          reason="bounded by the least work of a query")
+
+
+def _around(active: float, limits: tuple[int, int]) -> list[int]:
+    """Values of max_active around the one at which a bound has its best."""
+    return [min(max(round(share * active), limits[0]), limits[1]) for share in AROUND]
+
+
+def _far(point: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Values of max_active and token_budget around a point."""
+    return ([round(point[0] * share) for share in WIDE[0]],
+            [round(point[1] * share) for share in WIDE[1]])
+
+
+def _near(point: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Values of max_active and token_budget beside a point's."""
+    steps = ({0, 1, *(math.ceil(value * share) for share in shares)}
+             for value, shares in zip(point, NARROW, strict=True))
+    active, budget = ([value + sign * step for step in own for sign in (-1, 1)]
+                      for value, own in zip(point, steps, strict=True))
+    return active, budget

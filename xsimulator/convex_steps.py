@@ -1,0 +1,51 @@
+"""Convex functions below the times of a plan's steps: what steps of any mix of sizes take in the
+mean, at least (by Jensen's inequality). They lie below lower envelopes (xsimulator.envelope), so
+that they hold for times that are not monotone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xsimulator.step_table import LEAST, SPLITS, StepTable
+
+AN_OCTAVE = 1 << SPLITS  # sizes at which times are looked at: where the step tables have nodes
+TOP = 2.0**20  # rows of a step at most
+
+
+class ConvexSteps:
+    """Rows and heads of one plan's steps, by kinds of stages (see StepTable)."""
+
+    def __init__(self, table: StepTable) -> None:
+        """`table`: of lower bounds."""
+        octaves = 2.0 ** np.arange(0, np.ceil(np.log2(TOP)))
+        sizes = np.append(LEAST, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
+        self.rows = [ConvexTimes(sizes, seconds) for seconds in table.rows_s(sizes)]
+        self.head = ConvexTimes(sizes, table.head_s(sizes))
+        self.degrees, self.last = table.degrees, table.kind_of[-1]
+        self.number = np.bincount(table.kind_of).tolist()  # stages of each kind
+
+
+class ConvexTimes:
+    """Of one size: the tangents of its times at a few slopes."""
+
+    def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
+        """`seconds` of steps of these sizes, which rise and fall in relation to the size; infinite
+        where none are timed."""
+        is_timed = np.isfinite(seconds)
+        self._sizes, self._seconds = sizes[is_timed], seconds[is_timed]
+        if not len(self._sizes):
+            self._sizes, self._seconds = np.ones(1), np.zeros(1)
+        nodes = np.arange(0, len(self._sizes), AN_OCTAVE // 2)
+        slopes = np.diff(self._seconds[nodes]) / np.diff(self._sizes[nodes])
+        self._slopes = np.unique(np.append(slopes, 0.0))
+        self._offsets = (self._seconds - self._slopes[:, None] * self._sizes).min(axis=1)
+
+    def mean_s(self, sizes: FloatArray) -> FloatArray:
+        """Seconds that steps of `sizes` in the mean take in the mean, at least."""
+        return np.asarray((self._offsets + self._slopes * sizes[..., None]).max(axis=-1))
+
+    def rate_s(self, largest: FloatArray) -> FloatArray:
+        """Seconds a row takes in steps of `largest` rows at most, at least."""
+        place = np.clip(np.searchsorted(self._sizes, largest), 0, len(self._sizes) - 1)
+        return np.asarray(self._seconds[place] / self._sizes[place])

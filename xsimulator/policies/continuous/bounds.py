@@ -1,0 +1,214 @@
+"""Upper bounds on what continuously batching engines answer, from the least work a query takes.
+
+Symbols, of a query in the mean: L = input tokens, D = decode iterations; of a group of n: y =
+queries that end per step. A step of stage k takes, in the mean over a group's steps, at least
+
+    W_k(y) = C_k(y (L + D)) + y A_k [+ H(y (1 + D)) on the last stage]
+
+C_k: the greatest convex function below the time of a step's rows (products, collectives, messages,
+the host), which by Jensen's inequality no mix of large and small steps gets below, at least
+x R_k(m) / m for the largest step m; H: the same of the output head; A_k: a query's attention, at
+its cheapest. Times are lower envelopes (xsimulator.envelope), so they may be not monotone. With
+
+    I(y) = max(sum of W_k, n max W_k)      seconds between a group's steps, at least
+    throughput = n y / I(y)
+
+which rises with y, since W_k(y) / y falls. y itself is held by memory, slots and budget, and by the
+latency, which is at least about I(y) for each decode iteration.
+
+What is assumed of the walks (continuous.paged_walk): those present are no more than PRESENT times
+what memory holds in the mean, and no query is evicted more than EVICTIONS times in the mean."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import BoolArray, FloatArray
+from xsimulator.convex_steps import ConvexSteps
+from xsimulator.plans import StagePlan
+from xsimulator.policies.continuous import load as loads
+from xsimulator.policies.continuous.closed_form import LEAST_LATENCY, Continuous
+from xsimulator.policies.continuous.filling import OrcaFilling, SarathiFilling, VllmFilling
+from xsimulator.policies.continuous.load import one_at_a_time
+
+PRESENT, EVICTIONS, SLACK = 1.03, 1.0, 1.001
+LARGEST = 1.1  # times the budget: vLLM's steps of parts of a batch scatter
+RATES, PASSES = 14, 3  # values of y looked at together, and how often
+LEAST_RATE = 2.0**-14  # of the largest y
+_COUNTS = np.unique(np.concatenate([
+    np.arange(1.0, 65.0), np.rint(2.0 ** np.arange(6, 17, 1 / 16))]))
+_LENGTHS = np.unique(np.rint(2.0 ** np.arange(0, 20, 1 / 8)))
+
+
+class Lines(NamedTuple):
+    """[lines] configurations of one plan: at most so many queries, budgets from `least` to `most`
+    tokens."""
+
+    most_active: FloatArray
+    least: FloatArray
+    most: FloatArray
+
+
+class Limit(NamedTuple):
+    """[lines] what no configuration exceeds, and the queries at a time at which that would be."""
+
+    throughput_qps: FloatArray
+    active: FloatArray
+
+
+class ContinuousBounds:
+    """Bounds of one problem's configurations."""
+
+    def __init__(self, form: Continuous) -> None:
+        self.form = form
+        self._inputs, self._outputs = form.problem.lengths.inputs, form.problem.lengths.outputs
+        self._iterations = max(form.queries.present.iterations, 1e-9)
+        self._mean = self._inputs.mean
+        watched = self._outputs.quantile(form.problem.constraint.quantile)
+        self._watched = float(form.flow.iterations_of(watched))
+        self._attention = cache(self._find_attention)
+
+    def limit(self, plan: StagePlan, lines: Lines, latency_bound_s: float) -> Limit:
+        """No configuration of a line that keeps the bound answers more."""
+        groups = len(plan.stages)
+        slots = np.maximum(lines.most_active / groups, 1.0)
+        room = self.form.memory.most_tokens(plan, groups, self.form.filling.step_tokens(
+            np.ones(len(slots)), lines.least))
+        held = np.minimum(self.form.filling.most_present(slots, np.maximum(room, 1.0)) * PRESENT
+                          + 1.0, slots)
+        # fewer groups than stages hold one query each
+        alone = self.form.memory.most_tokens(plan, 1, self.form.filling.step_tokens(
+            np.ones(len(slots)), lines.least))
+        held = np.where(room > 0, held, np.where(alone > 0, 1.0, 0.0))
+        # as many iterations as are certain: encoding an evicted query again yields a token too
+        is_crowded = held < slots
+        iterations = np.where(is_crowded, np.maximum(
+            self._iterations - EVICTIONS, self._iterations / 2), self._iterations)
+        top = self._most_rate(held, lines.most, iterations)
+        at = _Lines(plan, groups, held, lines.most, iterations, is_crowded)
+        shares = LEAST_RATE ** (1 - np.arange(RATES) / (RATES - 1))
+        low, high = np.zeros(len(top)), top
+        for number in range(PASSES):
+            rates = low[:, None] + (high - low)[:, None] * (
+                np.linspace(0.0, 1.0, RATES) if number else shares)
+            rates[:, -1] = high
+            is_kept = self._least_latency_s(at, rates) <= latency_bound_s
+            last = RATES - 1 - np.argmax(is_kept[:, ::-1], axis=1)  # the largest that is kept
+            last = np.where(is_kept.any(axis=1), last, 0)
+            place = np.arange(len(rates))
+            low, high = rates[place, last], rates[place, np.minimum(last + 1, RATES - 1)]
+        rates = high[:, None]
+        qps = (groups * rates / np.maximum(self._interval_s(at, rates), 1e-300))[:, 0]
+        qps = np.where((held > 0) & is_kept.any(axis=1), qps, 0.0)
+        return Limit(qps, np.minimum(groups * high * (self._iterations + 1), lines.most_active))
+
+    def _most_rate(self, held: FloatArray, budget: FloatArray,
+                   iterations: FloatArray) -> FloatArray:
+        """[lines] queries that may end per step of a group."""
+        most = held / iterations
+        if isinstance(self.form.filling, OrcaFilling):
+            # as good as rising with the places: where outputs are of a token or two it falls a bit
+            places = np.maximum(held[:, None] ** np.linspace(0.0, 1.0, RATES), 1.0)
+            return np.asarray(SLACK * one_at_a_time(places, self._iterations).max(axis=1))
+        if isinstance(self.form.filling, SarathiFilling):
+            return np.minimum(most, budget / (self._mean + iterations))
+        return most
+
+    def _interval_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+        """[lines, rates] I(y)."""
+        steps = at.plan.convex_steps
+        work = self._work_s(at, rates, steps)
+        return np.asarray(np.maximum(
+            sum(number * own for number, own in zip(steps.number, work, strict=True)),
+            at.groups * np.max(work, axis=0)))
+
+    def _work_s(self, at: "_Lines", rates: FloatArray, steps: ConvexSteps) -> FloatArray:
+        """[kinds, lines, rates] W_k(y)."""
+        iterations, largest = at.iterations[:, None], self._largest(at)[:, None]
+        rows = rates * (self._mean + iterations)
+        heads = rates * (1 + iterations)
+        work = []
+        for kind, (of_rows, degree, layers) in enumerate(zip(
+                steps.rows, steps.degrees, at.plan.layers_of_kinds, strict=True)):
+            own = np.maximum(of_rows.mean_s(rows), rows * of_rows.rate_s(largest))
+            if isinstance(self.form.filling, VllmFilling):  # its steps encode, or decode
+                own = np.maximum(own, rates * self._mean * of_rows.rate_s(largest)
+                                 + rates * iterations * of_rows.rate_s(at.held[:, None]))
+            encode_s, decode_s = self._attention(degree)
+            own = own + rates * layers * (encode_s + iterations * np.interp(
+                at.held, _COUNTS, decode_s)[:, None])
+            if kind == steps.last:
+                own = own + np.maximum(steps.head.mean_s(heads), heads * steps.head.rate_s(
+                    np.maximum(largest, at.held[:, None])))
+            work.append(own)
+        return np.stack(work)
+
+    def _largest(self, at: "_Lines") -> FloatArray:
+        """[lines] rows of a step at most."""
+        if isinstance(self.form.filling, SarathiFilling):
+            return at.budget
+        if isinstance(self.form.filling, OrcaFilling):
+            return self._inputs.max + at.held + 1
+        return LARGEST * np.maximum(np.maximum(at.budget, self._inputs.max), at.held)
+
+    def _least_latency_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+        """[lines, rates] of the sequence that the bound is for, or of the quantile of all."""
+        watched, mean = self._watched, self._iterations
+        again = np.where(at.is_crowded, EVICTIONS, 0.0)[:, None]
+        interval_s = self._interval_s(at, rates)
+        if isinstance(self.form.filling, SarathiFilling):
+            # those present are in the steps that encode less often by one in D + 1
+            share = -np.expm1(rates * (mean + 1) * np.log1p(-1 / (mean + 1)))
+            times = np.minimum(watched, watched * (mean + 1) / mean
+                               - max(watched / mean - 1, 0.0) / np.maximum(share, 1e-12))
+        elif isinstance(self.form.filling, VllmFilling):
+            times = (watched - 1) * np.maximum(1 - 1 / np.maximum(rates * mean, 1.0), 0.0)
+        else:
+            times = watched * np.interp(rates, *self._orca_weights(float(at.held.max(initial=1.0))))
+        # no step is shorter than one row's way through all stages
+        steps = at.plan.convex_steps
+        alone_s = sum(number * float(rows.mean_s(np.ones(1))[0]) for number, rows in zip(
+            steps.number, steps.rows, strict=True))
+        return np.asarray(LEAST_LATENCY * np.maximum(
+            np.maximum(times - again, 0.0) * interval_s,
+            np.maximum(watched - again, 0.0) * alone_s))
+
+    def _orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
+        """(rates, how often a decoding query is in a step that encodes, over all steps'), at
+        numbers of places from 1 to `held`."""
+        places = np.geomspace(1.0, max(held, 1.0) + 1.0, 200)
+        rates = one_at_a_time(places, self._iterations)
+        decoding = np.maximum(rates * self._iterations, 1e-12)
+        beside = loads.beside(decoding, np.maximum(places, decoding), rates)
+        return rates, np.minimum(beside / decoding, 1.0)
+
+    def _find_attention(self, degree: int) -> tuple[float, FloatArray]:
+        """One layer's seconds, at least: of encoding a query; [counts] of an iteration of one of
+        so many that decode, or fewer."""
+        layers, form = self.form.plans.layers, self.form
+        inputs, mean = self._inputs, self._mean
+        lengths = np.append(_LENGTHS[inputs.max > _LENGTHS], float(inputs.max))
+        single = layers.encode_attention_s(lengths, 1.0, degree) / lengths
+        together = layers.mean_attention_s(np.arange(1.0, 129.0), degree) / mean
+        sizes = form.queries.input_sizes
+        own = float(layers.encode_attention_s(sizes, 1.0, degree).mean())
+        least = mean * float(min(np.nanmin(single), np.nanmin(together)))
+        if isinstance(form.filling, OrcaFilling):  # each query is encoded alone, and whole
+            least = own
+        context = form.flow.charged_context(_COUNTS, padded=form.timing.facts.is_padded)
+        decode = layers.decode_attention_s(_COUNTS, context, degree) / _COUNTS
+        decode = np.minimum.accumulate(np.where(np.isfinite(decode), decode, np.inf))
+        return (least if np.isfinite(least) else 0.0,
+                np.where(np.isfinite(decode), decode, 0.0))
+
+
+class _Lines(NamedTuple):
+    """Lines of one plan, with what they hold at most: see ContinuousBounds."""
+
+    plan: StagePlan
+    groups: int
+    held: FloatArray
+    budget: FloatArray
+    iterations: FloatArray
+    is_crowded: BoolArray
