@@ -369,3 +369,20 @@ def test_what_is_no_job_file_by_its_name_is_told_with_what_to_do(tmp_path: Path)
         load_job(tmp_path / "my questions.csv")
     with pytest.raises(InputError, match=r"is a folder; a job file in it is wanted"):
         load_job(tmp_path)
+
+
+@pytest.mark.parametrize(("value", "policies"), [
+    ("auto", ()), ("sarathi", ("sarathi",)), ("[rra, waa-c, rra]", ("rra", "waa-c"))])
+def test_a_job_names_policies_to_choose_among(folder: Path, value: str,
+                                              policies: tuple[str, ...]) -> None:
+    path = folder / "job.yaml"
+    path.write_text(MINIMAL)
+    schedule = load_job(path, [f"schedule.policy={value}"]).schedule
+    assert schedule.policies == policies
+    assert schedule.policy == (policies[0] if len(policies) == 1 else None)
+
+
+@pytest.mark.parametrize("value", ["[]", "[rra, fifo]", "[3]", "[auto, rra]"])
+def test_a_list_of_policies_has_known_names(folder: Path, value: str) -> None:
+    (mistake,) = _mistakes(folder, MINIMAL, f"schedule.policy={value}")
+    assert "schedule.policy" in mistake and "in a list" in mistake

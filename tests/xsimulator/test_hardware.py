@@ -1,0 +1,28 @@
+"""What the devices could do at all: by hand, and above every schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from problems_suite import TOYS, roofline_of, toy_problem
+
+from xscheduler.search import find_schedule
+from xsimulator.hardware import most_queries_per_s, work_of_a_query
+
+
+def test_products_and_bytes_of_queries_of_one_length_are_those_counted_by_hand():
+    problem = toy_problem(pairs=np.array([[4, 3]]))  # 4 rows encoded, then 2 iterations
+    model, work = TOYS["decoder"], work_of_a_query(problem)
+    seen = 1 + 2 + 3 + 4 + 5 + 6  # tokens that each row attends to
+    flops = 2 * 6 * model.num_layers * model.decoder_layer_params + (
+        4 * 1024 * model.num_layers * seen) + 2 * 3 * model.head_params
+    assert work.flops == pytest.approx(flops)
+    entry = model.num_layers * 2 * 1024 * 2  # bytes of a token
+    assert work.kv_bytes == pytest.approx(entry * (6 + 5 + 6))
+
+
+@pytest.mark.parametrize("model", TOYS)
+def test_no_schedule_answers_more(model):
+    problem = toy_problem(model=model, num_queries=100)
+    found = find_schedule(problem, roofline_of(problem))
+    assert 0 < found.figures.throughput_qps < most_queries_per_s(problem)
