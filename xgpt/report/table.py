@@ -148,11 +148,22 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         ("step times", f"encode {format_seconds(figures.encode_s)}, decode iteration "
                        f"{format_seconds(figures.decode_iteration_s)}, period "
                        f"{format_seconds(figures.period_s)}"),
+        *_query_times(e, bound),
         ("memory", _memory(e)),
         *search,
         # where its times are from stands above the table
         *(("note", note) for note in e.notes if not note.startswith(("times: ", LAYOUT_NOTE)))]
     return "\n".join(fact(label, value) for label, value in facts)
+
+
+def _query_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:
+    """When a query of the bound's output length has its tokens; nothing where that is not known."""
+    first_s, each_s = e.figures.ttft_s, e.figures.tpot_s
+    if first_s is None or not math.isfinite(first_s):
+        return []
+    then = f", then a token every {format_seconds(each_s)}" if each_s else ""
+    return [("one query", f"first token {format_seconds(first_s)} after its encoding begins{then} "
+                          f"(of the output length that {bound.quantile * 100:g} % keep to)")]
 
 
 def _parallel(e: Estimate) -> str:

@@ -88,3 +88,11 @@ def test_what_is_proved_is_told_with_and_without_a_margin() -> None:
     assert "with its margin or without, no admissible schedule is more than 1.30 % faster" in (
         proof(fake_schedule()))
     assert "margin" not in proof(fake_schedule(margin_cost=0.0))
+
+
+def test_a_query_s_own_times_are_shown_where_they_are_known() -> None:
+    shown = joined(schedule_table(fake_schedule().changed(ttft_s=1.5, tpot_s=0.02)))
+    assert "one query first token 1.50 s after its encoding begins, then a token every" in shown
+    alone = joined(schedule_table(fake_schedule().changed(ttft_s=1.5, tpot_s=0.0)))
+    assert "begins (of the output length that 99 % keep to)" in alone
+    assert "one query" not in schedule_table(fake_schedule().changed(ttft_s=None))
