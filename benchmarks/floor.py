@@ -4,7 +4,8 @@ reach on this machine, and its KV entries at the bandwidth of memory.
     python benchmarks/floor.py RUN_FOLDER [--threads 2]
 
 RUN_FOLDER is what `xgpt submit` has left. Every step of steps.jsonl is charged the products of all
-layers for its rows and of the head for its queries; every decode step the keys and values of its
+layers for its rows (where it encodes, those of the last layer that come after its attention for its
+queries alone) and of the head for its queries; every decode step the keys and values of its
 queries, read once. A product's time is the best of several ways (WAYS), the layers' weights taken
 in turn as in a step, a head's whole or in the runner's pieces; of a run with weights of int8 the
 products of 8-bit codes are one more way. Left out: the scores of encoding (a few per cent), norms,
@@ -124,6 +125,14 @@ def parts_of(spec: ModelSpec) -> dict[str, Part]:
     return parts
 
 
+def end_share(spec: ModelSpec) -> float:
+    """The share of the layers' products that comes after the last layer's attention."""
+    layer = parts_of(spec)["layer"]
+    (rows, columns), *_ = layer.shapes
+    whole = layer.flops_per_row / (2 * layer.count)
+    return (1 - rows * columns / whole) / layer.count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What this machine reaches on a model's products and in reading. `ways`: seconds of each
@@ -174,12 +183,19 @@ class Machine:
         for kind, name, rows in products:
             where = "head" if name == "head" else "decode" if kind == "decode" else "encode"
             seconds[where] += float(self.part_s(name, [rows])[0])
+        flops = sum(parts[name].flops_per_row * rows for _, name, rows in products)
+        if not self.spec.is_encoder_decoder:
+            for kind, queries, rows in steps:
+                if kind != "decode":  # only inputs' ends go through the last layer to its end
+                    layer = self.part_s("layer", [rows, queries])
+                    seconds["encode"] -= end_share(self.spec) * float(layer[0] - layer[1])
+                    flops -= end_share(self.spec) * parts["layer"].flops_per_row * (rows - queries)
         read = kv_tokens(self.spec, pairs) * self.spec.num_layers * (
             self.spec.kv_elements_per_token_layer * self.numbers.dtype.itemsize)
         return Floor(
             encode_s=seconds["encode"], decode_s=seconds["decode"], head_s=seconds["head"],
             kv_s=read / self.bandwidth_bytes_per_s, kv_bytes=read,
-            flops=sum(parts[name].flops_per_row * rows for _, name, rows in products),
+            flops=flops,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
 
 

@@ -40,6 +40,13 @@ class LayerTimes:
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
                    problem.lengths.inputs)
 
+    @property
+    def after_attention(self) -> float:
+        """The share of a decoder-only layer, by its products, that comes after its attention."""
+        model = self.model
+        before = model.num_heads * model.head_dim + model.kv_elements_per_token_layer
+        return 1 - model.hidden_size * before / model.decoder_layer_params
+
     def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """The part of a layer's encoding that depends on the number of tokens alone; of an encoder
         layer where the model has them, else of a decoder layer."""

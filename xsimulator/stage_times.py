@@ -43,6 +43,10 @@ class StageTimes:
         # [stages] layers whose attention encoding runs through
         self.encode_layers = self.decoder_layers if not self.is_encoder_decoder else np.array(
             [stage.num_encoder_layers for stage in self.stages], float)
+        # what encoding does of the last layer for the inputs' last tokens alone
+        self._narrowed = 0.0 if self.is_encoder_decoder else layers.after_attention
+        self._whole_layers = self.decoder_layers.copy()
+        self._whole_layers[-1] -= self._narrowed
 
     def mean_attention_s(self, queries: ArrayLike) -> PerDegree:
         """Expected ENCODE_ATTENTION of one query in micro-batches of `queries`."""
@@ -62,7 +66,7 @@ class StageTimes:
         sum over a micro-batch's queries in one layer, per degree."""
         work = self.encode_rows_s(tokens) + self.per_stage_s(attention_s, self.encode_layers)
         if not self.is_encoder_decoder:
-            work[..., -1] += self.first_tokens_s(queries)
+            work[..., -1] += self.ends_s(queries)
         return work
 
     def decode_s(self, queries: ArrayLike, context: ArrayLike, *, moved: ArrayLike = 0.0,
@@ -79,9 +83,12 @@ class StageTimes:
         return work
 
     def encode_rows_s(self, tokens: ArrayLike) -> FloatArray:
-        """[..., stages] of encoding `tokens`: all but attention and head."""
+        """[..., stages] of encoding `tokens`: all but attention, and what the inputs' last tokens
+        alone go through."""
         if not self.is_encoder_decoder:
-            return self.decode_rows_s(tokens)
+            return self._with_ends(self.per_stage_s(
+                {d: self.layers.decode_rest_s(tokens, d) for d in self.degrees},
+                self._whole_layers), tokens)
         work = self._with_ends(self.per_stage_s(
             {d: self.layers.encode_rest_s(tokens, d) for d in self.degrees}, self.encode_layers),
             tokens)
@@ -110,6 +117,14 @@ class StageTimes:
         if len(self.stages) == 1:
             return head
         return head + self._transfer_s(np.asarray(queries, float) * TOKEN_BYTES, self._links[-1])
+
+    def ends_s(self, queries: ArrayLike) -> FloatArray:
+        """The last stage's work for the last tokens of so many inputs alone: the last layer after
+        its attention, the head, and the tokens' way back."""
+        if not self._narrowed:
+            return self.first_tokens_s(queries)
+        rest_s = self.layers.decode_rest_s(queries, self.stages[-1].tp_degree)
+        return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
         """[..., stages]: one layer's seconds per degree, times each stage's `layers`."""

@@ -78,15 +78,16 @@ class StepTable:
         self._encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of],
                                       lowered=lowered)
         self._decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
-        self._head = SizeTable(lambda n: times.first_tokens_s(n)[..., None], lowered=lowered)
+        self._ends = SizeTable(lambda n: times.ends_s(n)[..., None], lowered=lowered)
 
     def rows_s(self, tokens: FloatArray) -> FloatArray:
-        """[kinds, *tokens.shape] of encode steps: all but attention and head."""
+        """[kinds, *tokens.shape] of encode steps: all but attention and `head_s`."""
         return self._encode_rows(tokens)
 
     def head_s(self, queries: FloatArray) -> FloatArray:
-        """The last stage's head, and the tokens' way back to the first."""
-        return np.asarray(self._head(queries)[0])
+        """What the last stage does for the queries alone that get a token: the last layer's end
+        (StageTimes.ends_s), the head, and the tokens' way back to the first."""
+        return np.asarray(self._ends(queries)[0])
 
     def encode_s(self, tokens: FloatArray, queries: FloatArray,
                  attention_s: PerDegree) -> list[FloatArray]:
@@ -94,7 +95,7 @@ class StepTable:
         work = list(self._encode_rows(tokens))
         self._add_per_layer(work, attention_s, self._times.encode_layers)
         if not self._times.is_encoder_decoder:
-            work[self._last] = work[self._last] + self._head(queries)[0]
+            work[self._last] = work[self._last] + self.head_s(queries)
         return work
 
     def decode_s(self, queries: FloatArray, context: FloatArray) -> list[FloatArray]:

@@ -112,7 +112,8 @@ def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_t
     machine = machine_of("smollm2-135m", BFLOAT16, 1e9)
     floor = machine.floor(tmp_path)
     layer, head = machine.parts["layer"].flops_per_row, machine.parts["head"].flops_per_row
-    assert floor.flops == 9043 * layer + 8 * head
+    spared = (8998 + 37) * layer / 30 * (1 - 960 * 576 / (960 * 576 + 576 * 576 + 3 * 1536 * 576))
+    assert floor.flops == pytest.approx(9043 * layer + 8 * head - spared, rel=1e-12)
     assert floor.products_s == pytest.approx(floor.flops / 1e9)
     assert floor.decode_s == pytest.approx(3 * layer / 1e9)
     assert floor.kv_bytes == (11 + 12) * 30 * 2 * 3 * 64 * 2

@@ -70,3 +70,20 @@ def test_a_pools_layers_are_the_problems():
     assert again.decode_s(8, 100) == pytest.approx(plan.times.decode_s(8, 100), rel=0)
     single = plans.of_stages((replace(plan.stages[0], num_layers=40),), "both")
     assert single.times.decode_s(8, 100) > plan.times.decode_s(8, 100).max()
+
+
+def test_encoding_takes_the_inputs_ends_alone_through_the_end_of_the_last_layer(plan):
+    """What encoding 300 tokens of 10 inputs is short of 300 rows through all layers: the last
+    layer's part after its attention for 290."""
+    times, layers = plan.times, plan.times.layers
+    nothing = {degree: np.zeros(1) for degree in times.degrees}
+    encode = times.encode_s(np.array([300.0]), np.array([10.0]), nothing)[0]
+    if times.is_encoder_decoder:
+        assert times.ends_s(10.0) == times.first_tokens_s(10.0)
+        return
+    rows = times.decode_rows_s(np.array([300.0]))[0]
+    assert encode[:-1] == pytest.approx(rows[:-1], rel=1e-12)
+    rest_s = layers.decode_rest_s(np.array([300.0, 10.0]), times.stages[-1].tp_degree)
+    spared = rows[-1] + times.first_tokens_s(10.0) - encode[-1]
+    assert spared == pytest.approx(layers.after_attention * (rest_s[0] - rest_s[1]), rel=1e-9)
+    assert 0.6 < layers.after_attention < 0.9

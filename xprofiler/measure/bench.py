@@ -55,6 +55,7 @@ class LayerBench:
         self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
                                 stage, dtype, shard=Shard(degree=tp_degree), device=self.device,
                                 weight_dtype=weight_dtype)
+        self.model.narrows = False  # a layer is timed with all of its rows
         self.probe = Probe(self.model, clock_of(self.device))
 
     def decode(self, contexts: list[int], *, most_layers: int | None = None) -> Measurement:

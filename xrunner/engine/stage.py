@@ -117,14 +117,12 @@ class StageExecutor:
         if isinstance(self.model, EncoderDecoderStage):
             return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
         step = encode_context(whole_inputs(lengths, first), inputs.device)
-        hidden = self.model.encode(inputs, group.cache.store, step)
+        hidden = self.model.encode(inputs, group.cache.store, step, ends_only=self.model.is_last)
         if self.sender is not None:
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
-        # only an input's last token predicts the next
-        ends = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
-        return self._sample(hidden[ends], [j.sampling for j in message.joined], lengths)
+        return self._sample(hidden, [j.sampling for j in message.joined], lengths)
 
     def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                       inputs: Tensor) -> Tensor:
@@ -168,7 +166,8 @@ class StageExecutor:
         step = decode_context([cache.lengths[slot] + 1 for slot in decoding], decoding,
                               inputs.device) if decoding else None
         hidden = model.mixed(inputs, cache.store, step,
-                             encode_context(spans, inputs.device) if spans else None)
+                             encode_context(spans, inputs.device) if spans else None,
+                             ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
         for span in spans:
@@ -176,13 +175,10 @@ class StageExecutor:
         given = decoding + [span.slot for span in spans if span.is_last]
         if not model.is_last:
             return len(given), hidden
-        ends = torch.tensor([span.tokens for span in spans], dtype=torch.long).cumsum(0)
-        ends = ends[[span.is_last for span in spans]] + len(decoding) - 1
-        rows = torch.cat([torch.arange(len(decoding)), ends]).to(hidden.device)
         if not given:  # an input that is encoded in part gives no token
-            return 0, None if model.shard.index else rows
+            return 0, None if model.shard.index else torch.empty(0, dtype=torch.long)
         seats = group.slots.seats
-        return len(given), self._sample(hidden[rows], [seats[slot].sampling for slot in given],
+        return len(given), self._sample(hidden, [seats[slot].sampling for slot in given],
                                         [cache.lengths[slot] for slot in given])
 
     def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:

@@ -82,7 +82,12 @@ def residual(inputs: Tensor, dtype: torch.dtype, *, is_own: bool) -> Residual:
 
 
 class StageModel:
-    """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes."""
+    """Layers first_layer .. first_layer + num_layers - 1. Loads only what the stage executes.
+
+    `narrows`: whether the last layer leaves out what nobody asks for; XProfiler, which times whole
+    layers, lets it do all."""
+
+    narrows = True
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, stage: StageAssignment,
                  dtype: torch.dtype, shard: Shard = WHOLE,
@@ -114,10 +119,12 @@ class StageModel:
         """Key-value heads of this shard, as its caches hold them."""
         return self.shard.share(self.spec.kv_heads)
 
-    def encode(self, inputs: Tensor, cache: Tensor, step: EncodeContext) -> Tensor:
+    def encode(self, inputs: Tensor, cache: Tensor, step: EncodeContext, *,
+               ends_only: bool = False) -> Tensor:
         """Whole inputs, or spans of them, packed. `inputs`: tokens [T] on the first stage, hidden
-        [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H]."""
-        return self.mixed(inputs, cache, None, step)
+        [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H], or of
+        `ends_only` as `mixed` does."""
+        return self.mixed(inputs, cache, None, step, ends_only=ends_only)
 
     def decode(self, inputs: Tensor, cache: Tensor, step: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
@@ -125,25 +132,31 @@ class StageModel:
         return self.mixed(inputs, cache, step, None)
 
     def mixed(self, inputs: Tensor, cache: Tensor, decoded: DecodeContext | None,
-              encoded: EncodeContext | None) -> Tensor:
+              encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
         """One token of each of n queries (None: of none), then spans of inputs (None: none),
         packed: one product for all rows, attention apart (ORCA's selective batching). `inputs`:
         tokens [n + T] on the first stage, hidden [n + T, H] after it. Returns hidden [n + T, H].
+
+        `ends_only` (of the last stage): of the spans, those rows alone that predict a token, an
+        input's last; for the others the last layer ends once their keys and values are cached.
 
         On a CPU more than PIECE_TOKENS rows go through the layers in pieces of at most so many (but
         for a longer span): they are no quicker together, and leave its caches (measured: a sixth
         slower at 6,900)."""
         if encoded is None or self.device.type != "cpu" or len(inputs) <= PIECE_TOKENS:
-            return self._together(inputs, cache, decoded, encoded)
+            return self._together(inputs, cache, decoded, encoded, ends_only=ends_only)
         n = 0 if decoded is None else len(decoded.slots)
         out = [] if decoded is None else [self._together(inputs[:n], cache, decoded, None)]
-        out += [self._together(inputs[n:][rows], cache, None, piece)
+        out += [self._together(inputs[n:][rows], cache, None, piece, ends_only=ends_only)
                 for rows, piece in encoded.pieces(PIECE_TOKENS)]
         return torch.cat(out)
 
     def _together(self, inputs: Tensor, cache: Tensor, decoded: DecodeContext | None,
-                  encoded: EncodeContext | None) -> Tensor:
+                  encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
         n = 0 if decoded is None else len(decoded.slots)
+        kept = None  # rows that the last layer goes on with; None: all
+        if ends_only and encoded is not None:
+            kept = torch.cat([torch.arange(n, device=inputs.device), encoded.ends + n])
         places = Places(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
             *(step.places for step in (decoded, encoded) if step is not None), strict=True)))
         hidden = residual(self.ends.embed(inputs, self._within(places.positions))
@@ -156,7 +169,12 @@ class StageModel:
                 attended.append(decode_attention(query[:n], (keys, values), decoded))
             if encoded is not None:
                 attended.append(encode_attention(query[n:], (keys, values), encoded))
-            layer.finish(hidden, attended[0] if len(attended) == 1 else torch.cat(attended))
+            every = attended[0] if len(attended) == 1 else torch.cat(attended)
+            if kept is not None and layer is self.layers[-1] and self.narrows:
+                hidden, every, kept = Residual(hidden.total()[kept]), every[kept], None
+            layer.finish(hidden, every)
+        if kept is not None:
+            hidden = Residual(hidden.total()[kept])
         return hidden.total() if self.is_last else hidden.total().to(self.dtype)
 
     def _within(self, positions: Tensor) -> Tensor:

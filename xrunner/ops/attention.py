@@ -132,6 +132,12 @@ class EncodeContext:
     columns: Tensor  # [3, spans] int64: slot, first position, tokens of each
     places: Places  # of every token
 
+    @property
+    def ends(self) -> Tensor:
+        """Rows of the last token of each input whose end is among the spans."""
+        last = [place for place, span in enumerate(self.spans) if span.is_last]
+        return (self.columns[2].cumsum(0) - 1)[last]
+
     def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
         """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
         is longer is a piece of its own. Each comes with its rows."""

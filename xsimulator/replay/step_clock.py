@@ -58,10 +58,10 @@ class StepClock:
         self._is_padded = times.layers.timing.facts.is_padded
         is_encoder_decoder = times.is_encoder_decoder
         self._decode_rows = _RowTimes(times.decode_rows_s)
-        self._encode_rows = _RowTimes(
-            times.encode_rows_s) if is_encoder_decoder else self._decode_rows
+        self._encode_rows = _RowTimes(times.encode_rows_s)
         self._cross = _RowTimes(times.cross_kv_s) if is_encoder_decoder else None
         self._first_tokens = _RowTimes(lambda n: times.first_tokens_s(n)[..., None])
+        self._ends = _RowTimes(lambda n: times.ends_s(n)[..., None])
         self._attention, self._compaction = (
             [_GridTimes(partial(seconds, degree=degree), max_context) for degree in times.degrees]
             for seconds in (times.layers.decode_attention_s, times.layers.compaction_s))
@@ -83,10 +83,8 @@ class StepClock:
             return [a + b - overhead for a, b in zip(*apart, strict=True)]
         if not tokens:
             total = self._decode_rows.at(sizes.decoded)
-        elif self._is_apart:
-            total = self._encode_rows.at(tokens)
         else:
-            total = self._decode_rows.at(tokens + sizes.decoded)
+            total = self._encode_rows.at(tokens + sizes.decoded)
         if tokens:
             encode = self._inputs.attention_s(sizes.spans)
             total = [t + layers * encode[d] for t, (layers, d) in zip(
@@ -104,7 +102,7 @@ class StepClock:
             total = [t + c for t, c in zip(total, self._cross.at(sizes.handed), strict=True)]
         heads = sizes.decoded + (0 if self._is_apart else sizes.encoded)
         if heads:
-            total[-1] += self._first_tokens.at(heads)[0]
+            total[-1] += (self._ends if tokens else self._first_tokens).at(heads)[0]
         return total
 
 

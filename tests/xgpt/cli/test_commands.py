@@ -55,6 +55,14 @@ def test_scheduling_imports_neither_torch_nor_mpi(job: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_what_submit_imports_has_no_scipy_in_it() -> None:
+    """It would take a third as long again; what asks for it imports it then."""
+    code = "import sys, xgpt.app.submit; print(sorted(m for m in sys.modules if 'scipy' in m))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(("policy", "keys"), [
     ("rra", ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus")),
     ("waa-c", ("encode_batch", "decode_micro_batches", "tp_degree", "tp_gpus"))])

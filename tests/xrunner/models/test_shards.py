@@ -24,8 +24,9 @@ from xrunner.models import weights as weights_module
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights, TensorPart
-from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.attention import DecodeContext, decode_context, encode_context, whole_inputs
 from xrunner.ops.linear import Product
+from xrunner.rules.slots import Span
 
 # 97 tokens are divided evenly neither by 2 nor by 3; the products are as wide as the residual
 SHAPE = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=48, num_heads=12,
@@ -245,3 +246,46 @@ def test_a_mixed_step_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_piece_is_as_large_as_what_the_profiler_measures() -> None:
     assert Needs().tokens == stage_model.PIECE_TOKENS
+
+
+@pytest.mark.parametrize("most", [7, 18])
+@pytest.mark.parametrize("family", SPECS)
+def test_the_ends_of_inputs_alone_are_as_among_all_rows(monkeypatch: pytest.MonkeyPatch,
+                                                        family: str, most: int) -> None:
+    """The last layer leaves out what no token comes of; keys and values are there all the same. The
+    third input ends with another step."""
+    monkeypatch.setattr(stage_model, "PIECE_TOKENS", most)
+    spec, decoded = SPECS[family], decode_context([4, 2])
+    model = StageModel(spec, RandomWeights(torch.float32, scale=0.3),
+                       split_stages(2, 1)[0], torch.float32)
+    tokens, spans = torch.arange(20) * 7 % spec.vocab_size, whole_inputs([5, 1, 9, 3], 2)
+    spans[2] = spans[2]._replace(is_last=False)
+    encoded = encode_context(spans)
+    finished: list[int] = []
+    for layer in model.layers:
+        monkeypatch.setattr(layer, "finish", lambda hidden, attended, finish=layer.finish: (
+            finished.append(len(attended)), finish(hidden, attended)))
+
+    def run(step: DecodeContext | None, *, ends_only: bool) -> tuple[Tensor, Tensor]:
+        cache = torch.ones(2, 2, 6, model.kv_heads, 9, spec.head_dim)
+        with torch.inference_mode():
+            return model.mixed(tokens[2 * (step is None):], cache, step, encoded,
+                               ends_only=ends_only), cache
+
+    for step, rows in ((None, [4, 5, 17]), (decoded, [0, 1, 6, 7, 19])):
+        every, whole = run(step, ends_only=False)
+        finished.clear()
+        ends, cache = run(step, ends_only=True)
+        torch.testing.assert_close(ends, every[rows], rtol=1e-5, atol=1e-5)
+        assert torch.equal(cache, whole)
+        assert sum(finished) == 18 + 2 * (step is not None) + len(rows)
+
+
+def test_a_step_that_ends_no_input_gives_nothing() -> None:
+    model = StageModel(SHAPE, RandomWeights(torch.float32, scale=0.3), split_stages(2, 1)[0],
+                       torch.float32)
+    spans = encode_context([Span(0, 0, 5, False)])
+    with torch.inference_mode():
+        out = model.encode(torch.arange(5), torch.zeros(2, 2, 1, model.kv_heads, 9, SHAPE.head_dim),
+                           spans, ends_only=True)
+    assert out.shape == (0, SHAPE.hidden_size)

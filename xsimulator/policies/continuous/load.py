@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
-from scipy import special
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray, Lengths
 from xprofiler.interpolation import REFUSED_BEYOND
@@ -51,6 +50,8 @@ class Load:
 def most_that_fit(slots: FloatArray, room: FloatArray, mean: float, std: float) -> FloatArray:
     """[configs] expected queries present: as many of mean size `mean` as `room` holds, at most
     `slots`: the sum over j of the chance that j fit."""
+    from scipy import special  # here: the planner imports this module, and seldom asks for it
+
     middle = np.floor(room / mean)
     low = np.maximum(middle - _WINDOW, 0.0)
     j = low[:, None] + np.arange(1, 2 * _WINDOW + 2)

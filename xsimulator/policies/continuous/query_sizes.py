@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy import special
 
 from xgpt.core.lengths import FloatArray, JointLengths, Lengths
+from xgpt.core.normal import ndtri
 from xsimulator.occupancy import inputs_given_output
 
 SIZES = 24  # equally likely sizes that stand for a distribution of steps
@@ -98,7 +98,7 @@ class QuerySizes:
 
 def normal_scores() -> FloatArray:
     """The values [SIZES] of a standard normal are equally likely."""
-    return np.asarray(special.ndtri((np.arange(SIZES) + 0.5) / SIZES))
+    return ndtri((np.arange(SIZES) + 0.5) / SIZES)
 
 
 def slices(lengths: Lengths) -> FloatArray:
