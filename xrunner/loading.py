@@ -21,6 +21,7 @@ from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.devices import peak_memory_bytes, restart_peak_memory
+from xrunner.engine.graphs import CudaCapture
 from xrunner.engine.group import Model
 from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
@@ -93,8 +94,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
                 replica=replica.number)
+    is_captured = plan.cuda_graphs and world.device.type == "cuda"
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
-                             beat=beat)
+                             beat=beat, capture=CudaCapture() if is_captured else None)
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 

@@ -22,7 +22,7 @@ PLAN_VERSION = 3
 # What decides no token: names and places, how the work is shared out, and in which order.
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
                  "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
-                 "routing", "mean_output_tokens")
+                 "routing", "mean_output_tokens", "cuda_graphs")
 AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 
 
@@ -56,6 +56,7 @@ class RunPlan:
     most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
     engine: str = OWN_ENGINE
     requests_digest: str = ""
+    cuda_graphs: bool = False  # decode steps are captured where they can be
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
 
     @property

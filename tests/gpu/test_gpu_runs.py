@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as remember
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
+from xrunner.engine.graphs import CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
+from xrunner.ops import cuda_modules  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
 from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
@@ -73,6 +76,21 @@ def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
         assert answers(sink) == expected, f"{degrees = }"
         assert all(e.groups[0].cache.store.device == device for e in executors)
         assert sum(e.rows_compacted for e in executors) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_captured_decode_steps_answer_as_generate_does(
+        made: Made, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, model = made(family)
+    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=CudaCapture()))
+    queries = toys.random_queries(17)
+    sink, executors = toys.run_in_process(directory, queries, degrees=(1, 1), num_groups=2,
+                                          device=device)
+    if executors[0].groups[0].graphs is None:
+        pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
+    assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
+    assert any(step.captured is not None for executor in executors for group in executor.groups
+               for step in group.graphs._steps.values())
 
 
 def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,

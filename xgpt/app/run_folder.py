@@ -59,7 +59,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
         mean_output_tokens=opened.problem.lengths.outputs.mean,
-        device_kind=opened.problem.cluster.device.kind)
+        device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs)
 
 
 def _longest(opened: OpenedJob) -> tuple[int, int] | None:

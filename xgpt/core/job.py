@@ -100,6 +100,7 @@ class RunSpec:
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: float | None = RESCHEDULE
     engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()
+    cuda_graphs: bool = False  # on GPUs: decode steps captured, where they can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

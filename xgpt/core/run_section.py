@@ -35,6 +35,7 @@ def read_run(top: Section) -> RunSpec:
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
         reschedule=_read_reschedule(section),
+        cuda_graphs=_read_cuda_graphs(section),
         engine=section.choice(
             "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()))
     _check_hosts(section, run, top)
@@ -70,6 +71,15 @@ def _read_reschedule(section: Section) -> float | None:
         return RESCHEDULE
     return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
                           "auto, off, or a share of the mean output length, '15%' or 0.15")
+
+
+def _read_cuda_graphs(section: Section) -> bool:
+    def value_of(value: Any) -> bool | None:
+        if value == "auto":
+            return True
+        return False if value == "off" or value is False else None  # YAML reads `off` as false
+
+    return section.read("cuda_graphs", False, value_of, "auto or off")
 
 
 def _read_names(section: Section, key: str) -> tuple[str, ...] | None:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
@@ -23,12 +24,14 @@ class Pending(NamedTuple):
 
 
 class StageGroup:
-    """`cache` holds the tokens so far; `encoded`, of an encoder-decoder model, the inputs."""
+    """`cache` holds the tokens so far; `encoded`, of an encoder-decoder model, the inputs.
+    `graphs`: its decode steps, where they are captured."""
 
     def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
         self.cache, self._encoded = cache, encoded
         self.pending: deque[Pending] = deque()
+        self.graphs: DecodeGraphs | None = None
 
     @property
     def encoded(self) -> KvCache:

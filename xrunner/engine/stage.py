@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import settle
+from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
@@ -41,11 +42,13 @@ class StageExecutor:
 
     def __init__(self, model: Model, *, clock: Callable[[], float] = time.perf_counter,
                  check: bool = False, sender: EntrySender | None = None,
-                 receiver: EntryReceiver | None = None, beat: Beat | None = None) -> None:
+                 receiver: EntryReceiver | None = None, beat: Beat | None = None,
+                 capture: Capture | None = None) -> None:
         """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
-        entries that WAA's encode and decode pools hand over. `beat`: is told of every step."""
+        entries that WAA's encode and decode pools hand over. `beat`: is told of every step.
+        `capture`: what captures decode steps where they can be."""
         self.model, self._clock, self._check = model, clock, check
-        self.sender, self.receiver, self._beat = sender, receiver, beat
+        self.sender, self.receiver, self._beat, self._capture = sender, receiver, beat, capture
         self.groups: list[StageGroup] = []
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
@@ -54,6 +57,9 @@ class StageExecutor:
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
         self.groups = make_groups(self.model, message)
+        if self._capture is not None and is_capturable(self.model):
+            for group in self.groups:
+                group.graphs = DecodeGraphs(self.model, group.cache.store, self._capture)
         settle(self.model.device)
 
     def close(self) -> None:
@@ -146,6 +152,8 @@ class StageExecutor:
             encoded = group.encoded
             across = decode_context(encoded.lengths, device=inputs.device)
             hidden = model.decode(inputs, cache.store, encoded.store, step, across)
+        elif group.graphs is not None:
+            hidden = group.graphs.decode(inputs, step)
         else:
             hidden = model.decode(inputs, cache.store, step)
         cache.extend()
