@@ -23,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.normal import ndtri
 from xgpt.core.problem import Problem
 from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import StagePlan
-from xsimulator.policies.continuous.query_sizes import normal_scores
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.rra.phase_blocks import BlockTable
@@ -41,7 +41,8 @@ from xsimulator.policies.rra.phases import (
     slowest_and_rest,
 )
 
-_SCATTER = normal_scores()  # equally likely, of the tokens of a phase
+_SIZES = 16
+_SCATTER = ndtri((np.arange(_SIZES) + 0.5) / _SIZES)  # equally likely, of a phase's tokens
 
 
 class ChunkConfigs(NamedTuple):
