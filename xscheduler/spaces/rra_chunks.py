@@ -1,6 +1,7 @@
 """RRA's configurations that encode in chunks, examined for branch and bound.
 
-A root is a tensor plan with a chunk size. What such a configuration does depends on B_E / N_D, the
+A root is a tensor plan with a chunk size, from the rate on at which a chunk brings few of the
+queries that decode. What such a configuration does depends on B_E / N_D, the
 queries encoded in each round of iterations, and on little else (xsimulator.policies.rra.chunked);
 so of all pairs those are searched that make up a ladder of that ratio, of rungs some 1 % apart. A
 box is a range of rungs."""
@@ -25,6 +26,9 @@ LEAST_BATCH = 64  # queries of a phase, where a ladder is free: from it to twice
 GROUP_BATCH = 4  # of a group at least: fewer are not kept even (xrunner.rules.batch_sizer)
 SIZE_RATIO = 1.02  # between batches of one N_D that is fixed, or 1
 PARTS = 6  # into which a range of rungs is split
+# Queries that one chunk brings over those that decode: where they are more, decoding comes and goes
+# with the chunks, as it does where a batch is encoded alone.
+MOST_BROUGHT = 0.125
 CUTS = 8  # rungs whose latency is bounded together
 
 
@@ -85,7 +89,16 @@ class ChunkPoints:
         asked = problem.fixed.encode_chunk
         sizes = () if problem.model.is_encoder_decoder else CHUNKS if asked is None else (
             (asked,) if asked else ())
-        self.roots = [_Root(plan, chunk) for plan in range(len(points.plans)) for chunk in sizes]
+        # the rate from which on a root's chunks bring but a few of the queries that decode
+        flow, mean = points.rra.flow, points.rra.encode_tokens.mean
+        fewest = 0.0 if asked else MOST_BROUGHT * max(flow.mean_iterations, 1e-9) * mean
+        rate, every = self.ladder.rate, [_Root(plan, chunk) for plan in range(len(points.plans))
+                                         for chunk in sizes]
+        bottoms = [int(np.searchsorted(rate, root.chunk * self._groups[root.plan] / fewest))
+                   if fewest else 0 for root in every]
+        held = [(root, first) for root, first in zip(every, bottoms, strict=True)
+                if first < len(rate)]
+        self.roots, self.bottoms = [root for root, _ in held], [first for _, first in held]
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or np.inf)
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._tops: list[int] | None = None
@@ -141,7 +154,9 @@ class ChunkPoints:
         chunks = np.array([float(self.roots[r].chunk) for r in root.tolist()])
         for plan in np.unique(plans).tolist():
             rows = np.flatnonzero(plans == plan)
-            ranges = RateRanges(rate[low[rows]], rate[high[rows]], chunks[rows],
+            batch = np.array([self.ladder.batch[a:b + 1].max() for a, b in zip(
+                low[rows].tolist(), high[rows].tolist(), strict=True)], float)
+            ranges = RateRanges(rate[low[rows]], rate[high[rows]], batch, chunks[rows],
                                 np.full(len(rows), float(self._groups[plan])))
             own = self.points.rra.plans.both(*self.points.plans[plan])
             limit[rows] = (self.bounds.latency_s if is_latency
@@ -163,8 +178,8 @@ class ChunkExaminer:
         self.best_qps = 0.0
         top = len(points.ladder.batch) - 1
         self.plan_of_root = [root.plan for root in points.roots]
-        self.roots = [Box(root=first_root + place, lower=(0,), upper=(top,))
-                      for place in range(len(points.roots))]
+        self.roots = [Box(root=first_root + place, lower=(bottom,), upper=(top,))
+                      for place, bottom in enumerate(points.bottoms)]
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         points, tops = self._points, self._points.tops()

@@ -68,7 +68,8 @@ def test_no_configuration_of_a_box_betters_its_bounds(seed: int) -> None:
     qps = np.where(is_timed, found.throughput_qps.reshape(batch.shape), 0.0)
     latency_s = np.where(is_timed, found.latency_s.reshape(batch.shape), np.inf)
     bounds, ranges = ChunkBounds(rra), RateRanges(
-        rate.min(axis=1), rate.max(axis=1), chunk, np.full(BOXES, groups))
+        rate.min(axis=1), rate.max(axis=1), batch.max(axis=1).astype(float), chunk,
+        np.full(BOXES, groups))
     upper, lower = bounds.throughput_qps(held, ranges), bounds.latency_s(held, ranges)
     assert np.isfinite(upper).sum() > BOXES // 3 and (lower > 0).sum() > BOXES // 3
     row = int(np.argmax(qps.max(axis=1) / upper))
@@ -85,7 +86,7 @@ def whole_ladder(problem: Problem, timing: TimingSource, bound_s: float) -> floa
     root, rung = (part.ravel() for part in np.meshgrid(
         np.arange(len(chunks.roots)), np.arange(len(chunks.ladder.batch)), indexing="ij"))
     qps, latency_s, crowded = chunks.evaluate(root, rung)
-    is_free = (crowded == 0) & (latency_s <= bound_s)
+    is_free = (crowded == 0) & (latency_s <= bound_s) & (rung >= np.array(chunks.bottoms)[root])
     return float(np.max(qps[is_free], initial=0.0))
 
 
@@ -101,7 +102,7 @@ def test_the_search_finds_what_the_whole_ladder_has(seed: int, share: float) -> 
     best, apart = whole_ladder(problem, timing, bound_s), Scheduler(between, timing).find(bound_s)
     most = max(best, apart.figures.throughput_qps)
     found = Scheduler(problem, timing).find(bound_s)
-    assert best > 0
+    assert best > 0 or share < 2
     assert found.figures.throughput_qps >= most / (1 + GAP) ** 2
     assert found.proof.bound_qps >= most and found.proof.gap <= GAP
     assert found.figures.latency_s <= bound_s

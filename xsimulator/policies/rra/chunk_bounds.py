@@ -5,7 +5,8 @@ With r = B_E / N_D queries encoded in each round of iterations, all groups toget
     rows r (E[D] + mean input), of which heads r (E[D] + 1), and the attention of both
 
 whatever chunks they are divided into. A step of x rows takes no less than x times the least a row
-takes in any step up to the largest; nor does a round take less than it would if it decoded alone.
+takes in any step up to the largest: all that may decode right after a chunk, and a chunk's tokens.
+Nor does a round take less than it would if it decoded alone.
 Both are in relation to r least at the largest r of a range, and themselves least at its smallest r:
 so throughput is bounded at the one, latency at the other. Step times are those of an envelope
 (xsimulator.envelope), so that this holds for times that are not monotone. It is coarse where steps
@@ -28,10 +29,11 @@ TOLERANCE = 0.01  # of throughput and latency: the timeline is watched for two s
 
 class RateRanges(NamedTuple):
     """Boxes of one plan and number of groups, [boxes]: queries encoded in each round of iterations
-    from `low` to `high`, in chunks of at most `chunk` tokens."""
+    from `low` to `high`, up to `batch` of them in a phase, in chunks of at most `chunk` tokens."""
 
     low: FloatArray
     high: FloatArray
+    batch: FloatArray
     chunk: FloatArray
     groups: FloatArray
 
@@ -66,27 +68,29 @@ class ChunkBounds:
         all rounds of its iterations but for those of one small phase, which may decode alone."""
         work, d = self._work(plan, ranges, ranges.low), float(self._rra.seen_iterations)
         tokens = ranges.low / ranges.groups * self._mean_input  # of a group, in each round
-        every = np.maximum(ranges.chunk / tokens, 1.0)
+        every = np.maximum(1.25 * ranges.chunk / tokens, 2.0)  # small phases are whole iterations
         least_s = np.maximum((d + 1) * work.plain_s, np.maximum(d - every, 0.0) * work.round_s)
         return np.where(np.isfinite(least_s), least_s / (1 + TOLERANCE), 0.0)
 
     def _work(self, plan: StagePlan, ranges: RateRanges, rate: FloatArray) -> _Work:
         """Of rounds at `rate`, whose steps are no larger than those at the largest."""
         rra, tables, groups = self._rra, plan.least_steps, ranges.groups
-        largest = self._batches(ranges.high, groups).decode_loads().both[0, 0]
-        own = self._batches(rate, groups).decode_loads()
-        usual, steps = own.both[1, 0], own.steps[0]
-        most_rows = largest + ranges.chunk
-        most_heads = largest + ranges.chunk / self._mean_input
-        rows = rate * (rra.flow.mean_iterations + self._mean_input)
-        heads = rate * (rra.flow.mean_iterations + 1)
+        iterations, mean = max(rra.flow.mean_iterations, 1e-9), self._mean_input
+        # right after a chunk its queries decode besides those that do in the mean
+        joining = np.minimum(np.maximum(1.25 * ranges.chunk / mean * groups, 2 * ranges.high),
+                             ranges.batch)
+        crowd = self._batches(ranges.high + joining / iterations, groups)
+        largest = np.maximum(crowd.decode_loads().both[0, 0], 1.0)
+        most_rows, most_heads = largest + ranges.chunk, largest + ranges.chunk / mean
+        decoded = rate * rra.flow.mean_iterations
+        rows, heads = decoded + rate * mean, decoded + rate
         read = rate * self._context
         longest = np.full(len(rate), rra.flow.largest_context)
         round_s, plain_s = np.zeros((2, len(rate)))
         through_s, plain_through_s = np.zeros((2, len(rate)))
         counts = np.bincount(tables.kind_of)
-        parts = zip(tables.rows_s(usual), tables.rows_s(most_rows), strict=True)
-        heads_alone_s = steps * tables.head_s(usual)
+        parts = zip(tables.rows_s(largest), tables.rows_s(most_rows), strict=True)
+        heads_alone_s = decoded * tables.head_s(largest) / largest
         heads_s = np.maximum(heads_alone_s, heads * tables.head_s(most_heads) / most_heads)
         encode = plan.times.mean_attention_s(np.asarray(TOGETHER, float))
         for kind, (row_s, most_s) in enumerate(parts):
@@ -94,7 +98,7 @@ class ChunkBounds:
             layers = plan.times.decoder_layers[plan.steps.kind_of.index(kind)]
             attention = layers * read * self._attention(degree).least_rate(largest, longest)
             encoded = layers * rate * float(encode[degree].min())
-            alone = steps * row_s
+            alone = decoded * row_s / largest
             whole = np.maximum(alone, rows * most_s / most_rows) + attention + encoded
             if kind == tables.kind_of[-1]:  # no other stage has the head
                 alone, whole = alone + heads_alone_s, whole + heads_s

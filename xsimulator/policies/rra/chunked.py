@@ -41,6 +41,7 @@ from xsimulator.policies.rra.phases import (
     slowest_and_rest,
 )
 
+ALWAYS = 1.001  # iterations between chunks up to which every round has one
 _SIZES = 16
 _SCATTER = ndtri((np.arange(_SIZES) + 0.5) / _SIZES)  # equally likely, of a phase's tokens
 
@@ -64,11 +65,13 @@ class ChunkConfigs(NamedTuple):
 class ChunkLoads(NamedTuple):
     """What the rounds of configurations of one plan work, [configs]."""
 
-    batches: PhaseBatches  # with one iteration a phase: B_E / N_D queries join at each
-    loads: DecodeLoads
+    steady: PhaseBatches  # with one iteration a phase: B_E / N_D queries join at each
+    cycles: PhaseBatches  # with the iterations of a small phase
+    loads: DecodeLoads  # of `steady`
     group_batch: FloatArray  # queries that a group encodes in a phase
     chunks: FloatArray  # rounds of a phase that encode
-    steps: FloatArray  # of such a round: groups that encode or decode
+    every: IntArray  # whole iterations of a small phase
+    steps: FloatArray  # of a round with chunks: groups that encode or decode
     tokens: FloatArray  # [2, configs] of the largest group's chunk, and of any
     begins: FloatArray  # chunks that a query's encoding takes
 
@@ -92,9 +95,19 @@ class RoundTimes(NamedTuple):
     """Seconds [configs]; `is_timed`: whether the timing source answered."""
 
     phase_s: FloatArray
-    mixed_s: FloatArray  # a round that encodes, from a group's step to its tokens
-    plain_s: FloatArray  # one that does not, in the mean
-    alone_s: FloatArray  # more of each round, for a query that is there for certain
+    encode_s: FloatArray  # from the start of a query's encoding to its first token
+    decode_s: FloatArray  # from there to the last token of the latency bound's query
+    is_timed: BoolArray
+
+
+class _Cycle(NamedTuple):
+    """Seconds [configs] of a small phase; of its round that encodes, and in the mean of one that
+    does not; and from a query's last chunk on until the latency bound's query is done."""
+
+    cycle_s: FloatArray
+    mixed_s: FloatArray
+    plain_s: FloatArray
+    seen_s: FloatArray
     is_timed: BoolArray
 
 
@@ -120,73 +133,75 @@ class Chunked:
         # of a phase: how often chunks come is a whole number that hangs on the tokens there are
         scatter = np.maximum(largest + spread * np.where(groups > 1, 0.6, 1.0) * _SCATTER[:, None],
                              0.25 * usual)
-        every = np.clip(np.floor(most / scatter), 1.0, iterations)
-        chunks = np.ceil(iterations / every).mean(axis=0)
-        per_step = encode_batch / iterations
-        columns = self._blocks.columns(np.ones(len(groups), np.int64),
-                                       np.ceil(encode_batch).astype(np.int64))
-        batches = PhaseBatches(encode_batch=per_step, groups=groups,
-                               queries=self._blocks.stacked.take(columns, per_step / groups))
-        group_batch = encode_batch / groups
-        loads = batches.decode_loads()
+        is_full = encode_batch < configs.encode_batch
+        often = np.where(is_full, 1.0, np.clip(np.floor(most / scatter), 1.0, iterations))
+        chunks = np.ceil(iterations / often).mean(axis=0)
+        between = iterations / chunks
+        every = np.where(between < 2, np.where(between > ALWAYS, 2, 1),
+                         np.rint(between)).astype(np.int64)
+        rate = encode_batch / iterations
+        steady = self._batches(rate, groups, np.ones(len(groups), np.int64))
+        loads, group_batch = steady.decode_loads(), encode_batch / groups
         # groups that have none of few queries work no chunk, but may decode
         steps = np.maximum(loads.steps[0], groups * np.minimum(group_batch, 1.0))
         of_all = np.minimum(encode_batch * mean / steps / chunks, configs.chunk)
-        is_cut = np.where(encode_batch < configs.encode_batch, chunks, chunks - 1)
+        num_cuts = np.where(is_full, chunks, chunks - 1)
         return ChunkLoads(
-            batches=batches, loads=loads, group_batch=group_batch, chunks=chunks, steps=steps,
+            steady=steady, cycles=self._batches(rate * every, groups, every), loads=loads,
+            group_batch=group_batch, chunks=chunks, every=every, steps=steps,
             tokens=np.stack([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
-            begins=1 + is_cut / np.maximum(group_batch, 1.0))
+            begins=1 + num_cuts / np.maximum(group_batch, 1.0))
 
     def times(self, plan: StagePlan, configs: ChunkConfigs, held: ChunkLoads) -> RoundTimes:
-        """A phase is made of chunks and what is decoded after each."""
-        mixed, mixed_timed = self._mixed_s(plan, held)
-        plain, alone_s, plain_timed = self._plain_s(plan, held)
-        kind_of, iterations = plan.steps.kind_of, configs.decode_iterations
-        rest = iterations / held.chunks - 1  # rounds that decode alone, after each chunk
-        whole = _timeline(mixed, plain, kind_of, np.maximum(rest, 1.0))
-        cycle_s, mixed_s = whole.period_s, whole.encoded_s
-        plain_s = np.maximum(cycle_s - mixed_s, 0.0) / np.maximum(rest, 1.0)
-        phase_s = held.chunks * cycle_s
-        rows = np.flatnonzero(rest < 1)
+        """A phase is made of chunks and what is decoded after each. A longer pause than in whole
+        iterations has more of the rounds that decode alone."""
+        count, kind_of = len(held.chunks), plan.steps.kind_of
+        mixed, always_timed = self._mixed_s(plan, held, held.decoding, held.steady)
+        iterations, between = configs.decode_iterations, configs.decode_iterations / held.chunks
+        always_s = _timeline(mixed, [(m[None], rest[None]) for m, rest in mixed], kind_of,
+                             np.ones(count, np.int64), np.ones((1, count))).period_s / 2
+        phase_s, encode_s = held.chunks * always_s, held.begins * always_s
+        decode_s, is_timed = self._seen * always_s, always_timed.copy()
+        rows = np.flatnonzero(held.every > 1)
         if len(rows):
-            some = [(one[rows], others[rows]) for one, others in mixed]
-            always = _timeline(some, some, kind_of, np.ones(len(rows)))
-            pairs, single = iterations - held.chunks, 2 * held.chunks - iterations
-            phase_s[rows] = (pairs * cycle_s)[rows] + single[rows] * always.period_s / 2
-            mixed_s = mixed_s.copy()
-            share = np.clip(rest[rows], 0.0, 1.0)
-            mixed_s[rows] = share * mixed_s[rows] + (1 - share) * always.period_s / 2
-        return RoundTimes(phase_s, mixed_s, plain_s, alone_s, mixed_timed & plain_timed)
+            order = rows[np.argsort(-self._cycle_blocks(held)[rows], kind="stable")]
+            cycle = self._cycle(plan, held, order)
+            pause, every = between[order], held.every[order]
+            pairs, single = iterations[order] - held.chunks[order], (
+                2 * held.chunks[order] - iterations[order])
+            of_pairs = pairs * cycle.cycle_s + single * always_s[order]
+            of_cycles = held.chunks[order] * (cycle.cycle_s + (pause - every) * cycle.plain_s)
+            phase_s[order] = np.where(pause < 2, of_pairs, of_cycles)
+            small_s = phase_s[order] / held.chunks[order]
+            encode_s[order] = (held.begins[order] - 1) * small_s + cycle.mixed_s
+            round_s = phase_s[order] / iterations[order]
+            decode_s[order] = np.where(
+                pause < 2, self._seen * round_s,
+                cycle.seen_s + self._seen * (round_s - cycle.cycle_s / every))
+            is_timed[order] &= cycle.is_timed
+        alone_s = self._alone_s(plan, held)
+        return RoundTimes(phase_s, encode_s, decode_s + self._seen * alone_s, is_timed)
 
-    def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes,
-                  ) -> tuple[FloatArray, FloatArray]:
-        """(a query's latency, its time from the start of its encoding to its first token), for
-        the iterations of the bound's query."""
-        every = configs.decode_iterations / held.chunks
-        cycle_s, d = times.phase_s / held.chunks, float(self._seen)
-        encode_s = (held.begins - 1) * cycle_s + times.mixed_s
-        before = np.floor(d / every + 1e-9)
-        left = np.maximum(d - before * every, 0.0)
-        seldom_s = before * cycle_s + np.minimum(left * times.plain_s, cycle_s)
-        decode_s = np.where(every >= 2, seldom_s, d * times.phase_s / configs.decode_iterations)
-        latency_s = encode_s + decode_s + d * times.alone_s
-        if self._scatter and self._away > 0:
-            # inputs scatter as well as outputs: standard deviations add by their squares
-            each = (held.begins - 1) * cycle_s / self._tokens.mean * self._tokens.std
-            step = self._away * times.phase_s / configs.decode_iterations
-            latency_s = latency_s + np.hypot(step, each * _normal(self.problem)) - step
-        return latency_s, encode_s
+    def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes) -> FloatArray:
+        """[configs] of the latency bound's query."""
+        latency_s = times.encode_s + times.decode_s
+        if not self._scatter or self._away <= 0:
+            return latency_s
+        # inputs scatter as well as outputs: standard deviations add by their squares
+        small_s = times.phase_s / held.chunks
+        each = (held.begins - 1) * small_s / self._tokens.mean * self._tokens.std
+        step = self._away * times.phase_s / configs.decode_iterations
+        return np.asarray(latency_s + np.hypot(step, each * _normal(self.problem)) - step)
 
     def kv_tokens(self, held: ChunkLoads) -> FloatArray:
         """[configs] tokens of KV reserved over all groups, as Rra's: a query is there while it is
         encoded and while it decodes, and the queries of one chunk come together."""
-        queries, batch = held.batches.queries, held.batches.group_batch
-        groups, num_queries = held.batches.groups, self.problem.num_queries
+        queries, batch = held.cycles.queries, held.cycles.group_batch
+        groups, num_queries = held.steady.groups, self.problem.num_queries
         longest = self._flow.max_reserve_tokens
         mean, variance = self._flow.reserve_moments
-        encoding = batch * self._encoding_rounds(held)
-        wanted = (batch * queries.mean_reserved + encoding * mean + held.ended / 2 * mean
+        encoding = held.steady.group_batch * self._encoding_rounds(held)
+        wanted = (batch * queries.mean_reserved + encoding * mean
                   + memory.KV_QUANTILE_Z * np.sqrt(
                       batch * queries.variance_reserved + encoding * variance) + longest)
         most = np.full(len(batch), np.inf)
@@ -196,7 +211,7 @@ class Chunked:
 
     def present(self, held: ChunkLoads) -> FloatArray:
         """[configs] queries in the pool in the mean, those that are encoded included."""
-        per_step = held.batches.encode_batch
+        per_step = held.steady.encode_batch
         return np.asarray(per_step * (self._flow.mean_iterations + self._encoding_rounds(held)))
 
     def held_bytes(self, plan: StagePlan, held: ChunkLoads, kv_tokens: FloatArray) -> FloatArray:
@@ -217,44 +232,86 @@ class Chunked:
     @staticmethod
     def _encoding_rounds(held: ChunkLoads) -> FloatArray:
         """Rounds that a query's encoding takes, its last chunk's not counted."""
-        rounds = held.group_batch / held.batches.group_batch / held.chunks
+        rounds = held.group_batch / held.steady.group_batch / held.chunks
         return np.asarray((held.begins - 1) * rounds)
 
-    def _mixed_s(self, plan: StagePlan, held: ChunkLoads) -> tuple[list[Pair], BoolArray]:
-        """The slowest group's step that encodes, and all others', by kind of stage."""
-        tokens, decoding = held.tokens, held.decoding
+    def _batches(self, encode_batch: FloatArray, groups: FloatArray,
+                 iterations: IntArray) -> PhaseBatches:
+        """So many queries join every `iterations`; at least SMALL_BATCH count as a large batch."""
+        columns = self._blocks.columns(iterations, np.full(len(groups), 1 << 10))
+        return PhaseBatches(encode_batch=encode_batch, groups=groups,
+                            queries=self._blocks.stacked.take(columns, encode_batch / groups))
+
+    @staticmethod
+    def _cycle_blocks(held: ChunkLoads) -> IntArray:
+        """[configs] blocks of a small phase without its last iteration, which also encodes."""
+        queries = held.cycles.queries
+        last = queries.widths[queries.blocks - 1, np.arange(len(queries.blocks))]
+        return np.maximum(queries.blocks - (last <= 1), 1)
+
+    def _cycle(self, plan: StagePlan, held: ChunkLoads, rows: IntArray) -> _Cycle:
+        """Small phases of several iterations, in falling order of their blocks. A query decodes
+        first in the round after its last chunk; its small phase's last round encodes again."""
+        cycles = held.cycles.take(rows)
+        blocks, places = self._cycle_blocks(held)[rows], np.arange(len(rows))
+        queries, loads = cycles.queries, cycles.decode_loads()
+        last = queries.blocks - 1
+        part = held._replace(
+            group_batch=held.group_batch[rows], chunks=held.chunks[rows],
+            tokens=held.tokens[:, rows], begins=held.begins[rows], steps=np.maximum(
+                loads.steps[last, places], held.steps[rows]))
+        at_last = loads.both[:, last, places]
+        mixed, mixed_timed = self._mixed_s(plan, part, at_last, cycles)
+        context = cycles.charged_context(loads)
+        plain, is_timed = slowest_and_rest(plan.steps.decode_s(loads.both, context), loads.steps)
+        widths = queries.widths.copy()
+        widths[last, places] -= 1
+        line = _timeline(mixed, plain, plan.steps.kind_of, blocks, widths)
+        finish = line.finish_s[places, np.minimum(queries.seen, blocks - 1)]
+        is_last = (queries.seen >= blocks) | ((self._seen - 1) % held.every[rows]
+                                               == held.every[rows] - 1)
+        seen_s = np.where(is_last, line.period_s, finish - line.encoded_s)
+        if self._seen == 0:
+            seen_s = np.zeros(len(rows))
+        rest = np.maximum(line.period_s - line.encoded_s, 0.0)
+        return _Cycle(line.period_s, line.encoded_s, rest / np.maximum(held.every[rows] - 1, 1),
+                      queries.phases_before * line.period_s + seen_s,
+                      mixed_timed & is_timed.all(axis=0))
+
+    def _alone_s(self, plan: StagePlan, held: ChunkLoads) -> FloatArray:
+        """More of each round, for a query that is there for certain (rra.phases.own_steps_s)."""
+        context = held.steady.charged_context(held.loads)
+        seconds = plan.steps.decode_s(held.loads.both, context)
+        own = own_steps_s(plan, held.steady, held.loads, [one[1] for one in seconds])
+        return np.asarray(own[0, 0])
+
+    def _mixed_s(self, plan: StagePlan, held: ChunkLoads, decoding: FloatArray,
+                 batches: PhaseBatches) -> tuple[list[Pair], BoolArray]:
+        """The slowest group's step that encodes beside `decoding` [2, configs] queries, and all
+        others', by kind of stage."""
+        tokens = held.tokens
         # the group of the largest chunk is seldom that of the most queries
         more, queries = tokens[0] - tokens[1], decoding[0] - decoding[1]
         both = more + queries
         part = np.hypot(more, queries) / np.where(both > 0, both, 1.0)
         tokens = np.stack([tokens[1] + part * more, tokens[1]])
-        decoding = np.stack([decoding[1] + part * queries, decoding[1]])
         one = plan.times.mean_attention_s(held.spans)
-        context = held.batches.charged_context(held.loads)[:, 0]
+        context = batches.charged_context(batches.decode_loads())
+        last = batches.queries.blocks - 1
         seconds = plan.steps.mixed_s(
             tokens, np.broadcast_to(held.ended, tokens.shape),
             {degree: tokens / self._tokens.mean * own for degree, own in one.items()},
-            decoding, context)
+            np.stack([decoding[1] + part * queries, decoding[1]]),
+            context[:, last, np.arange(len(last))])
         return slowest_and_rest(seconds, held.steps)
-
-    def _plain_s(self, plan: StagePlan,
-                 held: ChunkLoads) -> tuple[list[Pair], FloatArray, BoolArray]:
-        """The same of a step that decodes alone, with rra.phases.own_steps_s."""
-        context = held.batches.charged_context(held.loads)
-        seconds = plan.steps.decode_s(held.loads.both, context)
-        pairs, is_timed = slowest_and_rest(seconds, held.loads.steps)
-        alone_s = own_steps_s(plan, held.batches, held.loads, [own[1] for own in seconds])
-        return ([(one[0], rest[0]) for one, rest in pairs], np.asarray(alone_s[0, 0]),
-                np.asarray(is_timed[0]))
 
 
 def _timeline(mixed: Sequence[Pair], plain: Sequence[Pair], kind_of: Sequence[int],
-              rounds: FloatArray) -> Timeline:
-    """A round of chunks and so many rounds that decode alone."""
-    kinds = [StageWork(encode_s=m, encode_rest_s=mr, decode_s=p[None], decode_rest_s=pr[None])
+              blocks: IntArray, widths: FloatArray) -> Timeline:
+    """A round of chunks, then `blocks` of rounds that decode alone."""
+    kinds = [StageWork(encode_s=m, encode_rest_s=mr, decode_s=p, decode_rest_s=pr)
              for (m, mr), (p, pr) in zip(mixed, plain, strict=True)]
-    blocks: IntArray = np.ones(len(rounds), np.int64)
-    return sorted_timeline([kinds[kind] for kind in kind_of], blocks, rounds[None])
+    return sorted_timeline([kinds[kind] for kind in kind_of], blocks, widths)
 
 
 def _normal(problem: Problem) -> float:

@@ -95,14 +95,14 @@ class ChunkedForm:
         arrays = ChunkConfigs.of(configs, len(plan.stages))
         held = self.chunked.loads(arrays)
         times = self.chunked.times(plan, arrays, held)
-        latency_s, encode_s = self.chunked.latency_s(arrays, held, times)
+        latency_s = self.chunked.latency_s(arrays, held, times)
         is_timed, phase_s = times.is_timed & (times.phase_s > 0), times.phase_s
         queries = held.group_batch * arrays.groups
-        seconds = {"latency_s": latency_s, "period_s": phase_s, "encode_s": encode_s,
-                   "ttft_s": encode_s,
-                   "tpot_s": per_token_s(self.chunked.problem, latency_s, encode_s)}
+        seconds = {"latency_s": latency_s, "period_s": phase_s, "encode_s": times.encode_s,
+                   "ttft_s": times.encode_s,
+                   "tpot_s": per_token_s(self.chunked.problem, latency_s, times.encode_s)}
         return {
             **{name: np.where(is_timed, own, np.inf) for name, own in seconds.items()},
             **self._room(plan, arrays, held),
             "throughput_qps": np.where(is_timed, queries / np.where(is_timed, phase_s, 1.0), 0.0),
-            "decode_batch": held.batches.encode_batch * held.batches.queries.mean_phases}
+            "decode_batch": held.steady.encode_batch * held.steady.queries.mean_phases}

@@ -3,13 +3,15 @@
 Groups are not equal, and the pipeline waits for the slowest: of each round of steps, the slowest
 group's and all others' together are told apart (xsimulator.pipeline)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import BoolArray, FloatArray, Lengths
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray, Lengths
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.longest_context import expected_maximum
 from xsimulator.occupancy import expected_maximum_z
@@ -37,6 +39,16 @@ class PhaseBatches:
     encode_batch: FloatArray  # [configs]
     groups: FloatArray
     queries: PhaseBlocks
+
+    def take(self, rows: IntArray) -> PhaseBatches:
+        """The batches of some of the configurations."""
+        chosen: dict[str, Any] = {}
+        for name in self.queries.__slots__:
+            value = getattr(self.queries, name)
+            chosen[name] = value if value is None else value.take(
+                rows, axis=0 if value.ndim == 1 else 1)
+        return PhaseBatches(encode_batch=self.encode_batch[rows], groups=self.groups[rows],
+                            queries=PhaseBlocks(**chosen))
 
     @property
     def group_batch(self) -> FloatArray:

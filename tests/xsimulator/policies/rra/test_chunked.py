@@ -36,7 +36,8 @@ def test_throughput_latency_and_occupancy_are_the_replays(
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None
     assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
-    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.09)
+    assert found.figures.latency_s == pytest.approx(
+        steady.latency_s, rel=0.07 if kind == "sequence" else 0.1)
     pool = result.pools[0]
     middle = slice(len(pool.steps) // 4, len(pool.steps) // 2)
     decoding = pool.decoded[middle].mean() * found.deployment.num_groups
