@@ -1,4 +1,4 @@
-"""A run of the whole command says whether it kept its bounds; `--strict` ends it where it did not."""
+"""A run says whether it kept its bounds, and `--strict` is an error where it did not."""
 
 from __future__ import annotations
 
