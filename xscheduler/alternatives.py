@@ -20,7 +20,7 @@ from xscheduler.spaces.space import Searched, Space, Tight, words_of
 POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
 NOT_LOOKED_INTO = "not looked into"  # how the reason of a policy begins that is known to lose
 LEFT_OUT = "left out"  # and of one that is not among those compared
-FREE_ROW = "without a latency bound"
+FREE_ROW, BARE_ROW = "without a latency bound", "without a margin"
 PAPERS_ROW = "RRA and WAA alone"  # where another policy is better
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 
@@ -57,11 +57,7 @@ def rows_beside(best: BestPoint, spaces: Sequence[Space], results: Mapping[str, 
         plans = [k for k, plan in enumerate(own.plans) if plan.tp_degree == degree]
         rows.append(_row(f"{DEGREE_ROW}{degree}", own, best.searched, plans, best))
     if free is not None and free.candidate.objective > best.candidate.objective:
-        point = free.candidate.point
-        qps, latency_s = free.space.figures(free.plan, point)
-        rows.append(Rejected(
-            label=f"{FREE_ROW}: {free.space.name}, {words_of(free.space, free.plan, point)}",
-            throughput_qps=qps, latency_s=latency_s, reason=f"latency above {latency_bound_s:g} s"))
+        rows.append(row_without_bound(free, latency_bound_s))
     return tuple(rows)
 
 
@@ -78,9 +74,18 @@ def _papers_row(best: BestPoint, spaces: Sequence[Space],
     return [Rejected(
         label=f"{PAPERS_ROW}: {most.space.name}, "
               f"{words_of(most.space, most.plan, most.candidate.point)}",
-        throughput_qps=qps, latency_s=latency_s,
+        throughput_qps=qps * most.space.problem.copies, latency_s=latency_s,
         reason=f"lower throughput by {1 - qps / best.candidate.objective:.1%}: no more than "
-               f"{max(upper, qps):.4g} queries/s")]
+               f"{max(upper, qps) * most.space.problem.copies:.4g} queries/s")]
+
+
+def row_without_bound(free: BestPoint, latency_bound_s: float) -> Rejected:
+    """What there would be without a bound on the latency."""
+    space, point = free.space, free.candidate.point
+    qps, latency_s = space.figures(free.plan, point)
+    return Rejected(label=f"{FREE_ROW}: {space.name}, {words_of(space, free.plan, point)}",
+                    throughput_qps=qps * space.problem.copies, latency_s=latency_s,
+                    reason=f"latency above {latency_bound_s:g} s")
 
 
 def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tuple[Rejected, ...]:
@@ -91,7 +96,7 @@ def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tu
         rows = [in_the_same_lengths(row, schedule, origin) for row in rows]
     rows += [row for row in free.rejected if row.label.startswith(FREE_ROW)]
     return (*rows, Rejected(
-        label=f"without a margin: {free.estimate.policy}", latency_s=free.figures.latency_s,
+        label=f"{BARE_ROW}: {free.estimate.policy}", latency_s=free.figures.latency_s,
         throughput_qps=free.figures.throughput_qps,
         reason="keeps the bound only if all is as expected"))
 
@@ -110,18 +115,20 @@ def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> 
 def _row(label: str, space: Space, searched: Searched, plans: Sequence[int],
          best: BestPoint) -> Rejected:
     candidate, upper = searched.best_of(plans)
+    copies = space.problem.copies
     if candidate is None:
         is_proved = upper == -math.inf
         return Rejected(label=label, throughput_qps=None, latency_s=None,
                         reason="no admissible schedule" if is_proved else
-                        f"{NOT_LOOKED_INTO}: no more than {upper:.4g} queries/s")
+                        f"{NOT_LOOKED_INTO}: no more than {upper * copies:.4g} queries/s")
     plan = searched.plan_of_root[candidate.root]
     qps, latency_s = space.figures(plan, candidate.point)
     lost = 1 - qps / best.candidate.objective
-    reason = (f"lower throughput by {lost:.1%}: no more than {max(upper, qps):.4g} queries/s"
+    most = max(upper, qps) * copies
+    reason = (f"lower throughput by {lost:.1%}: no more than {most:.4g} queries/s"
               if lost > 0 else "no better")
     return Rejected(label=f"{label}: {words_of(space, plan, candidate.point)}", reason=reason,
-                    throughput_qps=qps, latency_s=latency_s)
+                    throughput_qps=qps * copies, latency_s=latency_s)
 
 
 class _Easy(NamedTuple):
@@ -149,11 +156,11 @@ def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool)
             f"{longest} output tokens (quantile {problem.constraint.quantile:g}): every one takes "
             f"longer. The tightest that can be met is {_rounded_up(tight.latency_s)} s, by policy "
             f"{space.name}, {words_of(space, tight.plan, tight.point)} "
-            f"({tight.throughput_qps:.3g} queries/s): {_binding(estimate)}")
+            f"({tight.throughput_qps * problem.copies:.3g} queries/s): {_binding(estimate)}")
     if crowded < tight.latency_s:
         text += (f". Memory forbids quicker ones, down to {format_seconds(crowded)}: more memory "
                  "or a smaller model, dtype or maximum output would allow them")
-    return InfeasibleError(text)
+    return InfeasibleError(text, tight.latency_s)
 
 
 def _binding(estimate: Estimate) -> str:

@@ -9,14 +9,17 @@ a query that does run to its cap is late in any case, the others are far from it
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from xgpt.core.errors import InputError
 from xgpt.core.policies import changeable_policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.copies import problems_of_copies
 from xscheduler.search import Scheduler
 from xscheduler.spaces.rra import RraSpace
 from xscheduler.spaces.tensor_plans import tensor_plans
@@ -49,20 +52,42 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     name, constraint = changeable_policy(problem.fixed), problem.constraint
     if name is None or math.isinf(constraint.latency_s):
         return None
-    fixed, plans = replace(problem.fixed, policies=(name,)), tensor_plans(problem, timing)
+    able = [one for parts in problems_of_copies(problem)
+            if (one := _quickest(name, parts[0], timing)) is not None]
+    if not able:
+        return None
+    least_s = min(one.least_s for one in able)
+    quickest = max((Scheduler(one.problem, timing).find((1 + NEAR) * least_s, compares=False)
+                    for one in able if one.least_s <= (1 + NEAR) * least_s),
+                   key=lambda schedule: schedule.figures.throughput_qps)
+    return quickest.changed(
+        limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf, gap=math.inf,
+        rejected=(), pruned=(), policy_bounds=(), fingerprint=problem.fingerprint,
+        explanation=(f"{_sentence(problem, least_s)}.", _why(quickest, least_s)))
+
+
+class _Quickest(NamedTuple):
+    """What some copies, each decoding a batch to its end, can do: the least latency of a query at
+    its cap."""
+
+    problem: Problem
+    least_s: float
+
+
+def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
+    """Of one of the copies, by that policy; None where it cannot be laid out, or has no room."""
+    fixed = replace(problem.fixed, policies=(name,))
+    try:
+        plans = tensor_plans(problem, timing)
+    except InputError:
+        return None
     own = RraSpace(name, problem, timing, plans)
     if fixed.decode_iterations is None:
         fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))
     problem = replace(problem, fixed=fixed)
     easy = RraSpace(name, problem, timing, plans).easiest()
     least_s = min((one.latency_s for one in easy if not one.limit), default=None)
-    if least_s is None:
-        return None
-    quickest = Scheduler(problem, timing).find((1 + NEAR) * least_s, compares=False)
-    return quickest.changed(
-        limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf, gap=math.inf,
-        rejected=(), pruned=(),
-        explanation=(f"{_sentence(problem, least_s)}.", _why(quickest, least_s)))
+    return None if least_s is None else _Quickest(problem, least_s)
 
 
 def said_of(schedule: Schedule) -> str | None:

@@ -82,8 +82,9 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                           for kind in ("queries", "sequence"))
         if of_all is None or of_one is None:
             return None
-        return DriftFigures(throughput_qps=of_all.throughput_qps, queries_s=of_all.latency_s,
-                            sequence_s=of_one.latency_s)
+        copies = estimate.deployment.replicas  # one of which was replayed
+        return DriftFigures(throughput_qps=copies * of_all.throughput_qps,
+                            queries_s=of_all.latency_s, sequence_s=of_one.latency_s)
 
     @cache
     def best(lengths: JointLengths) -> DriftFigures | None:

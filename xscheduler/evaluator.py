@@ -19,7 +19,8 @@ from xrunner.rules.order import run_order, window_of
 from xscheduler.live.pinned import pinned_policy
 from xsimulator.policies import ClosedForm, make_config
 from xsimulator.policies.figures import EstimateArrays
-from xsimulator.replay.job import Replayer, planned_queries, replay_job
+from xsimulator.replay.copies import replayer_of
+from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import (
     JobPrediction,
     job_replays,
@@ -59,17 +60,20 @@ class Evaluator:
             self._figures[estimate] = self.form(estimate).evaluate([config_of(estimate)])
         figures = self._figures[estimate]
         if metric == "makespan":
-            qps = float(figures.throughput_qps[0])
+            qps = estimate.deployment.replicas * float(figures.throughput_qps[0])
             return 1 / qps if qps > 0 else math.inf
         return float(getattr(figures, f"{metric}_s")[0])
 
     def estimate(self, estimate: Estimate) -> Estimate:
         """The closed form's figures of a schedule that may have been found for another problem."""
-        return self.form(estimate).estimate(config_of(estimate))
+        own = self.form(estimate).estimate(config_of(estimate))
+        return own.in_copies(estimate.deployment.replicas)
 
     def form(self, estimate: Estimate) -> ClosedForm:
-        """The closed form of its policy on its stages (a baseline's: on its own)."""
-        key = estimate.policy, estimate.deployment.stages
+        """The closed form of its policy on the stages of one of its copies (a baseline's: on its
+        own)."""
+        deployment = estimate.deployment
+        key = estimate.policy, deployment.stages, deployment.replicas
         if key not in self._forms:
             self._forms[key] = pinned_policy(estimate, self.problem, self.timing)
         return self._forms[key]
@@ -88,7 +92,7 @@ class Evaluator:
         return math.nan if steady is None else float(getattr(steady, f"{metric}_s"))
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
-        """A replay of so many queries, drawn from the problem's lengths."""
+        """A replay of so many queries by one copy, drawn from the problem's lengths."""
         queries = planned_queries(self.problem, *self.problem.lengths.sample(
             num_queries, np.random.default_rng(seed)))
         return replay_job(self.problem, self.timing, estimate, queries, clocks=self.clocks)
@@ -126,7 +130,7 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
     """What `predict` takes the mean of; none without queries."""
     known = _known_lengths(problem, estimate)
     return iter(()) if known is None else job_replays(
-        Replayer(problem, timing, estimate, clocks), known[0],
+        replayer_of(problem, timing, estimate, clocks), known[0],
         np.random.default_rng(problem.seed), known=known[1], replays=replays)
 
 

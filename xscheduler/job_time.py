@@ -74,9 +74,9 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
 def is_short(problem: Problem, schedule: Schedule) -> bool:
     """Whether the problem's own queries are mostly ramp and drain. What every query at its cap
     would take says nothing."""
-    count = problem.num_queries
+    count, estimate = problem.num_queries, schedule.estimate
     return bool(count) and not problem.observes and (
-        count or 0) < SHORT * schedule.estimate.most_in_system
+        count or 0) < SHORT * estimate.deployment.replicas * estimate.most_in_system
 
 
 class _JobTime:
@@ -110,9 +110,12 @@ def _admissible(selections: Sequence[Selection], limits: Limits) -> list[_Entry]
     """Configurations that keep the bounds in their steady state, quickest first."""
     entries = []
     for selection in selections:
+        copies = selection.copies
+        own = replace(limits, queries=math.ceil(limits.queries / copies))
         figures = selection.closed_form.evaluate(selection.configs)
-        entries += [_Entry(float(figures.throughput_qps[row]), selection, selection.configs[row])
-                    for row in np.flatnonzero(admissible(figures, limits)).tolist()]
+        entries += [_Entry(copies * float(figures.throughput_qps[row]), selection,
+                           selection.configs[row])
+                    for row in np.flatnonzero(admissible(figures, own)).tolist()]
     return sorted(entries, key=lambda entry: -entry.throughput_qps)
 
 
@@ -124,7 +127,8 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
     for entry in entries:
         if NEARLY * count / entry.throughput_qps > least_s or cuts():
             break
-        estimate = entry.selection.closed_form.estimate(entry.config)
+        estimate = entry.selection.closed_form.estimate(entry.config).in_copies(
+            entry.selection.copies)
         timed.append((clock(estimate, 1), estimate))
         least_s = min(least_s, timed[-1][0])
     timed.sort(key=lambda pair: pair[0])
@@ -147,7 +151,8 @@ def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: i
 
 
 def words_of(estimate: Estimate) -> str:
-    """Policy and the first two of its control variables, which tell most."""
+    """Copies, policy and the first two of its control variables, which tell most."""
     names = policy(estimate.policy).variable_names[:2]
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
-    return ", ".join([estimate.policy, *values])
+    copies = estimate.deployment.replicas
+    return ", ".join([*([f"{copies} copies"] if copies > 1 else []), estimate.policy, *values])

@@ -9,32 +9,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.lengths import JointLengths
-from xgpt.core.policies import baselines, changeable_policy, policies
+from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule, Status
+from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.alternatives import rows_with_margin
 from xscheduler.beginning import beginning, can_settle
+from xscheduler.copies import idle_note
 from xscheduler.evaluator import Evaluator
-from xscheduler.explanation import explain_choice
 from xscheduler.job_time import for_the_job
-from xscheduler.prospects import judged, plan_jointly
+from xscheduler.over_copies import CopiesSearch
+from xscheduler.prospects import judged
 from xscheduler.room import with_room
-from xscheduler.search import GAP, Scheduler
-from xscheduler.spaces.baselines import BaselineSearch, plan_untimed
+from xscheduler.search import GAP
+from xscheduler.spaces.baselines import plan_untimed
 from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
 from xscheduler.watch import Watch
-from xscheduler.within import PlannedWithin, plan_within
 from xsimulator.hardware import most_queries_per_s
 
 Horizon = Literal["job", "steady"]
@@ -114,7 +110,7 @@ class Planner:
             schedule = judged(schedule, Doubts(problem, self._evaluator, replays=True), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
-        return schedule.changed(hardware_qps=most_queries_per_s(problem))
+        return _noted(problem, schedule.changed(hardware_qps=most_queries_per_s(problem)))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the bound (by default the problem's) with
@@ -134,7 +130,7 @@ class Planner:
     def without_margin(self, problem: Problem) -> Schedule:
         """The best schedule of a problem like this one, all taken as certain. Raises
         InfeasibleError."""
-        return self._search_of(problem).find(problem.constraint.latency_s)
+        return self._search_of(problem).best(problem.constraint.latency_s, has_margin=False)
 
     def _watched(self) -> Watch:
         if self._resets:
@@ -168,50 +164,8 @@ class Planner:
         if bound_s not in self._known:
             self._known[bound_s] = (
                 plan_untimed(problem, self.timing, self.options.untimed) if self.options.untimed
-                else self._within_margin(problem) if self.options.has_margin
-                else self._within_bound(problem))
+                else self._own.best(bound_s, has_margin=self.options.has_margin))
         return self._known[bound_s]
-
-    def _within_bound(self, problem: Problem) -> Schedule:
-        """The best without a margin."""
-        began, own, before = time.monotonic(), self._own, self._own.nodes
-        schedule = own.find(problem.constraint.latency_s)
-        return schedule.changed(nodes=own.nodes - before, seconds=time.monotonic() - began)
-
-    def _within_margin(self, problem: Problem) -> Schedule:
-        began, own, before = time.monotonic(), self._own, self._own.nodes
-        bound_s, is_baseline = problem.constraint.latency_s, problem.fixed.policy in baselines()
-        longer, searches = list[_ProblemSearch](), [own]
-
-        def of_problem(other: Problem) -> Schedule:
-            if not longer or longer[-1].lengths is not other.lengths:
-                longer.append(self._search_of(other))
-            return longer[-1].find(other.constraint.latency_s)
-
-        doubts = Doubts(_bounded(self._narrowed, bound_s), self._evaluator, replays=True)
-
-        def of_constraint(constraint: Constraint) -> PlannedWithin:
-            if constraint == doubts.problem.constraint:
-                return plan_within(doubts, own.find, cuts=self._watch.cuts,
-                                   search_problem=None if is_baseline else of_problem)
-            narrowed = replace(doubts.problem, constraint=constraint)
-            searches.append(self._search_of(narrowed))
-            return plan_within(doubts, searches[-1].find, cuts=self._watch.cuts)
-
-        planned = plan_jointly(doubts, of_constraint)
-        schedule, explanation = planned.schedule, tuple[str, ...]()
-        if not (is_baseline or self.options.is_brief):
-            schedule = _compared(planned, [one for search in (*reversed(searches), *longer)
-                                           for one in search.found])
-            # what does not keep its margin is explained by what it does use
-            limit_s = max(bound_s / planned.margin.factor, min(schedule.figures.latency_s, bound_s))
-            explanation = explain_choice(schedule, problem, self.timing, latency_limit_s=limit_s)
-        return schedule.changed(
-            status=Status.LIMIT if self._watch.has_cut else schedule.proof.status,
-            margin=planned.margin.kept(cost=max(planned.cost, 0.0)),
-            explanation=tuple(sentence[:1].upper() + sentence[1:] for sentence in explanation),
-            nodes=sum(search.nodes for search in (*searches, *longer)) - before,
-            seconds=time.monotonic() - began)
 
     @property
     def _narrowed(self) -> Problem:
@@ -228,38 +182,13 @@ class Planner:
         return Evaluator(self._narrowed, self.timing)
 
     @cached_property
-    def _own(self) -> _ProblemSearch:
+    def _own(self) -> CopiesSearch:
         return self._search_of(self._narrowed)
 
-    def _search_of(self, problem: Problem) -> _ProblemSearch:
+    def _search_of(self, problem: Problem) -> CopiesSearch:
         effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes, watch=self._watch)
-        return _ProblemSearch(problem.lengths, BaselineSearch(problem, self.timing)
-                              if problem.fixed.policy in baselines() else
-                              Scheduler(problem, self.timing, effort),
-                              compares=not self.options.is_brief)
-
-
-class _ProblemSearch:
-    """The search of one problem, and what it found."""
-
-    def __init__(self, lengths: JointLengths, search: Scheduler | BaselineSearch, *,
-                 compares: bool) -> None:
-        self.lengths, self._search, self.selections = lengths, search, search.selections
-        self._compares = compares
-        self.found: list[Schedule] = []
-
-    @property
-    def nodes(self) -> int:
-        """Configurations evaluated, up to the last schedule found."""
-        if isinstance(self._search, BaselineSearch):
-            return self._search.num_evaluated
-        return self.found[-1].proof.nodes if self.found else 0
-
-    def find(self, latency_bound_s: float) -> Schedule:
-        search = self._search
-        self.found.append(search.find(latency_bound_s) if isinstance(search, BaselineSearch) else
-                          search.find(latency_bound_s, compares=self._compares))
-        return self.found[-1]
+        return CopiesSearch(problem, self.timing, effort, is_brief=self.options.is_brief,
+                            asked=self.problem.fixed)
 
 
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
@@ -268,14 +197,7 @@ def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:
     return replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_bound_s))
 
 
-def _compared(planned: PlannedWithin, searched: list[Schedule]) -> Schedule:
-    """The schedule planned, its alternatives beside it in the same currency: a schedule found under
-    a margin was searched for longer outputs, and so were they."""
-    schedule = planned.schedule
-    free = next(one for one in searched if one.bound.limit_s == schedule.bound.limit_s
-                and one.proof.bound_qps == schedule.proof.bound_qps)
-    if schedule.estimate == free.estimate:
-        return schedule
-    origin = next(one for one in searched if one.rejected is schedule.rejected)
-    status = Status.LIMIT if schedule.proof.status == Status.LIMIT else Status.WITHIN_GAP
-    return schedule.changed(rejected=rows_with_margin(schedule, free, origin), status=status)
+def _noted(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule with a word on devices that no copy has."""
+    note = idle_note(problem.cluster, schedule.estimate)
+    return schedule.changed(notes=(*schedule.estimate.notes, note)) if note else schedule

@@ -20,8 +20,8 @@ from xsimulator.memory import capacity_bytes
 
 STEP = 0.1  # by which a limit is relaxed
 NOTHING = 0.005  # share of throughput that counts as nothing: the search's gap
-VARIABLES = ("policy", "encode_batch", "decode_iterations", "decode_micro_batches", "tp_degree",
-             "tp_gpus")
+VARIABLES = ("replicas", "policy", "encode_batch", "decode_iterations", "decode_micro_batches",
+             "tp_degree", "tp_gpus")
 Find = Callable[[Problem], Schedule]
 AS_IT_IS = "as it is"  # of the offer that says why there is no schedule now
 
@@ -71,7 +71,8 @@ def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
     except InfeasibleError as cause:  # what binds, and the tightest bound that can be met
         offers.append(Offer(what=AS_IT_IS, reason=str(cause)))
     return (*offers, *(Offer(what=what, reason=changed) if isinstance(changed, str) else
-                       _offer(what, changed, find, base) for what, changed in _relaxed(problem)))
+                       _offer(what, problem, changed, find, base)
+                       for what, changed in _relaxed(problem)))
 
 
 def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
@@ -99,7 +100,8 @@ def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
     return relaxed
 
 
-def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Offer:
+def _offer(what: str, problem: Problem, changed: Problem, find: Find,
+           base: Schedule | None) -> Offer:
     try:
         estimate = find(changed).estimate
     except InfeasibleError as cause:
@@ -112,7 +114,7 @@ def _offer(what: str, changed: Problem, find: Find, base: Schedule | None) -> Of
         return Offer(what=what, throughput_qps=qps)
     gain = qps / base.figures.throughput_qps - 1
     return Offer(what=what, throughput_qps=qps, gain=gain, changes=changes(base.estimate, estimate),
-                 reason=_why_nothing(gain, changed, base))
+                 reason=_why_nothing(gain, problem, changed, base))
 
 
 def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
@@ -122,11 +124,15 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
 
 
-def _why_nothing(gain: float, changed: Problem, base: Schedule) -> str | None:
+def _why_nothing(gain: float, problem: Problem, changed: Problem,
+                 base: Schedule) -> str | None:
     if gain > NOTHING:
         return None
     figures, limit_s = base.figures, base.bound.limit_s
-    if changed.cluster.num_devices != len(figures.memory_bytes):
+    if changed.cluster.num_devices != problem.cluster.num_devices:
+        if base.deployment.replicas > 1:
+            each = base.deployment.devices_per_replica
+            return f"it would idle: a copy of the model takes {each}, and larger ones bring no more"
         return ("all devices must be used, and the layers do not divide as well over these"
                 if gain < -NOTHING else "the time of a stage does not fall: its layers do not "
                                         "divide, or its collectives grow")

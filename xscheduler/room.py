@@ -12,6 +12,7 @@ from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
+from xscheduler.copies import problem_for
 from xscheduler.live.pinned import PinnedSearch
 
 # Times the queries that a group is planned to hold: should outputs turn out shorter than planned,
@@ -46,6 +47,7 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
 def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
     """Queries that a group may come to hold once lengths have been seen, over those that it is
     planned to hold; infinite where not even short outputs tell."""
+    problem, estimate = problem_for(problem, estimate), estimate.one_copy
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
     deployment = estimate.deployment
     fixed = replace(problem.fixed, policies=(estimate.policy,), tp_degree=deployment.tp_degree,

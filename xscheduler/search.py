@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xgpt.core.errors import wrong
+from xgpt.core.errors import BeatenError, InfeasibleError, wrong
 from xgpt.core.policies import able_policies, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule, Status
@@ -22,6 +22,7 @@ from xscheduler.alternatives import (
     BestPoint,
     best_in,
     explain,
+    row_without_bound,
     rows_beside,
 )
 from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space
@@ -35,8 +36,8 @@ FREE_GAP = 0.02  # of the search without a latency bound, which is only compared
 
 def find_schedule(problem: Problem, timing: TimingSource, effort: Effort | None = None) -> Schedule:
     """The schedule of highest steady-state throughput within the problem's constraint, all taken as
-    certain. Raises InfeasibleError naming the tightest latency that can be met, InputError for
-    fixed values that the model or cluster cannot hold."""
+    certain, of one copy of the model on all devices. Raises InfeasibleError naming the tightest
+    latency that can be met, InputError for fixed values that the model or cluster cannot hold."""
     return Scheduler(problem, timing, effort).find()
 
 
@@ -61,52 +62,69 @@ class Scheduler:
                         "decode pool for this model and tensor plan")
         self._free: dict[str, Searched] = {}
 
-    def find(self, latency_bound_s: float | None = None, *, compares: bool = True) -> Schedule:
+    def find(self, latency_bound_s: float | None = None, *, compares: bool = True,
+             floor_qps: float = 0.0, is_glance: bool = False) -> Schedule:
         """The best schedule within a bound, by default the problem's. `compares`: also with the
-        best without a bound. Raises InfeasibleError."""
+        best without a bound. `floor_qps`, had elsewhere: what is no better is not looked into, and
+        a schedule below it is the best of those looked at. `is_glance`: no box is divided. Raises
+        InfeasibleError, and BeatenError where there may be one, but none was seen for these."""
         began, constraint = time.monotonic(), self.problem.constraint
         bound_s = constraint.latency_s if latency_bound_s is None else latency_bound_s
-        results = self._search_all(bound_s)
-        if compares:
+        copies = self.problem.copies
+        effort = replace(self._effort, max_nodes=1) if is_glance else self._effort
+        results = self._search_all(bound_s, effort, floor_qps / copies)
+        if compares or not (is_glance or floor_qps):
             self._complete(results, bound_s)
+        upper = max(one.outcome.upper_bound for one in results.values())
         admissible = [best for space in self.spaces for best in best_in(space, results[space.name])]
         if not admissible:
+            if (floor_qps > 0 or is_glance) and upper > -math.inf:
+                raise BeatenError(upper * copies)
+            if is_glance:
+                raise InfeasibleError("no schedule within the limits")
             is_proved = all(one.outcome.upper_bound == -math.inf for one in results.values())
             raise explain(self.spaces, bound_s, is_proved=is_proved)
         # of equals the policy that comes first
         best = max(admissible, key=lambda one: one.candidate.objective)
-        upper = max(one.outcome.upper_bound for one in results.values())
         estimate = best.space.estimate(best.plan, best.candidate.point)
         nodes = sum(space.num_evaluated for space in self.spaces)
         seconds = time.monotonic() - began
         free = self._unbounded(bound_s, results) if compares else None
         return schedule_from_flat(
-            estimate=estimate, latency_bound_s=bound_s, constraint_kind=constraint.kind,
-            quantile=constraint.quantile, status=_status(results, upper, best), bound_qps=upper,
+            estimate=estimate.in_copies(copies), latency_bound_s=bound_s,
+            constraint_kind=constraint.kind, quantile=constraint.quantile,
+            status=_status(results, upper, best), bound_qps=upper * copies,
             gap=upper / estimate.figures.throughput_qps - 1, nodes=nodes, seconds=seconds,
             fingerprint=self.problem.fingerprint,
-            unbounded_qps=None if free is None else free.candidate.objective,
+            unbounded_qps=None if free is None else free.candidate.objective * copies,
             rejected=(*rows_beside(best, self.spaces, results, free, bound_s), *self._left_out),
             pruned=tuple((f"{name}: {reason}", count) for name, one in results.items()
                          for reason, count in one.outcome.closed),
-            policy_bounds=_bounds_of(results))
+            policy_bounds=_bounds_of(results, copies))
+
+    def without_bound(self, floor_qps: float = 0.0) -> Rejected | None:
+        """The best without a latency bound, as an alternative; None where nothing is admissible.
+        What is no better than `floor_qps`, had elsewhere, is not looked into."""
+        best = self._unbounded(math.inf, {}, floor_qps / self.problem.copies)
+        return None if best is None else row_without_bound(best, self.problem.constraint.latency_s)
 
     def selections(self, num_queries: int) -> list[Selection]:
         """Configurations of each policy all over its space, for a job of so many queries."""
         return [space.selection(num_queries) for space in self.spaces]
 
-    def _search_all(self, bound_s: float) -> dict[str, Searched]:
-        """Each policy in turn. One that is shown not to win is not searched to its own best: its
-        runner-up is the best seen, and its upper bound says how much better it may be."""
+    def _search_all(self, bound_s: float, effort: Effort,
+                    floor_qps: float) -> dict[str, Searched]:
+        """Each policy in turn. One that is shown not to win, against the others or against
+        `floor_qps`, is not searched to its own best: its runner-up is the best seen, and its upper
+        bound says how much better it may be."""
         results: dict[str, Searched] = {}
         # what is likely to win comes first, for it spares the others' searches: WAA before RRA
         # where outputs are short (paper section 4.1). A wrong guess costs time alone.
         is_short = self.problem.lengths.outputs.mean <= SHORT_OUTPUTS
         for space in sorted(reversed(self.spaces) if is_short else self.spaces,
                             key=lambda space: policy(space.name).turn):
-            results[space.name] = search_space(space, bound_s, self._effort, max(
-                (one.outcome.best.objective for one in results.values()
-                 if one.outcome.best is not None), default=0.0))
+            seen = [one.outcome.best.objective for one in results.values() if one.outcome.best]
+            results[space.name] = search_space(space, bound_s, effort, max((floor_qps, *seen)))
         return results
 
     def _complete(self, results: dict[str, Searched], bound_s: float) -> None:
@@ -122,7 +140,8 @@ class Scheduler:
                     again.outcome, status=first.status,
                     upper_bound=min(first.upper_bound, again.outcome.upper_bound)))
 
-    def _unbounded(self, bound_s: float, results: dict[str, Searched]) -> BestPoint | None:
+    def _unbounded(self, bound_s: float, results: Mapping[str, Searched],
+                   floor_qps: float = 0.0) -> BestPoint | None:
         """The best without a latency bound, of any policy."""
         if math.isinf(bound_s):
             self._free.update(results)
@@ -130,9 +149,10 @@ class Scheduler:
         seen: list[BestPoint] = []
         for space in sorted(self.spaces, key=lambda space: policy(space.name).turn):
             if space.name not in self._free:
-                floor = max((one.candidate.objective for one in seen), default=0.0)
+                floor = max((floor_qps, *(one.candidate.objective for one in seen)))
                 self._free[space.name] = search_space(space, math.inf, effort, floor)
-            seen += best_in(space, self._free[space.name]) + best_in(space, results[space.name])
+            seen += [best for searched in (self._free[space.name], results.get(space.name))
+                     if searched is not None for best in best_in(space, searched)]
         return max(seen, key=lambda one: one.candidate.objective, default=None)
 
 
@@ -157,9 +177,10 @@ def _policies_of(problem: Problem) -> tuple[tuple[str, ...], tuple[Rejected, ...
                  reason=f"{LEFT_OUT}: {why}") for why, own in reasons.items() if own)
 
 
-def _bounds_of(results: Mapping[str, Searched]) -> tuple[tuple[str, float], ...]:
+def _bounds_of(results: Mapping[str, Searched],
+               copies: int) -> tuple[tuple[str, float], ...]:
     """Of each policy that has an admissible schedule, the highest first."""
-    bounds = ((name, one.outcome.upper_bound) for name, one in results.items())
+    bounds = ((name, copies * one.outcome.upper_bound) for name, one in results.items())
     return tuple(sorted((pair for pair in bounds if pair[1] > 0), key=lambda pair: -pair[1]))
 
 

@@ -20,10 +20,11 @@ SHRINK_UNKNOWN = 0.75  # the same of one whose margin is infinite: beyond what t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWithin:
     """A schedule whose latency keeps the bound with its margin (or, where `is_safe` is false, comes
-    nearest to that), and what the margin cost: the share of the throughput that the schedule
-    without it has more."""
+    nearest to that), and what the margin cost: the share of the throughput that `free`, the
+    schedule without it, has more."""
 
     schedule: Schedule
+    free: Schedule
     margin: MarginParts
     cost: float
     is_safe: bool = True
@@ -51,7 +52,7 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     free = search(bound_s)
     first = doubts.margin(free.estimate)
     if free.estimate.figures.latency_s * first.factor <= bound_s:
-        return PlannedWithin(schedule=free, margin=first, cost=0.0)
+        return PlannedWithin(schedule=free, free=free, margin=first, cost=0.0)
     tried = _Tried(bound_s, free, first)
     begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
@@ -136,7 +137,8 @@ class _Tried:
                 limit_s=self._bound_s, bound_qps=bound_qps, gap=bound_qps / queries - 1,
                 policy_bounds=self._free.proof.policy_bounds,
                 unbounded_qps=self._free.proof.unbounded_qps),
-            margin=own, cost=1 - queries / self._free.estimate.figures.throughput_qps,
+            free=self._free, margin=own,
+            cost=1 - queries / self._free.estimate.figures.throughput_qps,
             is_safe=bool(self._safe))
 
 

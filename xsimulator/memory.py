@@ -46,6 +46,14 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
     return held
 
 
+def least_weight_bytes(problem: Problem) -> float:
+    """Bytes of the weights of one copy where none lies twice."""
+    model = problem.model
+    whole = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=model.num_layers,
+                            num_encoder_layers=model.num_encoder_layers)
+    return float(weight_bytes(model, (whole,), problem.dtype, problem.weight_dtype).sum())
+
+
 def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
              kv_tokens: ArrayLike) -> FloatArray:
     """[..., stages] bytes of KV cache on each rank. In an encoder-decoder model a query's input

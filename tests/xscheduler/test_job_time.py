@@ -62,7 +62,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 
 
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
-    session = session_of(tmp_path, 60)
+    session = session_of(tmp_path, 60, schedule="policy: rra, replicas: 1")
     found = plan_job(session, timing_of(session)).schedule
     assert found.proof.status == Status.JOB, "a job of few queries is mostly ramp and drain"
     assert Status.JOB in schedule_table(found)
@@ -75,7 +75,8 @@ def test_the_longer_of_two_jobs_keeps_the_steady_state(tmp_path: Path) -> None:
     steady = steady_of(session)
     present = steady.estimate.figures.decode_batch + steady.estimate.figures.encode_batch
     long = replace(session, problem=replace(session.problem,
-                                            num_queries=math.ceil(SHORT * present)))
+                                            num_queries=math.ceil(
+        SHORT * present * steady.deployment.replicas)))
     asked: list[object] = []
     assert for_the_job(long.problem, Evaluator(long.problem, timing_of(session)), steady,
                        lambda count: asked.append(1) or []) is steady  # type: ignore[func-returns-value]

@@ -37,7 +37,7 @@ def timing_of(problem: Problem) -> Roofline:
 
 
 def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for() -> None:
-    problem = problem_of(policies=("rra",))
+    problem = problem_of(policies=("rra",), replicas=1, encode_chunk=0)
     own, steady = (plan(problem, timing_of(problem), options) for options in (None, STEADY))
     assert own.proof.status == Status.JOB and steady.proof.status != Status.JOB
     assert own.estimate.figures.throughput_qps <= steady.estimate.figures.throughput_qps

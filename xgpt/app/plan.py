@@ -12,10 +12,16 @@ from xgpt.app.timing import refined_timing, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
-from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule, StageAssignment
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.report.table import choice_table, fact, paragraph, schedule_table, stage_table
+from xgpt.report.table import (
+    choice_table,
+    copies_table,
+    fact,
+    paragraph,
+    schedule_table,
+    stage_table,
+)
 from xgpt.report.words import counted
 from xprofiler.derived import Derived
 from xprofiler.profile_timing import ProfileTiming
@@ -26,7 +32,7 @@ from xscheduler.layouts import LaidOut, LayoutComparison
 from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.sizes import SizeSearch, Spent, spent
 from xscheduler.watch import Watch
-from xsimulator.memory import capacity_bytes, weight_bytes
+from xsimulator.memory import capacity_bytes, least_weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,8 @@ class Plan:
         horizon = fact("horizon", f"this job's {counted(count, 'query')}"
                        if self.horizon == "job" and count else "steady state, a job without end")
         tables = (head, times, horizon, schedule_table(self.schedule),
-                  choice_table(self.schedule), stage_table(self.schedule))
+                  choice_table(self.schedule), copies_table(self.schedule),
+                  stage_table(self.schedule))
         return "\n".join(filter(None, tables))
 
 
@@ -208,7 +215,7 @@ class JobPlanner:
 def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
     """What would else be found after minutes of measuring. Raises InfeasibleError."""
     problems = [job.problem for job in jobs]
-    needed, room = zip(*((_least_weights(one), one.cluster.num_devices * capacity_bytes(
+    needed, room = zip(*((least_weight_bytes(one), one.cluster.num_devices * capacity_bytes(
         one.cluster.device)) for one in problems), strict=True)
     if jobs[0].is_local and all(map(gt, needed, room)):
         raise InfeasibleError(
@@ -216,14 +223,6 @@ def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
             f"alone take {format_bytes(min(needed))} as {problems[0].weight_dtype}, and "
             f"{format_bytes(max(room))} can be used here; it takes more memory, a smaller model, "
             "or a dtype of fewer bytes")
-
-
-def _least_weights(problem: Problem) -> float:
-    """Bytes of the weights where none lies twice."""
-    model = problem.model
-    whole = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=model.num_layers,
-                            num_encoder_layers=model.num_encoder_layers)
-    return float(weight_bytes(model, (whole,), problem.dtype, problem.weight_dtype).sum())
 
 
 def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob, TimingSource]:

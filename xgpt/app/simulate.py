@@ -28,13 +28,15 @@ from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
+from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import in_run_order
+from xscheduler.over_copies import CopiesSearch
 from xscheduler.planner import PlanOptions
-from xscheduler.search import GAP, find_schedule
-from xscheduler.spaces.grid import best as best_of_grid
+from xscheduler.search import GAP
 from xscheduler.spaces.space import Effort
 from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
+from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.predict import sample_job
@@ -95,13 +97,15 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
     replay, steady = replay_steady(problem, timing, estimate, problem.num_queries)
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
-        figures=_figures(replay, steady),
+        figures=_figures(replay, steady, estimate.deployment.replicas
+                         if problem.num_queries is None else 1),
         others=_others(opened, timing, estimate.policy) if with_others else None)
 
 
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
-    if given is None and fixed.policy is None and replace(fixed, policies=()) == FixedSchedule():
+    if given is None and fixed.policy is None and replace(
+            fixed, policies=(), replicas=None) == FixedSchedule():
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
     rows = able_policies(fixed)
     name = given.policy if given is not None else rows[0].name
@@ -109,8 +113,8 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     config, missing = make_config(name, source)
     if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
-    form: Any = make_policy(name, problem, timing)
-    if missing and given is None and replace(fixed, policies=()) == FixedSchedule():
+    if missing and given is None and replace(
+            fixed, policies=(), replicas=None) == FixedSchedule():
         if isinstance(best := _best(opened, timing, name), str):
             raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
                         f"no configuration of {name}: {best}")
@@ -120,7 +124,10 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             opened.job, f"schedule.{variable}", None,
             "simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
-    estimate: Estimate = form.estimate(config)
+    of_copy = problem_for(problem, given) if given is not None else problems_of_copies(
+        replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
+    form: Any = make_policy(name, of_copy, timing)
+    estimate: Estimate = form.estimate(config).in_copies(of_copy.copies)
     if math.isinf(estimate.figures.latency_s):
         words = form.beyond(config, REFUSED_BEYOND) if hasattr(form, "beyond") else [
             "a size of this schedule lies beyond that"]
@@ -134,7 +141,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
 def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
                   num_queries: int | None = None) -> tuple[ReplayResult, SteadyFigures | None]:
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
-    or of enough for a steady state; and the steady state in it."""
+    or by one copy of the model of enough for a steady state; and the steady state in it."""
     rng = np.random.default_rng(problem.seed)
     known = problem.queries if num_queries is not None else None
     inputs = None if known is None else known.inputs[
@@ -142,7 +149,8 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
     count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
                                           most=MOST_QUERIES)
     queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
-    result = replay_job(problem, timing, estimate, queries)
+    result = replay_job(problem, timing, estimate, queries) if num_queries is None else (
+        replayer_of(problem, timing, estimate).run(queries))
     return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 
@@ -154,17 +162,18 @@ def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) 
 
 def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
     kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
-    return timeline.stage_names(estimate.deployment.pools, kind)
+    return timeline.stage_names(estimate.deployment.all_pools, kind)
 
 
-def _figures(result: ReplayResult, steady: SteadyFigures | None) -> ReplayFigures:
+def _figures(result: ReplayResult, steady: SteadyFigures | None, copies: int) -> ReplayFigures:
+    """Of a replay by one of so many copies, which all do the same."""
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
     count, wall_s = len(result.latency_s), result.makespan_s
     return ReplayFigures(
-        queries=count, throughput_qps=count / wall_s, wall_s=wall_s,
-        output_tokens_per_s=float(result.output_tokens.sum()) / wall_s,
+        queries=copies * count, throughput_qps=copies * count / wall_s, wall_s=wall_s,
+        output_tokens_per_s=copies * float(result.output_tokens.sum()) / wall_s,
         latency_p50_s=float(p50), latency_p99_s=float(p99),
-        steady_throughput_qps=steady.throughput_qps if steady else None,
+        steady_throughput_qps=copies * steady.throughput_qps if steady else None,
         steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
         kv_peak_tokens=max(int(pool.memory_tokens.max(initial=0)) for pool in result.pools),
@@ -182,21 +191,20 @@ def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Es
 
 
 def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | str:
-    """The best within the bound, RRA's and WAA's by the search, baselines' by their grids, or why
-    there is none; without a margin, so that all are measured alike."""
+    """The best within the bound at its best number of copies, RRA's and WAA's by the search,
+    baselines' by their grids, or why there is none; without a margin, so that all are measured
+    alike."""
     problem, row = opened.problem, policy(name)
     if row.is_decoder_only and problem.model.is_encoder_decoder:
         return "not for encoder-decoder models: its steps encode and decode in one pass"
     if len(row.pools) > problem.cluster.num_devices:
         return "needs two devices at least: one encodes, one decodes"
+    fixed = FixedSchedule(policies=(name,), replicas=problem.fixed.replicas)
     try:
-        if name in searched_policies():
-            with Watch(opened.job.max_search_s) as watch:
-                return find_schedule(replace(problem, fixed=FixedSchedule(policies=(name,))),
-                                     timing,
-                                     Effort(gap=GAP, watch=watch)).estimate
-        form: Any = make_policy(name, problem, timing)
-        return best_of_grid(form, problem.constraint.latency_s) or NONE_KEEPS
+        with Watch(opened.job.max_search_s) as watch:
+            search = CopiesSearch(replace(problem, fixed=fixed), timing,
+                                  Effort(gap=GAP, watch=watch), is_brief=True)
+            return search.best(problem.constraint.latency_s, has_margin=False).estimate
     except InfeasibleError:
         return NONE_KEEPS
     except InputError as refusal:

@@ -92,7 +92,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "unpredicted": figures.why_not_predicted(metrics),
         "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": schedule,
-        "stages": [(pool.role, stage) for pool in schedule.deployment.pools
+        "stages": [(pool.role, stage) for pool in schedule.deployment.all_pools
                    for stage in pool.stages] if schedule else (),
         "schedule_facts": _schedule_facts(schedule) if schedule else (),
         "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
@@ -138,6 +138,8 @@ def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
         ("Decode batch", f"{expected.decode_batch:.1f} on average", True),
         ("Decode iterations", str(expected.decode_iterations), expected.decode_iterations > 0),
         ("Micro-batches", str(deployment.num_groups), deployment.num_groups > 1),
+        ("Copies of the model", f"{deployment.replicas}, each on "
+         f"{deployment.devices_per_replica} devices; batches are of one", deployment.replicas > 1),
         ("Tensor parallel", f"degree {deployment.tp_degree} on {deployment.tp_gpus} devices",
          deployment.tp_degree > 1 and deployment.tp_gpus > 0),
         ("Predicted throughput", f"{plain(expected.throughput_qps)} queries/s, "

@@ -97,8 +97,14 @@ def schedule_sentences(estimate: Estimate) -> tuple[str, ...]:
     parallel = "no tensor parallelism" if not deployment.tp_gpus or deployment.tp_degree < 2 else (
         f"the first {deployment.tp_gpus} devices work in tensor-parallel groups of "
         f"{deployment.tp_degree}")
-    sentences.append(f"The layers are spread over {counted(len(deployment.stages), 'stage')}, "
-                     f"{parallel}.")
+    copies = deployment.replicas
+    of_each = "" if copies == 1 else " of each copy"
+    sentences.append(f"The layers{of_each} are spread over "
+                     f"{counted(len(deployment.stages), 'stage')}, {parallel}.")
+    if copies > 1:
+        devices = counted(deployment.devices_per_replica, "device")
+        sentences.append(f"{copies:,} copies of the model, each on {devices}, share the queries; "
+                         "batches and times are those of one copy.")
     return tuple(sentences)
 
 

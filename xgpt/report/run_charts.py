@@ -173,7 +173,8 @@ def _busy(lane: Lane, edges: FloatArray) -> FloatArray:
 
 def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
     """What each rank is expected to hold, and did where the run says so (the paper's Figure 9)."""
-    used, room = schedule.figures.memory_bytes, schedule.figures.memory_capacity_bytes
+    room = schedule.figures.memory_capacity_bytes
+    used = schedule.figures.memory_bytes * schedule.deployment.replicas  # all alike
     if not used:
         return None
     ranks = [f"rank {i}" for i in range(len(used))]

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
-from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
+from xgpt.core.schedule import Deployment, Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
@@ -91,6 +91,22 @@ def choice_table(schedule: Schedule) -> str:
     return "\n".join(fact(label, text) for label, text in facts)
 
 
+def copies_table(schedule: Schedule) -> str:
+    """What each number of copies of the model comes to; "" where there was one to look at."""
+    own, body = schedule.figures.throughput_qps, []
+    for row in schedule.over_copies:
+        is_chosen = row.replicas == schedule.deployment.replicas
+        qps = own if is_chosen else row.throughput_qps
+        less = "chosen" if is_chosen else "-" if qps is None else percent(1 - qps / own, 1)
+        latency_s = schedule.figures.latency_s if is_chosen else row.latency_s
+        body.append((str(row.replicas), str(row.devices_per_replica),
+                     "-" if qps is None else plain(qps), less,
+                     "-" if latency_s is None else format_seconds(latency_s),
+                     plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
+    return table(("copies", "devices", "queries/s", "less", "latency", "at most", "by"), body,
+                 right=(0, 1, 2, 3, 4, 5)) if body else ""
+
+
 def _label(row: Rejected) -> str:
     what = row.label.partition(":")[0]
     if what.startswith(SIZE_ROW):
@@ -129,7 +145,19 @@ def stage_table(schedule: Schedule) -> str:
             held = [memory_bytes[rank] for rank in stage.ranks if rank < len(memory_bytes)]
             body.append((str(stage.index), words.ranks_of(stage), words.layers_of(stage), phase,
                          format_bytes(max(held)) if held else "-"))
-    return table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
+    stages = table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
+    return f"{stages}\n{_ranks_of_copies(schedule.deployment)}".rstrip()
+
+
+def _ranks_of_copies(deployment: Deployment) -> str:
+    """Where the copies after the first lie; "" where there are none."""
+    count, each = deployment.replicas, deployment.devices_per_replica
+    if count == 1:
+        return ""
+    last = count * each - 1
+    on = f"rank {last}" if last == each else f"ranks {each} to {last}"
+    return paragraph(f"copy 2 has the same stages on {on}" if count == 2 else
+                     f"copies 2 to {count} have the same stages on {on}, {each} each")
 
 
 def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]] = (),
@@ -137,7 +165,8 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
     """The figures of an estimate, and between them what its `cost` is and how it was found."""
     figures = e.figures
     facts = [
-        (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"),
+        (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
+                f"{_each(e)}"),
         ("parallel", _parallel(e)),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
           if note.startswith(LAYOUT_NOTE)),
@@ -169,14 +198,21 @@ def _query_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:
 def _parallel(e: Estimate) -> str:
     deployment = e.deployment
     stages = words.counted(len(deployment.stages), "stage")
+    copies = "" if deployment.replicas == 1 else (
+        f"{words.copies(deployment.replicas, deployment.devices_per_replica)}, each of ")
     if len(deployment.pools) > 1:
         first, *others = deployment.pools
         stages = ", ".join([f"{words.counted(len(first.stages), 'stage')} to {first.name}",
                             *(f"{len(pool.stages)} to {pool.name}" for pool in others)])
     if deployment.tp_degree > 1 and deployment.tp_gpus:
-        return (f"{stages}; tensor parallelism of {deployment.tp_degree} on {deployment.tp_gpus} "
-                "devices")
-    return f"{stages}; no tensor parallelism"
+        return (f"{copies}{stages}; tensor parallelism of {deployment.tp_degree} on "
+                f"{deployment.tp_gpus} devices")
+    return f"{copies}{stages}; no tensor parallelism"
+
+
+def _each(e: Estimate) -> str:
+    """That a figure is of a copy, where there are several."""
+    return " in each copy" if e.deployment.replicas > 1 else ""
 
 
 def _latency(latency_s: float, bound: Bound) -> str:

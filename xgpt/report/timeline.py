@@ -14,10 +14,12 @@ from xsimulator.replay.records import PoolRecords, ReplayResult
 
 
 def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
-    """'stage 0 · GPU 0-3 · encode', one name for each stage of all pools."""
-    return [" · ".join([f"stage {stage.index}", f"{device} {ranges(stage.ranks)}",
+    """'stage 0 · GPU 0-3 · encode', one name for each stage of all pools, numbered over all of
+    them."""
+    stages = [(pool, stage) for pool in pools for stage in pool.stages]
+    return [" · ".join([f"stage {place}", f"{device} {ranges(stage.ranks)}",
                         *([pool.role] if pool.role != "both" else [])])
-            for pool in pools for stage in pool.stages]
+            for place, (pool, stage) in enumerate(stages)]
 
 
 def steady_window(result: ReplayResult, periods: float = 3.0, min_steps: int = 6,

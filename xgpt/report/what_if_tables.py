@@ -75,8 +75,15 @@ def _row(bound_s: float, answer: Schedule | str) -> tuple[str, ...]:
     return (format_seconds(bound_s), answer.estimate.policy, f"{figures.throughput_qps:.4g}",
             format_seconds(figures.latency_s), str(figures.encode_batch),
             "-" if iterations is None else str(iterations), str(deployment.num_groups),
-            f"{deployment.tp_degree} x {deployment.tp_gpus}" if deployment.tp_degree > 1 else "-",
-            f"{answer.margin.factor - 1:.1%}")
+            _parallel(answer), f"{answer.margin.factor - 1:.1%}")
+
+
+def _parallel(answer: Schedule) -> str:
+    """Copies and the tensor plan, in a cell."""
+    deployment = answer.deployment
+    copies = [f"{deployment.replicas} copies"] if deployment.replicas > 1 else []
+    plan = [f"{deployment.tp_degree} x {deployment.tp_gpus}"] if deployment.tp_degree > 1 else []
+    return ", ".join(copies + plan) or "-"
 
 
 def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:

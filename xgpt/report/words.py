@@ -70,6 +70,13 @@ def counted(count: float, noun: str) -> str:
     return f"{count:,.0f} {noun if count == 1 else plural}"
 
 
+def copies(count: int, devices: int) -> str:
+    """`8 copies on 1 device each`."""
+    if count == 1:
+        return f"1 copy on {counted(devices, 'device')}"
+    return f"{count:,} copies on {counted(devices, 'device')} each"
+
+
 def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     """What ran, on what, how many queries, how fast."""
     model = text_at(output.job, "model") or "a model"
@@ -232,7 +239,7 @@ def banner(output: Output) -> str | None:
 def _place(output: Output, metrics: Mapping[str, Any]) -> str:
     ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
     if ranks is None and output.schedule is not None:
-        ranks = float(len(output.schedule.figures.memory_bytes))
+        ranks = float(output.schedule.deployment.num_devices)
     cluster = output.job.get("cluster")
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)

@@ -9,6 +9,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
+from xscheduler.copies import problem_for
 from xscheduler.evaluator import config_of
 from xscheduler.live.pinned import Way, pinned_policy
 
@@ -16,6 +17,7 @@ from xscheduler.live.pinned import Way, pinned_policy
 def way_as_it_is(deployed: Estimate, problem: Problem, timing: TimingSource,
                  latency_limit_s: float) -> Way:
     """The schedule as it is, with the problem's lengths, and what forbids it, if anything."""
+    problem = problem_for(problem, deployed)
     form, config = pinned_policy(deployed, problem, timing), config_of(deployed)
     figures = form.evaluate([config])
     limit = Limit(int(forbidding(figures, Limits(
@@ -24,4 +26,4 @@ def way_as_it_is(deployed: Estimate, problem: Problem, timing: TimingSource,
     latency_s = float(figures.latency_s[0])
     reason = f"{limit.words}: {format_seconds(latency_s)} of {format_seconds(latency_limit_s)}" if (
         limit is Limit.LATENCY) else limit.words or None
-    return Way(estimate=form.estimate(config), reason=reason)
+    return Way(estimate=form.estimate(config).in_copies(problem.copies), reason=reason)

@@ -21,6 +21,7 @@ from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
+from xscheduler.copies import most_copies, problem_for
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import ClosedForm, geometric, group_counts, make_config, make_policy
@@ -71,8 +72,9 @@ class PinnedPlans:
 
 
 def pinned_policy(deployed: Estimate, problem: Problem, timing: TimingSource) -> ClosedForm:
-    """The closed form of the schedule's policy on its stages (a policy's whose closed form is not
-    told its stages: on its own)."""
+    """The closed form of the schedule's policy on the stages of one of its copies (a policy's whose
+    closed form is not told its stages: on its own)."""
+    problem = problem_for(problem, deployed)
     if not isinstance(deployed.controls, (RraControls, WaaControls)):
         return make_policy(deployed.policy, problem, timing)
     plans = PinnedPlans(problem, timing, deployed.deployment.pools)
@@ -92,10 +94,13 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
     if deployed.policy not in searched_policies():
         refuse("policy", deployed.policy,
                f"one of {', '.join(searched_policies())}: others have no schedule to change")
-    ranks = sorted(rank for stage in deployed.deployment.stages for rank in stage.ranks)
-    if ranks != list(range(problem.cluster.num_devices)):
-        refuse("stages", f"{len(ranks)} ranks", f"{problem.cluster.num_devices}, the devices of "
-                                                f"cluster {problem.cluster.name}")
+    deployment, cluster = deployed.deployment, problem.cluster
+    ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
+    fitting = most_copies(cluster, deployment.devices_per_replica)
+    if ranks != list(range(len(ranks))) or not (
+            deployment.replicas in (fitting, problem.fixed.replicas) and fitting):
+        refuse("stages", f"{deployment.num_devices} ranks", f"{cluster.num_devices}, the devices "
+                                                            f"of cluster {cluster.name}")
     for pool in deployed.deployment.pools:
         wanted = pool_layers(problem.model, pool.role)
         held = (sum(stage.num_layers for stage in pool.stages),
@@ -120,10 +125,12 @@ class _ConfigFigures(NamedTuple):
 
 
 class PinnedSearch:
-    """Searches one problem on the stages of `deployed`, under a latency limit."""
+    """Searches one problem on the stages of `deployed`, under a latency limit; of copies one, for
+    all alike."""
 
     def __init__(self, deployed: Estimate, problem: Problem, timing: TimingSource,
                  latency_limit_s: float) -> None:
+        problem = problem_for(problem, deployed)
         self._deployed, self._problem, self._limit_s = deployed, problem, latency_limit_s
         self._policy: Any = pinned_policy(deployed, problem, timing)
         decoding, fixed = deployed.deployment.decoding, problem.fixed.encode_batch
@@ -290,7 +297,8 @@ class PinnedSearch:
 
     def _estimate(self, line: Line, batch: int) -> Estimate:
         estimate: Estimate = self._policy.estimate(self._config(line, batch))
-        return estimate.changed(policy=self._deployed.policy)
+        return estimate.changed(policy=self._deployed.policy).in_copies(
+            self._deployed.deployment.replicas)
 
     def _config(self, line: Line, batch: int) -> Any:
         iterations = {"decode_iterations": line[0]} if self._has_iterations else {}

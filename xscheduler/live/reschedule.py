@@ -33,11 +33,14 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
+from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.as_it_is import way_as_it_is
 from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, variables_words
-from xscheduler.search import find_schedule
+from xscheduler.over_copies import CopiesSearch
+from xscheduler.search import GAP
+from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import plan_within
 
@@ -90,17 +93,20 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
         adjust = keep
     if best is None:
         try:
-            best = find_schedule(problem, timing)
+            best = CopiesSearch(problem, timing, Effort(gap=GAP), is_brief=True).best(
+                problem.constraint.latency_s, has_margin=False)
         except (InfeasibleError, InputError) as cause:
             best = cause
     redeploy = (Way(estimate=best.estimate, reason=None) if isinstance(best, Schedule) else
                 Way(estimate=None, reason=str(best)))
     loading = None
     if redeploy.estimate is not None:
-        loading = redeployment(deployed.deployment.pools, redeploy.estimate.deployment.pools,
-                               problem.model, problem.dtype, problem.cluster)
+        old, new = deployed.deployment, redeploy.estimate.deployment
+        loading = redeployment(old.all_pools, new.all_pools, problem.model, problem.dtype,
+                               problem.cluster)
         # the best has the layers where they are; another policy takes a new start all the same
-        if loading.total_bytes == 0 and redeploy.estimate.policy == deployed.policy:
+        if loading.total_bytes == 0 and new.replicas == old.replicas and (
+                redeploy.estimate.policy == deployed.policy):
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
             redeploy, loading = Way(estimate=None, reason="no layer would move"), None
     cost_s = 0.0 if loading is None else loading.from_dram_s
@@ -180,12 +186,13 @@ class Revised:
 def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
            most_present: int | None = None, caution: float = 1.0) -> Revised:
     """What to change for `problem`, which has the new lengths and the queries that are left, while
-    `running` is executed. `most_present`: queries that the caches hold. `caution`: share of the
-    bound that a change is planned for."""
+    `running` is executed. `most_present`: queries that the caches of a copy hold. `caution`: share
+    of the bound that a change is planned for."""
     now = running.estimate
     assert policy(now.policy).is_changeable, f"{now.policy = }"
     fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
+    problem = problem_for(problem, now)
     most = [count for count in (problem.num_queries, most_present) if count is not None]
     problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
     evaluator = Evaluator(problem, timing)

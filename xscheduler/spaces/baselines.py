@@ -58,7 +58,8 @@ class BaselineSearch:
             raise InfeasibleError(self._refusal(bound_s))
         constraint = problem.constraint
         return schedule_from_flat(
-            estimate=estimate, latency_bound_s=bound_s, constraint_kind=constraint.kind,
+            estimate=estimate.in_copies(problem.copies), latency_bound_s=bound_s,
+            constraint_kind=constraint.kind,
             quantile=constraint.quantile, status=Status.GRID, bound_qps=math.inf, gap=math.inf,
             nodes=self._policy.num_evaluated, seconds=0.0, fingerprint=problem.fingerprint)
 

@@ -41,10 +41,12 @@ class Tight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Configurations of a policy that are looked at together, and who evaluates them."""
+    """Configurations of a policy that are looked at together, and who evaluates them. `copies`: of
+    the model, of which they are those of one."""
 
     closed_form: Any
     configs: Sequence[Any]
+    copies: int = 1
 
 
 class Space(Protocol):
@@ -110,9 +112,11 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
     """The best point within the bound; what is no better than `floor_qps`, had by another policy,
     is not looked into."""
     own = space.examiner(latency_bound_s, effort.gap, floor_qps)
-    outcome = maximise(own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes,
-                       split=own.split, floor=floor_qps,
-                       ends=None if effort.watch is None else effort.watch.ends)
+    watch, copies = effort.watch, space.problem.copies
+    outcome = maximise(
+        own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes, split=own.split,
+        floor=floor_qps, ends=None if watch is None else lambda nodes, best, upper: watch.ends(
+            nodes, copies * best, copies * upper))
     return Searched(outcome, tuple(own.plan_of_root))
 
 

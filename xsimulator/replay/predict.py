@@ -14,7 +14,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.replay.job import Replayer, planned_outputs, planned_queries, replay_job
+from xsimulator.replay.copies import JobReplayer
+from xsimulator.replay.job import planned_outputs, planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import SteadyFigures, enough_queries, steady_figures
 from xsimulator.replay.step_clock import StepClocks
@@ -62,7 +63,7 @@ def mean_of(results: Iterable[ReplayResult]) -> JobPrediction:
     return JobPrediction(**mean)
 
 
-def job_replays(replayer: Replayer, num_queries: int, rng: np.random.Generator, *,
+def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
                 known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
     """Replays of a job of `num_queries`, which a prediction is the mean of.
 

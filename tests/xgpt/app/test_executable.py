@@ -79,7 +79,7 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("schedule", "chosen"), [
     ("policy: ft, encode_batch: 16", {"encode_batch": 16}),
-    ("policy: dsi, encode_micro_batches: 12", {"encode_micro_batches": 12}),
+    ("policy: dsi, encode_micro_batches: 12, replicas: 1", {"encode_micro_batches": 12}),
     ("policy: dsi, encode_batch: 9, decode_micro_batches: 3, encode_micro_batches: 6",
      {"encode_batch": 9, "decode_micro_batches": 3, "encode_micro_batches": 6}),
     ("policy: orca, max_active: 7", {"max_active": 7}),

@@ -61,7 +61,8 @@ class Machine:
 
 
 def job_of(folder: Path, *, count: int | None = 12, bound: str = "inf",
-           schedule: str = "policy: rra", run: str = "dtype: float32") -> OpenedJob:
+           schedule: str = "policy: rra, replicas: 1, encode_chunk: 0",
+           run: str = "dtype: float32") -> OpenedJob:
     path = folder / "job.yaml"
     requests = f"requests: {{count: {count}}}, " if count else ""
     path.write_text(f"""
@@ -221,3 +222,15 @@ def test_a_profile_file_names_the_layout_it_was_measured_on(
     save_profile(profile_of(opened.problem.model, 2, 1, amdahl(0.0)), tmp_path / "p.json")
     named = replace(opened, job=replace(opened.job, profile=tmp_path / "p.json"))
     assert [str(each) for each in on_open_layouts(named)] == ["2x1"]
+
+
+def test_copies_within_a_layout_are_a_choice_like_any_other(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads bring nothing: a rank a core is best, each with the whole model, not a pipeline."""
+    Machine(monkeypatch, 2, amdahl(1.0))
+    whole = plan_job(job_of(tmp_path, count=None), options=STEADY).schedule
+    found = plan_job(job_of(tmp_path, count=None, schedule="policy: rra"), options=STEADY).schedule
+    assert (found.deployment.replicas, found.deployment.devices_per_replica) == (2, 1)
+    assert found.figures.throughput_qps > whole.figures.throughput_qps
+    assert [row.replicas for row in found.over_copies] == [2, 1]
+    assert found.proof.bound_qps >= max(row.bound_qps for row in found.over_copies)

@@ -1,0 +1,143 @@
+"""Copies of the model: how a cluster is cut, what the search over their number finds and proves,
+and how several copies replay a job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from toy_jobs import MEMORY, roofline_of, toy_problem
+
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.schedule import Status
+from xscheduler.copies import most_copies, problem_for, problems_of_copies, slicings
+from xscheduler.evaluator import Evaluator, predict
+from xscheduler.planner import Planner, PlanOptions
+from xscheduler.search import GAP, Scheduler
+from xscheduler.spaces.space import Effort
+from xsimulator.replay.copies import replayer_of, taken_over
+from xsimulator.replay.job import planned_queries, replay_job
+
+BARE = PlanOptions(horizon="steady", has_margin=False)
+
+
+def cut(nodes: int, per_node: int, copies: int | None = None) -> dict[int, int]:
+    cluster = toy_problem(nodes=nodes, per_node=per_node).cluster
+    return {parts[0].copies: parts[0].part.num_devices for parts in slicings(cluster, copies)}
+
+
+def planned(problem, options=BARE):
+    return Planner(problem, roofline_of(problem), options).plan()
+
+
+def test_each_number_of_copies_has_the_largest_part_there_is_and_stays_within_nodes():
+    assert cut(1, 8) == {8: 1, 4: 2, 2: 4, 1: 8}
+    assert cut(2, 8) == {16: 1, 8: 2, 4: 4, 2: 8, 1: 16}
+    assert cut(1, 7) == {7: 1, 3: 2, 2: 3, 1: 7}
+    assert cut(3, 2) == {6: 1, 3: 2, 1: 6}, "two nodes of three leave one, as does one copy on all"
+    assert cut(1, 8, copies=3) == {3: 2} and cut(3, 2, copies=2) == {2: 2}
+    for nodes, per_node in ((1, 8), (2, 3), (4, 4)):
+        cluster = toy_problem(nodes=nodes, per_node=per_node).cluster
+        for one in (one for parts in slicings(cluster) for one in parts):
+            assert one.part.num_nodes == 1 or one.part.devices_per_node == per_node
+            assert most_copies(cluster, one.part.num_devices) >= one.copies
+
+
+def test_a_copy_has_its_share_of_the_queries_and_is_known_again():
+    problem = toy_problem(num_queries=10)
+    own = [parts[0] for parts in problems_of_copies(problem)]
+    assert [(one.copies, one.cluster.num_devices, one.num_queries) for one in own] == [
+        (4, 1, 3), (2, 2, 5), (1, 4, 10)]
+    assert own[-1] is problem
+    assert [one[0].copies for one in problems_of_copies(toy_problem(num_queries=2))] == [2, 1]
+    for one in own:
+        (rra,) = Scheduler(replace(one, fixed=FixedSchedule(policies=("rra",))),
+                           roofline_of(one)).spaces
+        estimate = rra.estimate(0, (2, 4)).in_copies(one.copies)
+        assert problem_for(problem, estimate) == one and problem_for(one, estimate) is one
+
+
+@pytest.mark.parametrize(("latency_s", "memory", "nodes", "per_node"), [
+    (math.inf, MEMORY, 1, 4), (0.025, MEMORY, 1, 4), (0.022, MEMORY, 2, 2),
+    (math.inf, 150e6, 1, 4), (0.03, 150e6, 1, 3)])
+def test_the_choice_is_that_of_all_numbers_searched_one_by_one(latency_s, memory, nodes, per_node):
+    problem = toy_problem(latency_s=latency_s, memory=memory, nodes=nodes, per_node=per_node,
+                          fixed=FixedSchedule(policies=("rra", "waa-c", "waa-m")))
+    found, each = planned(problem), {}
+    for parts in problems_of_copies(problem):
+        try:
+            alone = Scheduler(parts[0], roofline_of(problem), Effort(gap=GAP)).find(compares=False)
+        except (InfeasibleError, InputError):
+            continue
+        each[parts[0].copies] = alone
+        assert alone.deployment.replicas == parts[0].copies
+        assert alone.figures.throughput_qps <= found.proof.bound_qps * (1 + 1e-9)
+    best = max(one.figures.throughput_qps for one in each.values())
+    assert found.figures.throughput_qps * (1 + GAP) >= best, "never below copies of smaller plans"
+    assert found.proof.bound_qps >= found.figures.throughput_qps * (1 - 1e-9)
+    assert found.fingerprint == problem.fingerprint
+    rows = {row.replicas: row for row in found.over_copies}
+    assert set(each) <= set(rows)
+    for copies, alone in each.items():
+        assert rows[copies].bound_qps >= alone.figures.throughput_qps * (1 - 1e-9)
+        assert (rows[copies].throughput_qps or 0.0) <= alone.figures.throughput_qps * (1 + GAP)
+
+
+def test_copies_that_the_job_names_are_kept_and_devices_left_over_are_named():
+    found = planned(toy_problem(per_node=5, fixed=FixedSchedule(replicas=2)))
+    assert (found.deployment.replicas, found.deployment.devices_per_replica) == (2, 2)
+    assert found.deployment.num_devices == 4 and not found.over_copies
+    assert any("1 GPU idles" in note for note in found.estimate.notes)
+    assert not any("idle" in note for note in planned(toy_problem()).estimate.notes)
+
+
+@pytest.mark.usefixtures("short_replays")
+def test_a_margin_is_kept_over_all_numbers_of_copies():
+    problem = replace(toy_problem(latency_s=0.03), constraint=replace(
+        toy_problem(latency_s=0.03).constraint, drift=0.15))
+    sure, kept = planned(problem), planned(problem, PlanOptions(horizon="steady"))
+    assert kept.figures.latency_s * kept.margin.factor <= 0.03
+    assert kept.figures.throughput_qps <= sure.figures.throughput_qps <= kept.proof.bound_qps
+    assert kept.margin.cost == pytest.approx(
+        1 - kept.figures.throughput_qps / sure.figures.throughput_qps)
+    assert kept.proof.status in (Status.WITHIN_GAP, Status.OPTIMAL) and kept.explanation
+
+
+def test_where_no_number_of_copies_keeps_the_bound_the_tightest_of_any_is_told():
+    with pytest.raises(InfeasibleError, match="tightest that can be met") as refused:
+        planned(toy_problem(latency_s=1e-4))
+    least_s = refused.value.tightest_s
+    assert planned(toy_problem(latency_s=1.001 * least_s)).figures.latency_s <= 1.001 * least_s
+
+
+def test_copies_share_a_job_and_its_drain():
+    problem = toy_problem(num_queries=90)
+    timing = roofline_of(problem)
+    (two,) = (parts[0] for parts in problems_of_copies(problem) if parts[0].copies == 2)
+    (rra,) = Scheduler(replace(two, fixed=FixedSchedule(policies=("rra",))), timing).spaces
+    one = rra.estimate(0, (4, 4))
+    queries = planned_queries(problem, *problem.lengths.sample(90, np.random.default_rng(1)))
+    both = replayer_of(problem, timing, one.in_copies(2)).run(queries)
+    alone = replay_job(two, timing, one, queries)
+    assert [pool.name for pool in both.pools] == ["copy 1", "copy 2"]
+    assert [pool.stages for pool in both.pools] == [(0, 1), (2, 3)]
+    assert both.output_tokens.tolist() == queries.outputs.tolist()
+    assert len(both.times.last_token_s) == 90 and (both.latency_s > 0).all()
+    assert 0.45 * alone.makespan_s < both.makespan_s < 0.65 * alone.makespan_s
+    ends_s = [pool.end_s.max() for pool in both.pools]
+    assert max(ends_s) < 1.15 * min(ends_s), "they end together"
+    found = predict(problem, timing, one.in_copies(2), replays=1)
+    assert found is not None and found.wall_s < 0.7 * alone.makespan_s
+    whole = Evaluator(problem, timing).estimate(one.in_copies(2))
+    assert whole.figures.throughput_qps == pytest.approx(2 * one.figures.throughput_qps)
+
+
+def test_a_copy_that_is_early_takes_over_and_no_query_is_lost():
+    rows = [list(range(0, 40)), list(range(40, 80))]
+    moved = taken_over(rows, [4.0, 8.0])
+    assert sorted(moved[0] + moved[1]) == list(range(80)) and len(moved[0]) == 53
+    assert moved[1] == list(range(40, 67)), "who is late keeps what comes first"
+    assert taken_over(rows, [4.0, 4.01]) == rows
