@@ -52,7 +52,7 @@ def toy_problem(*, latency_s=math.inf, devices=2, memory=6e9, fixed=None):
     lengths = JointLengths(inputs=truncated_normal(40, 20, 80), outputs=truncated_normal(9, 4, 20))
     return Problem(model=TOY, cluster=cluster, lengths=lengths, dtype="float16",
                    constraint=latency_constraint(latency_s=latency_s),
-                   fixed=replace(fixed or FixedSchedule(), policies=("rra",)),
+                   fixed=replace(fixed or FixedSchedule(), policies=("rra",), encode_chunk=0),
                    num_queries=None, default_max_tokens=20)
 
 
