@@ -38,9 +38,10 @@ class RraConfigs:
 
     @classmethod
     def of(cls, configs: RraConfigs | Sequence[RraConfig]) -> RraConfigs:
-        """The same configurations are given as arrays."""
+        """The same configurations are given as arrays, which have no chunks."""
         if isinstance(configs, RraConfigs):
             return configs
+        assert not any(one.encode_chunk for one in configs), "chunks are ChunkedForm's"
         names = [field.name for field in fields(cls)]
         columns = np.array([[getattr(config, name) or 0 for config in configs] for name in names],
                            np.int64)
