@@ -97,9 +97,9 @@ def test_the_schedule_is_replayed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[Estimate] = []
     real = evaluator.replay_job
 
-    def spy(problem, timing, estimate, queries):
+    def spy(problem, timing, estimate, queries, *, clocks):
         seen.append(estimate)
-        return real(problem, timing, estimate, queries)
+        return real(problem, timing, estimate, queries, clocks=clocks)
 
     monkeypatch.setattr(evaluator, "replay_job", spy)
     searched: list[Problem] = []

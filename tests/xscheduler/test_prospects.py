@@ -23,6 +23,8 @@ from xscheduler.search import Scheduler
 
 POLICIES = ("rra", "waa-c", "waa-m")
 QUERIES = 40
+RRA = FixedSchedule(policies=("rra",))
+ONE_COPY = replace(RRA, replicas=1)
 
 
 def bounded(problem: Problem, latency_s: float = math.inf, **limits_s: float) -> Problem:
@@ -66,13 +68,13 @@ def test_the_search_is_as_good_as_brute_force_under_joint_bounds(policy: str) ->
 
 @pytest.fixture(scope="module")
 def free() -> Schedule:
-    problem = toy_problem()
+    problem = toy_problem(fixed=ONE_COPY)
     return Planner(problem, roofline_of(problem)).plan()
 
 
 @pytest.mark.parametrize("metric", ["ttft", "tpot"])
 def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free: Schedule, metric: Metric) -> None:
-    problem = toy_problem()
+    problem = toy_problem(fixed=ONE_COPY)
     own = Evaluator(bounded(problem, **{metric: 1e9}), roofline_of(problem))
     limit_s = 0.6 * own.replayed_s(free.estimate, metric)
     asked = bounded(problem, **{metric: limit_s})
@@ -88,7 +90,7 @@ def test_a_bound_on_the_tokens_pace_is_kept_by_the_replay(free: Schedule, metric
 
 
 def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had() -> None:
-    problem = toy_problem()
+    problem = toy_problem(fixed=ONE_COPY)
     for metric, words in (("ttft", "the time to the first token"),
                           ("tpot", "the time per output token")):
         asked = bounded(problem, **{metric: 1e-6})
@@ -97,7 +99,7 @@ def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had() -> None:
 
 
 def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:
-    problem = toy_problem(num_queries=400)
+    problem = toy_problem(num_queries=400, fixed=RRA)
     timing = roofline_of(problem)
     schedule = Planner(problem, timing).plan()
     job = Evaluator(problem, timing).job(schedule.estimate, 3)
@@ -114,7 +116,7 @@ def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:
 
 
 def test_a_makespan_has_a_margin() -> None:
-    problem = toy_problem(num_queries=400, fixed=FixedSchedule(policies=("rra",)))
+    problem = toy_problem(num_queries=400, fixed=RRA)
     unsure = replace(bounded(problem, makespan=1e9), constraint=replace(
         bounded(problem, makespan=1e9).constraint, drift=0.2))
     (prospect,) = Planner(unsure, roofline_of(problem)).plan().prospects

@@ -80,13 +80,18 @@ def test_no_configuration_of_a_box_betters_its_bounds(seed: int) -> None:
 
 
 def whole_ladder(problem: Problem, timing: TimingSource, bound_s: float) -> float:
-    """The best throughput within the bound of every rung under every plan and chunk size."""
+    """The best throughput within the bound of every rung under every plan and chunk size, from the
+    lowest that is searched to the last whose tokens the chunks hold."""
     space = RraSpace("rra", problem, timing, tensor_plans(problem, timing))
     chunks = space.chunks
     root, rung = (part.ravel() for part in np.meshgrid(
         np.arange(len(chunks.roots)), np.arange(len(chunks.ladder.batch)), indexing="ij"))
     qps, latency_s, crowded = chunks.evaluate(root, rung)
-    is_free = (crowded == 0) & (latency_s <= bound_s) & (rung >= np.array(chunks.bottoms)[root])
+    groups = problem.fixed.decode_micro_batches
+    held = np.array([one.chunk * (groups or len(space.points.rra.plans.both(
+        *space.plans[one.plan]).stages)) for one in chunks.roots]) / problem.lengths.inputs.mean
+    is_free = ((crowded == 0) & (latency_s <= bound_s) & (rung >= np.array(chunks.bottoms)[root])
+               & (chunks.ladder.rate[rung] < held[root]))
     return float(np.max(qps[is_free], initial=0.0))
 
 
