@@ -64,7 +64,7 @@ def test_what_submit_imports_has_no_scipy_in_it() -> None:
 
 
 @pytest.mark.parametrize(("policy", "keys"), [
-    ("rra", ("encode_batch", "decode_iterations", "tp_degree", "tp_gpus")),
+    ("rra", ("encode_batch", "decode_iterations", "encode_chunk", "tp_degree", "tp_gpus")),
     ("waa-c", ("encode_batch", "decode_micro_batches", "tp_degree", "tp_gpus"))])
 def test_schedule_of_opt_13b_is_confirmed_by_simulate(
         job: Path, tmp_path: Path, policy: str, keys: tuple[str, ...]) -> None:
@@ -86,7 +86,7 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(
     for key in ("throughput_qps", "latency_s", "period_s", "memory_bytes", "decode_batch"):
         assert estimate[key] == schedule[key], key
     by_keys = xgpt("simulate", job, "--json", fixed, *(
-        f"--set=schedule.{key}={schedule[key]}" for key in keys))
+        f"--set=schedule.{key}={schedule[key]}" for key in ("replicas", *keys)))
     assert json.loads(by_keys.stdout)["throughput_qps"] == schedule["throughput_qps"]
     # the replay of the whole job is an independent account; its ramp costs a few per cent
     replayed_qps = estimate["replay"]["throughput_qps"]
@@ -144,7 +144,8 @@ def test_sweep_rises_with_the_bound(job: Path) -> None:
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80
     lines = shown.stdout.splitlines()
     assert lines[2].split()[2:4] == ["auto", "-"] and "tightest" in shown.stdout
-    assert lines[3].split()[2:4] == [rows[1]["chosen"], f"{rates[0]:.4g}"]
+    assert lines[3].split()[2:5] == [rows[1]["chosen"], str(rows[1]["replicas"]),
+                                     f"{rates[0]:.4g}"]
     assert "..." not in shown.stdout and "going on: 2 of 2 points" in shown.stderr
     assert xgpt("sweep", job, "--bounds", "soon").returncode == 2
     assert xgpt("sweep", job, "--format", "xls").returncode == 2
@@ -170,7 +171,8 @@ def test_the_options_are_frozen() -> None:
                 flag for p in own.params for flag in p.opts if flag.startswith("--")}
     shared = {"--set", "--json"}
     assert flags == {
-        "submit": shared | {"--slurm", "--dry-run", "--again", "--results", "--max-seconds"},
+        "submit": shared | {"--slurm", "--dry-run", "--again", "--results", "--max-seconds",
+                            "--strict"},
         "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
                               "--max-seconds", "--horizon"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
@@ -179,7 +181,7 @@ def test_the_options_are_frozen() -> None:
         "simulate": shared | {"--schedule", "--timeline", "--baselines", "--max-seconds"},
         "sweep": shared | {"--bounds", "--over", "--out", "--format", "--horizon", "--cores",
                            "--max-seconds", "--run"},
-        "run": shared | {"--schedule"}, "report": shared | {"--format", "--out"},
+        "run": shared | {"--schedule", "--strict"}, "report": shared | {"--format", "--out"},
         "status": shared, "stop": shared,
         "models": {"--check", "--json"},
         "top": set(), "completion": set(),
