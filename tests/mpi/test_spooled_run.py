@@ -36,7 +36,8 @@ def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
     reference, queries = toys.make_model("llama", directory), toys.random_queries(12)
     requests = [*as_requests(queries), {"id": "bad"}]
     job = write_job(tmp_path, directory, requests, ranks=2,
-                    schedule="policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1")
+                    schedule="policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1, "
+                             "replicas: 1")
     job.write_text(job.read_text().replace("requests.jsonl", "requests.csv"))
     with (tmp_path / "requests.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["id", "tokens", "max_tokens", "topic, in words"])

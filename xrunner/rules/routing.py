@@ -107,6 +107,7 @@ class Router:
         assert replicas >= 1, f"{replicas = }"
         self.window = window  # may be changed while the job runs
         self._shares = [deque(share) for share in deal(tokens, replicas, routing)]
+        self._supplied = [False] * replicas  # who has had a portion: others take from these alone
 
     @property
     def is_empty(self) -> bool:
@@ -123,6 +124,7 @@ class Router:
         whenever queries have begun or ended."""
         missing, own = self.window.missing(waiting, active), self._shares[replica]
         given = [own.popleft() for _ in range(min(missing, len(own)))]
+        self._supplied[replica] = True
         while len(given) < missing and not self.is_empty:
             taken = self._take_over(waiting + len(given), missing - len(given))
             if not taken:
@@ -132,7 +134,10 @@ class Router:
 
     def _take_over(self, waiting: int, most: int) -> list[int]:
         """The next queries of the longest share, as many as leave both replicas with equally many
-        that wait: whose share it is has its window's worth of them besides."""
-        left = max(self._shares, key=len)
+        that wait: whose share it is has its window's worth of them besides, once it has been
+        supplied. Before that nothing is taken from it, or the first to be supplied, with a window
+        as large as its share, would take what another is to begin with."""
+        left = max((share for share, supplied in zip(self._shares, self._supplied, strict=True)
+                    if supplied), key=len)
         even = math.ceil((self.window.waiting + len(left) - waiting) / 2)
         return [left.popleft() for _ in range(min(most, even, len(left)))]

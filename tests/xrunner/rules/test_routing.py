@@ -77,6 +77,13 @@ def test_who_has_run_dry_takes_over_from_the_longest_share() -> None:
     assert router.top_up(0, waiting=1, active=1) == [13]
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas: int) -> None:
+    router = Router([1.0] * 36 * replicas, replicas=replicas, window=Window(waiting=55))
+    assert [len(router.top_up(replica, waiting=0, active=0)) for replica in range(replicas)] == \
+        [36] * replicas
+
+
 def test_the_last_query_goes_to_who_is_idle() -> None:
     router = Router([1.0] * 4, replicas=2, window=Window(waiting=1), routing=ROUND_ROBIN)
     assert router.top_up(0, waiting=0, active=0) == [0]
