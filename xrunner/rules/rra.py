@@ -31,13 +31,14 @@ UNEVEN = EvenBatches()  # batches as queries come
 class PhaseControls:
     """RRA's control variables, and a group's limits, as they hold within a phase. `target_active`:
     queries still active when a phase begins, to which they are led back (0: they are left as they
-    come)."""
+    come). `encode_chunk`: of a rule that encodes in chunks (0: as it was)."""
 
     encode_batch: int
     decode_iterations: int
     group_max_active: int
     group_kv_tokens: int
     target_active: float = 0.0
+    encode_chunk: int = 0
 
 
 class _Admitted:
@@ -76,13 +77,14 @@ class RraRule:
                  encode_chunk: int = 0) -> None:
         """`max_active` and `kv_tokens` bound the whole pool; each group gets an equal share.
         `even`: how what a group encodes in a phase is kept even; what it leads the active queries
-        back to may change. `encode_chunk` holds in every phase."""
+        back to may change. `encode_chunk` may change to another, but not from or to 0."""
         assert encode_batch >= 1 and decode_iterations >= 1 and num_groups >= 1
         self.num_groups = num_groups
         self.controls = PhaseControls(  # of this phase
             encode_batch=encode_batch, decode_iterations=decode_iterations,
             group_max_active=max(math.ceil(max_active / num_groups), 1),
-            group_kv_tokens=kv_tokens // num_groups, target_active=even.target_active)
+            group_kv_tokens=kv_tokens // num_groups, target_active=even.target_active,
+            encode_chunk=encode_chunk)
         self.group_max_active = self.controls.group_max_active  # in any phase
         # a row that is encoded in part stays where it is, and who joins takes one that is free
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
@@ -117,6 +119,7 @@ class RraRule:
         assert phase > self._phase and phase >= after, f"{phase = } {after = } {self._phase = }"
         assert controls.group_max_active <= self.group_max_active, f"{controls = }"
         assert controls.encode_batch >= 1 and controls.decode_iterations >= 1, f"{controls = }"
+        assert self._chunks is not None or not controls.encode_chunk, f"{controls = }"
         dealt = self._chunks.waiting() if self._chunks else []
         most = max((query.reserve for query in (*self._waiting, *dealt)), default=0)
         assert most <= controls.group_kv_tokens, f"{controls = } {most = }"
@@ -210,6 +213,8 @@ class RraRule:
         self._group = 0
         while self._changes and self._changes[0][0] <= self._phase:
             _, self.controls = self._changes.popleft()
+            if self._chunks is not None and self.controls.encode_chunk:
+                self._chunks.limit = self.controls.encode_chunk
 
 
 def rra_rule(estimate: Estimate) -> RraRule:
@@ -229,7 +234,8 @@ def phase_controls(estimate: Estimate, *, slots: int) -> PhaseControls:
                          decode_iterations=controls.decode_iterations,
                          group_max_active=min(most_active(estimate), slots),
                          group_kv_tokens=estimate.deployment.group_kv_tokens,
-                         target_active=controls.even.target_active)
+                         target_active=controls.even.target_active,
+                         encode_chunk=controls.encode_chunk)
 
 
 def most_active(estimate: Estimate) -> int:

@@ -4,7 +4,8 @@ The closed forms place layers by a problem's lengths; here they are held where a
 For each value of the other variables (a line) the largest admissible batch is bisected, all lines
 at once; throughput nearly always grows with the batch, so the batches near that edge are evaluated
 one by one. RRA's lines are thinned out at first, then every one near the best is looked at, and so
-on until none is better: exact on the grid of whole numbers wherever the best lines lie together."""
+on until none is better: exact on the grid of whole numbers wherever the best lines lie together.
+Where RRA encodes in chunks, every chunk size of the search is a line too."""
 
 import math
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
 from xscheduler.copies import most_copies, problem_for
+from xscheduler.spaces.rra_chunks import CHUNKS
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies import ClosedForm, geometric, group_counts, make_config, make_policy
@@ -34,8 +36,9 @@ NEAR_EDGE = 8  # batches below and above the edge that are evaluated one by one
 BELOW = (0.5, 0.7, 0.85, 0.93, 0.97)  # of the edge: further batches, should throughput have bent
 SPREAD = 12  # lines on either side of the best that are looked at in a round
 MAX_ROUNDS = 20
+FEW = 4  # of the phase lengths of the chunk in use, every fourth with each other chunk at first
 
-Line = tuple[int, int]  # decode_iterations (WAA: 1), decode_micro_batches
+Line = tuple[int, int, int]  # decode_iterations (WAA: 1), decode_micro_batches, encode_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +143,16 @@ class PinnedSearch:
         self._has_iterations = "decode_iterations" in policy(deployed.policy).variable_names
         self._deployed_config, missing = make_config(deployed.policy, deployed)
         assert not missing, f"{missing = }"
-        self._largest = partial(_largest_batch, self._deployed_config, self._batches,
-                                problem.lengths.inputs.mean)
+        self._chunk = getattr(self._deployed_config, "encode_chunk", 0)
+        self._chunks = _chunks(self._chunk, problem)
+        self._largest = partial(_largest_batch, self._batches, problem.lengths.inputs.mean)
         self._known: dict[tuple[Line, int], _ConfigFigures] = {}
 
     def current(self) -> Way:
         """The control variables as they are."""
         figures = self._deployed.figures
-        point = (figures.decode_iterations, self._deployed.deployment.num_groups), (
-            figures.encode_batch)
+        line = figures.decode_iterations, self._deployed.deployment.num_groups, self._chunk
+        point = line, figures.encode_batch
         self._evaluate([point])
         return Way(estimate=self._estimate(*point),
                    reason=self._excluded() or self._reason(self._known[point]))
@@ -189,19 +193,21 @@ class PinnedSearch:
         elif self._has_iterations:
             most = max(self._policy.flow.max_iterations, 1)
             iterations = sorted({*geometric(most), min(now.figures.decode_iterations, most)})
-        return [(n, count) for n in iterations for count in groups]
+        # what encodes in chunks does as B_E / N_D says: its other sizes need but a few N_D
+        return [(n, count, chunk) for count in groups for chunk in self._chunks
+                for n in (iterations if chunk == self._chunk else iterations[::FEW])]
 
     def _around(self, line: Line) -> list[Line]:
         """Every line near the best that the job leaves free, in each variable by itself."""
-        fixed, (iterations, groups) = self._problem.fixed, line
-        near = [line]
+        fixed, (iterations, groups, chunk) = self._problem.fixed, line
+        near = [(iterations, groups, other) for other in self._chunks]
         if self._has_iterations and fixed.decode_iterations is None:
             most = max(self._policy.flow.max_iterations, 1)
             reach = max(SPREAD, iterations // 10)
-            near += [(n, groups) for n in range(max(iterations - reach, 1),
+            near += [(n, groups, chunk) for n in range(max(iterations - reach, 1),
                                                 min(iterations + reach, most) + 1)]
         if fixed.decode_micro_batches is None:
-            near += [(iterations, g) for g in range(
+            near += [(iterations, g, chunk) for g in range(
                 max(groups - SPREAD, 1), min(groups + SPREAD, self._groups[-1]) + 1)]
         return near
 
@@ -301,18 +307,28 @@ class PinnedSearch:
             self._deployed.deployment.replicas)
 
     def _config(self, line: Line, batch: int) -> Any:
-        iterations = {"decode_iterations": line[0]} if self._has_iterations else {}
+        own = {"decode_iterations": line[0]} if self._has_iterations else {}
+        if self._chunk:
+            own["encode_chunk"] = line[2]
         return replace(self._deployed_config, encode_batch=batch, decode_micro_batches=line[1],
-                       **iterations)
+                       **own)
 
 
-def _largest_batch(deployed: Any, batches: tuple[int, int], mean_input: float, line: Line) -> int:
+def _chunks(deployed: int, problem: Problem) -> list[int]:
+    """Chunk sizes that a running pool can take up: those of the search. From a batch that is
+    encoded alone to chunks there is no way, nor back: they use their slots otherwise."""
+    if not deployed or problem.fixed.encode_chunk is not None:
+        return [deployed]
+    return sorted({*CHUNKS, deployed})
+
+
+def _largest_batch(batches: tuple[int, int], mean_input: float, line: Line) -> int:
     """No larger batch of a line is looked at: of more tokens than the chunks of a phase hold, the
     rest would wait."""
     least, most = batches
-    if not (chunk := getattr(deployed, "encode_chunk", 0)):
+    iterations, groups, chunk = line
+    if not chunk:
         return most
-    iterations, groups = line
     return min(max(int(chunk * iterations * groups / mean_input), least), most)
 
 

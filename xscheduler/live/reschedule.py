@@ -4,7 +4,8 @@
     keep      the current control variables, under the new lengths
     adjust    the best that is reached without moving a layer: the stages, the tensor-parallel plan
               and (WAA) the division of the devices stay; encode_batch, decode_micro_batches and
-              (RRA) decode_iterations change. A running pool takes that over at once.
+              (RRA) decode_iterations and the size of chunks change. A running pool takes that
+              over at once.
     redeploy  the best of the whole search, for which ranks load what they do not hold
 
 A redeployment stops the pool for `cost_s`, and is made up for after N queries, with q and q' the

@@ -112,7 +112,7 @@ def test_the_time_limit_follows_from_the_plan_where_the_job_names_none(
     short = submit(write(folder, slurm="{}"[1:-1]), "--slurm")
     assert "by the schedule's prediction with its margin" in short.stderr
     limits = [options(slurm.script)["time"]]
-    submit(write(folder), "--set", "slurm.time=", "--set", "workload.requests={count: 3000}",
+    submit(write(folder), "--set", "slurm.time=", "--set", "workload.requests={count: 9000}",
            "--set", "output=more", "--set", "model=opt-13b")
     limits.append(options(slurm.script)["time"])
     assert limits[0] == "00:15:00" and "00:20:00" <= limits[1] < "04:00:00", limits

@@ -180,7 +180,8 @@ def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Pat
         link.look(at_s)
     assert link.taken == [{"revision": 1, "elapsed_s": 2.0, "phase": 1, "encode_batch": 6,
                                "decode_iterations": 3, "group_max_active": 12,
-                               "group_kv_tokens": 800, "target_active": 0.0}]
+                               "group_kv_tokens": 800, "target_active": 0.0,
+                           "encode_chunk": 0}]
     assert json.loads(json.dumps(link.taken)) == link.taken
 
 

@@ -125,3 +125,18 @@ def test_a_change_keeps_the_chunks_and_holds_from_its_phase_on(groups: int) -> N
         assert max(step.iteration for step in own) == last
         assert sum(len(step.joined) for step in own) == most * groups
     assert max(encoded_in(steps)) <= 16
+
+
+def test_a_change_may_bring_another_chunk_but_not_chunks_where_there_were_none() -> None:
+    rule = rule_of(chunk=16, batch=4, iterations=6, groups=1)
+    for query in range(60):
+        assert rule.submit(query, 60, 12)
+    new = PhaseControls(encode_batch=12, decode_iterations=3, group_max_active=100,
+                        group_kv_tokens=50_000, encode_chunk=48)
+    rule.change(new, phase=3)
+    steps = drive(rule, dict.fromkeys(range(60), 8))
+    assert max(encoded_in([step for step in steps if step.phase < 3])) <= 16
+    assert max(encoded_in([step for step in steps if step.phase >= 3])) == 48
+    without = rule_of(chunk=0, batch=4, iterations=6, groups=1)
+    with pytest.raises(AssertionError):
+        without.change(new, phase=3)

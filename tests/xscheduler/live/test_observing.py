@@ -39,7 +39,8 @@ BOUND_S, COUNT = 4.0, 600  # at the caps of 200 tokens it takes 10 s at least
 
 def observing(folder: Path, **given: Any) -> OpenedJob:
     """On stages of single devices, unless the job asks for groups: those could keep the bound."""
-    given = {"outputs": "observe", "bound": "4", "count": COUNT, "schedule": "policy: rra"} | given
+    given = {"outputs": "observe", "bound": "4", "count": COUNT,
+             "schedule": "policy: rra, encode_chunk: 0"} | given
     if "tp_degree" not in given["schedule"]:
         given["schedule"] += ", tp_degree: 1"
     return session_of(folder, **given)
