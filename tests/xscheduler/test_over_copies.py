@@ -22,6 +22,7 @@ from xsimulator.replay.copies import replayer_of, taken_over
 from xsimulator.replay.job import planned_queries, replay_job
 
 BARE = PlanOptions(horizon="steady", has_margin=False)
+RRA = FixedSchedule(policies=("rra",))
 
 
 def cut(nodes: int, per_node: int, copies: int | None = None) -> dict[int, int]:
@@ -54,7 +55,7 @@ def test_a_copy_has_its_share_of_the_queries_and_is_known_again():
     assert own[-1] is problem
     assert [one[0].copies for one in problems_of_copies(toy_problem(num_queries=2))] == [2, 1]
     for one in own:
-        (rra,) = Scheduler(replace(one, fixed=FixedSchedule(policies=("rra",))),
+        (rra,) = Scheduler(replace(one, fixed=RRA),
                            roofline_of(one)).spaces
         estimate = rra.estimate(0, (2, 4)).in_copies(one.copies)
         assert problem_for(problem, estimate) == one and problem_for(one, estimate) is one
@@ -87,17 +88,17 @@ def test_the_choice_is_that_of_all_numbers_searched_one_by_one(latency_s, memory
 
 
 def test_copies_that_the_job_names_are_kept_and_devices_left_over_are_named():
-    found = planned(toy_problem(per_node=5, fixed=FixedSchedule(replicas=2)))
+    found = planned(toy_problem(per_node=5, fixed=replace(RRA, replicas=2)))
     assert (found.deployment.replicas, found.deployment.devices_per_replica) == (2, 2)
     assert found.deployment.num_devices == 4 and not found.over_copies
     assert any("1 GPU idles" in note for note in found.estimate.notes)
-    assert not any("idle" in note for note in planned(toy_problem()).estimate.notes)
+    assert not any("idle" in note for note in planned(toy_problem(fixed=RRA)).estimate.notes)
 
 
 @pytest.mark.usefixtures("short_replays")
 def test_a_margin_is_kept_over_all_numbers_of_copies():
-    problem = replace(toy_problem(latency_s=0.03), constraint=replace(
-        toy_problem(latency_s=0.03).constraint, drift=0.15))
+    problem = toy_problem(latency_s=0.03, fixed=RRA)
+    problem = replace(problem, constraint=replace(problem.constraint, drift=0.15))
     sure, kept = planned(problem), planned(problem, PlanOptions(horizon="steady"))
     assert kept.figures.latency_s * kept.margin.factor <= 0.03
     assert kept.figures.throughput_qps <= sure.figures.throughput_qps <= kept.proof.bound_qps
@@ -108,16 +109,17 @@ def test_a_margin_is_kept_over_all_numbers_of_copies():
 
 def test_where_no_number_of_copies_keeps_the_bound_the_tightest_of_any_is_told():
     with pytest.raises(InfeasibleError, match="tightest that can be met") as refused:
-        planned(toy_problem(latency_s=1e-4))
+        planned(toy_problem(latency_s=1e-4, fixed=RRA))
     least_s = refused.value.tightest_s
-    assert planned(toy_problem(latency_s=1.001 * least_s)).figures.latency_s <= 1.001 * least_s
+    problem = toy_problem(latency_s=1.001 * least_s, fixed=RRA)
+    assert planned(problem).figures.latency_s <= 1.001 * least_s
 
 
 def test_copies_share_a_job_and_its_drain():
     problem = toy_problem(num_queries=90)
     timing = roofline_of(problem)
     (two,) = (parts[0] for parts in problems_of_copies(problem) if parts[0].copies == 2)
-    (rra,) = Scheduler(replace(two, fixed=FixedSchedule(policies=("rra",))), timing).spaces
+    (rra,) = Scheduler(replace(two, fixed=RRA), timing).spaces
     one = rra.estimate(0, (4, 4))
     queries = planned_queries(problem, *problem.lengths.sample(90, np.random.default_rng(1)))
     both = replayer_of(problem, timing, one.in_copies(2)).run(queries)

@@ -30,7 +30,7 @@ def job_text(count: int, *, memory: str = "6 GB", outputs: int = 20, **bounds: o
     return (f"model: opt-1.3b\ncluster: {CLUSTER % (LINK, LINK, memory)}\n"
             f"workload: {{requests: {{count: {count}}}, input_tokens: {{mean: 60, std: 20, max: "
             f"120}}, output_tokens: {lengths}}}\nconstraint: {{{limits}}}\n"
-            "schedule: {policy: rra, tp_degree: 1, decode_iterations: 5}\n")
+            "schedule: {policy: rra, tp_degree: 1, decode_iterations: 5, encode_chunk: 0}\n")
 
 
 JOBS = [(text, objective) for text in (
@@ -53,7 +53,7 @@ def planned_by_size(path: Path) -> dict[int, Spent]:
     return found
 
 
-@pytest.mark.parametrize("case", [case if case in (0, 3, 6, 9) else pytest.param(
+@pytest.mark.parametrize("case", [case if case in (0, 3, 6) else pytest.param(
     case, marks=pytest.mark.slow) for case in range(len(JOBS))])
 def test_ten_jobs_agree_with_enumeration(tmp_path: Path, case: int) -> None:
     text, objective = JOBS[case]
