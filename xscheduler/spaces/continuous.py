@@ -39,6 +39,7 @@ MOST_LINES = 128  # in which points are looked at; the others keep their bounds
 ROUNDS = 3  # of looking where the latency meets its bound
 WORTH = 0.93  # of the best found: what a line needs to be looked at once more
 CLIMBERS, CLIMBS = 3, 10  # points whose neighbours are looked at, and how often those of the best
+PLAN_WORTH = 0.8  # of the best found: the same, of the best under another tensor plan
 # Neighbours at first, as shares of max_active and of token_budget, which are as far apart as the
 # walks' own nodes; then those next to a point, and those so many shares away.
 WIDE = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35), (2**-0.5, 2**-0.25, 1.0, 2**0.25, 2**0.5)
@@ -271,8 +272,13 @@ class ContinuousExaminer:
         """The best of the neighbours of the best points, and so on until none is better."""
         tops = sorted((-self._seen[row][best].throughput_qps, row, best)
                       for row in range(len(self._seen)) if (best := self._best(row)) is not None)
-        self._evaluate([near for qps, row, best in tops[:CLIMBERS] if -qps >= WORTH * self._best_qps
-                        for near in self._beside(row, *_far(best))])
+        seen_plans: set[int] = set()
+        for place, (qps, row, best) in enumerate(tops):
+            plan = self._space.lines[row].plan
+            worth = WORTH if place < CLIMBERS else PLAN_WORTH if plan not in seen_plans else 2.0
+            seen_plans.add(plan)
+            if -qps >= worth * self._best_qps:
+                self._evaluate(self._beside(row, *_far(best)))
         for _ in range(CLIMBS):
             best_qps = self._best_qps
             top = self._top()
