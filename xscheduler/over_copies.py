@@ -53,6 +53,7 @@ class CopiesSearch:
         self.problem, self._effort, self._asked = problem, effort, asked or problem.fixed
         self._planners = [[CopyPlanner(one, timing, effort) for one in parts]
                           for parts in problems_of_copies(problem)]
+        self._unbounded: tuple[Rejected | None] | None = None  # once it was asked for
         self._compares = not is_brief and problem.fixed.policy not in baselines()
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
@@ -73,7 +74,7 @@ class CopiesSearch:
         watch = self._effort.watch
         schedule = _certified(schedule, looked, is_cut=watch is not None and watch.has_cut)
         if self._compares:
-            schedule = self._beside_no_bound(_beside_policies(schedule, looked), free)
+            schedule = self._beside_no_bound(_beside_policies(schedule, looked), free, looked)
         if self._compares and has_margin:
             schedule = schedule.changed(explanation=planner.explained(schedule, self._asked))
             if len(looked) > 1:
@@ -135,10 +136,13 @@ class CopiesSearch:
                 floor_qps = max(floor_qps, planned.schedule.figures.throughput_qps)
         return tried
 
-    def _beside_no_bound(self, schedule: Schedule, free: Schedule) -> Schedule:
+    def _beside_no_bound(self, schedule: Schedule, free: Schedule,
+                         looked: Sequence[_Looked]) -> Schedule:
         """The schedule with what there would be without its bound."""
         qps, bound_s = free.figures.throughput_qps, free.bound.limit_s
-        row = None if math.isinf(bound_s) else self._without_bound
+        if not math.isinf(bound_s) and self._unbounded is None:
+            self._unbounded = (self._without_bound(looked),)
+        row = None if math.isinf(bound_s) or self._unbounded is None else self._unbounded[0]
         if row is not None and row.throughput_qps is not None and row.throughput_qps > qps:
             qps = row.throughput_qps
             row = replace(row, reason=f"latency above {bound_s:g} s")
@@ -147,11 +151,12 @@ class CopiesSearch:
                 *others, row, *(one for one in schedule.rejected if one not in others)))
         return schedule.changed(unbounded_qps=qps)
 
-    @cached_property
-    def _without_bound(self) -> Rejected | None:
-        """The best without a latency bound."""
+    def _without_bound(self, looked: Sequence[_Looked]) -> Rejected | None:
+        """The best without a latency bound. Numbers of copies that have most within one are asked
+        first: what they have is the others' floor."""
         best: Rejected | None = None
-        for planner in self._able:
+        within = {one.planner.problem.copies: _found_qps(one) for one in looked}
+        for planner in sorted(self._able, key=lambda planner: -within[planner.problem.copies]):
             row = planner.own.without_bound(0.0 if best is None else best.throughput_qps or 0.0)
             if row is not None and (row.throughput_qps or 0.0) > (
                     0.0 if best is None else best.throughput_qps or 0.0):

@@ -12,6 +12,8 @@ from xscheduler.uncertainty import Doubts, MarginParts
 
 ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
+WORTH = 0.005  # share of its throughput that an unsafe schedule must have more to go on: searches
+# leave as much open
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
 SHRINK = 0.97  # of an unsafe schedule's latency: what is tried next, at least
 SHRINK_UNKNOWN = 0.75  # the same of one whose margin is infinite: beyond what the profile reaches
@@ -45,8 +47,9 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     edges; longer outputs do. So with `search_problem` the search is asked for outputs as long as
     they may have to be reckoned with (Doubts.longer), at bounds around the given one, and what it
     finds is judged with the problem's own lengths; without it, at tightened bounds. Bounds are
-    tried until one is safe, then others between it and the least unsafe one. The schedule's
-    `latency_bound_s` is the problem's, its `bound_qps` holds for schedules without a margin."""
+    tried until one is safe, then others between it and the least unsafe one, while that has more
+    throughput by WORTH. The schedule's `latency_bound_s` is the problem's, its `bound_qps` holds
+    for schedules without a margin."""
     problem = doubts.problem
     bound_s = problem.constraint.latency_s
     free = search(bound_s)
@@ -63,6 +66,8 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
             return search_problem(replace(
                 longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
+    else:
+        tried.begin_below(bound_s)
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
         if target_s is None or (tried.has_safe and cuts()):
@@ -87,18 +92,24 @@ class _Tried:
         self._next_s: float | None = None  # after an unsafe one
         self._safe: list[tuple[Schedule, MarginParts]] = []
         self._unsafe = [(free, first)]
+        self._most_qps = math.inf  # of the schedule of `_most_s`
         self._refusal: InfeasibleError | None = None
 
     @property
     def has_safe(self) -> bool:
         return bool(self._safe)
 
+    def begin_below(self, unsafe_s: float) -> None:
+        """What the search finds within so long, `free`, is known to be unsafe."""
+        self._most_s, self._most_qps = unsafe_s, self._free.figures.throughput_qps
+
     def next_target_s(self, begin_s: float) -> float | None:
         if self._least_s is None:
             return begin_s if self._next_s is None else self._next_s
         if self._most_s is None:
             return GROW * self._least_s
-        if self._most_s <= NEAR * self._least_s:
+        own_qps = max((schedule.figures.throughput_qps for schedule, _ in self._safe), default=0.0)
+        if self._most_s <= NEAR * self._least_s or self._most_qps <= (1 + WORTH) * own_qps:
             return None
         return math.sqrt(self._least_s * self._most_s)
 
@@ -110,7 +121,7 @@ class _Tried:
             self._least_s = target_s
         else:
             self._unsafe.append((schedule, own))
-            self._most_s = target_s
+            self._most_s, self._most_qps = target_s, schedule.figures.throughput_qps
             self._next_s = min(SHRINK * searched_s, _tighter_s(
                 target_s, searched_s, needed_s / self._bound_s))
 
