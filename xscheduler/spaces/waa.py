@@ -177,7 +177,9 @@ class WaaExaminer:
     def _examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         limit, latency, ttft, iteration, held = self._bounds(boxes)
         capacity, limits = self._space.waa.capacity_bytes, self._space.limits
-        tpot = iteration * self._iterations_a_token
+        # where outputs are of one token there is no pace, however long an iteration
+        each = self._iterations_a_token
+        tpot = iteration * each if each else np.zeros_like(iteration)
         # nothing fits although half a batch would: what decodes with it does not
         reasons = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
                              latency > self._bound_s, ttft > limits.ttft_s,
