@@ -84,7 +84,9 @@ def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
     for key, points in profile.tables.items():
         if key.name == "decode_attention":
             found = {(p.x, p.y): p for p in grown.tables[key]}
-            assert all(found[p.x, p.y] == p for p in points), "what was measured stays"
+            # A point whose repeats disagreed is measured anew, and those that agree better stay.
+            assert all(found[p.x, p.y] == p or (p.is_noisy and found[p.x, p.y].spread < p.spread)
+                       for p in points), "what was measured stays"
     assert sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
 
 
