@@ -128,7 +128,7 @@ def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
     """This rank's end of the handover between an encode and a decode pool."""
     if len(replica.pools) == 1:
         return None, None
-    encode, decode = replica.encoding, replica.decoding
+    encode, decode = replica.own.encoding, replica.own.decoding
     comm, abort = world.duplicate(), partial(world.abort, 1)
     needed = transfers(encode.stages, decode.stages, spec)
     if pool.role == "encode":

@@ -1,29 +1,25 @@
 """The copies of a deployment: which ranks each has, and in which of them a rank is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xgpt.core.schedule import Deployment, Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One whole copy, with ranks of its own."""
+    """One whole copy: `own` is the deployment of it alone, on its ranks among all."""
 
     number: int
-    pools: tuple[Pool, ...]
+    own: Deployment
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        return self.own.pools
 
     @property
     def head(self) -> int:
         """The rank that decides on its first pool."""
         return self.pools[0].stages[0].ranks[0]
-
-    @property
-    def encoding(self) -> Pool:
-        return next(pool for pool in self.pools if pool.role != "decode")
-
-    @property
-    def decoding(self) -> Pool:
-        return next(pool for pool in self.pools if pool.role != "encode")
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -36,7 +32,8 @@ class Replica:
 
 def replicas_of(deployment: Deployment) -> tuple[Replica, ...]:
     """All of them, in the order of their ranks."""
-    return tuple(Replica(number=number, pools=deployment.pools_of(number))
+    return tuple(Replica(number=number, own=replace(
+        deployment, pools=deployment.pools_of(number), replicas=1))
                  for number in range(deployment.replicas))
 
 

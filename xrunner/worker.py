@@ -202,7 +202,7 @@ def _link(rule: BatchingRule, schedule: Schedule, replica: Replica, comm: Comm,
     if len(replica.pools) == 1:
         return Alone(supply)
     assert isinstance(rule, EncodingRule), f"{rule = }"
-    decode = replica.decoding
+    decode = replica.own.decoding
     return ToDecodePool(comm, rule, _rule_of(decode, schedule), decode.stages[0].ranks[0], supply)
 
 
