@@ -25,13 +25,8 @@ from floor import read_bytes_per_s
 
 from xgpt.core.local import cpu_cluster
 from xrunner.ops import kv, native
-from xrunner.ops.attention import (
-    decode_attention,
-    decode_context,
-    encode_attention,
-    encode_context,
-    whole_inputs,
-)
+from xrunner.ops.attention import decode_attention, encode_attention
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.head import OutputHead
 from xrunner.rules.slots import compaction_moves
 

@@ -9,6 +9,40 @@
 
 namespace xgpt {
 
+/* Where the entries of queries, or of spans, lie: arrays [num_blocks, k, block_size, d], and the
+ * blocks of each [n, width]. */
+struct Blocks {
+    int64_t num_blocks, block_size;
+    const int64_t *table;
+    int64_t width;
+
+    int64_t of(int64_t i, int64_t position) const {
+        return table[i * width + position / block_size];
+    }
+    /* XGPT_OK where query i has room for `length` entries, in blocks that are there. */
+    int check(int64_t i, int64_t length) const {
+        if (length > block_size * width) return XGPT_WRONG_LENGTH;
+        for (int64_t at = 0; at < length; at += block_size)
+            if (of(i, at) < 0 || of(i, at) >= num_blocks) return XGPT_WRONG_SLOT;
+        return XGPT_OK;
+    }
+    bool wrong() const { return width < 1 || block_size < 0 || (width > 1 && odd()); }
+    /* Keys are taken a register at a time, of 16 at most: none of those divides two blocks. */
+    bool odd() const { return block_size < 16 || (block_size & (block_size - 1)) != 0; }
+
+    /* body(block, offset, first, count): the entries from..to-1 of query i, block by block: `count`
+     * of them from `offset` of the block on, the first of which is the query's `first`. */
+    template <typename Body>
+    void each(int64_t i, int64_t from, int64_t to, Body &&body) const {
+        for (int64_t at = from; at < to;) {
+            const int64_t offset = at % block_size;
+            const int64_t count = std::min(block_size - offset, to - at);
+            body(of(i, at), offset, at, count);
+            at += count;
+        }
+    }
+};
+
 /* The arguments of xgpt_decode_attention (native.h). */
 struct Decode {
     int dtype, kv_dtype;
@@ -16,8 +50,9 @@ struct Decode {
     const void *query;
     int64_t query_stride;
     const void *keys, *values;
-    const int64_t *slots, *lengths;
-    int64_t n, heads, kv_heads, dim, capacity;
+    const int64_t *lengths;
+    int64_t n, heads, kv_heads, dim;
+    Blocks blocks;
     float scale;
     const float *bias;
     int64_t bias_width, bias_center;
@@ -31,7 +66,7 @@ struct Task {
     int64_t from, tokens;
     int64_t keys;       // keys that every token sees, where not causal
     int64_t head;       // the KV head
-    int64_t kv_offset;  // elements before the input's first key of that head
+    int64_t place;      // causal: the span; else elements before the input's first key of that head
 };
 
 /* What encode and packed attention share. */
@@ -42,6 +77,7 @@ struct Encode {
     int64_t query_stride;
     const void *keys, *values;
     int64_t kv_stride, heads, kv_heads, dim;
+    Blocks blocks;  // where causal
     float scale;
     bool causal;
     const float *bias;
@@ -92,47 +128,50 @@ double most_scores(double all, int threads) { return std::max(all / (8.0 * threa
 
 extern "C" int xgpt_decode_attention(
     int dtype, int kv_dtype, void *out, const void *query, int64_t query_stride, const void *keys,
-    const void *values, const int64_t *slots, const int64_t *lengths, int64_t n, int64_t heads,
-    int64_t kv_heads, int64_t dim, int64_t num_slots, int64_t capacity, float scale,
-    const float *bias, int64_t bias_width, int64_t bias_center, int threads) {
+    const void *values, const int64_t *blocks, int64_t most_blocks, const int64_t *lengths,
+    int64_t n, int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_blocks,
+    int64_t block_size, float scale, const float *bias, int64_t bias_width, int64_t bias_center,
+    int threads) {
     if (wrong_dtype(dtype) || wrong_dtype(kv_dtype)) return XGPT_WRONG_DTYPE;
-    if (wrong_heads(heads, kv_heads, dim) || n < 0 || query_stride < heads * dim || threads < 1)
+    const xgpt::Blocks where{num_blocks, block_size, blocks, most_blocks};
+    if (wrong_heads(heads, kv_heads, dim) || n < 0 || query_stride < heads * dim || threads < 1 ||
+        where.wrong())
         return XGPT_WRONG_SIZE;
     for (int64_t i = 0; i < n; ++i) {
-        if (slots[i] < 0 || slots[i] >= num_slots) return XGPT_WRONG_SLOT;
-        if (lengths[i] < 1 || lengths[i] > capacity) return XGPT_WRONG_LENGTH;
+        if (lengths[i] < 1) return XGPT_WRONG_LENGTH;
+        if (int code = where.check(i, lengths[i])) return code;
         if (wrong_bias(bias, 1 - lengths[i], 0, bias_width, bias_center)) return XGPT_WRONG_BIAS;
     }
     if (n == 0) return XGPT_OK;
-    return run(xgpt::Decode{dtype, kv_dtype, out, query, query_stride, keys, values, slots, lengths, n, heads,
-                            kv_heads, dim, capacity, scale, bias, bias_width, bias_center,
+    return run(xgpt::Decode{dtype, kv_dtype, out, query, query_stride, keys, values, lengths, n, heads,
+                            kv_heads, dim, where, scale, bias, bias_width, bias_center,
                             threads});
 }
 
 extern "C" int xgpt_encode_attention(
     int dtype, int kv_dtype, void *out, const void *query, int64_t query_stride, const void *keys,
-    const void *values, const int64_t *slots, const int64_t *first, const int64_t *tokens,
-    int64_t num_spans, int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_slots,
-    int64_t capacity, float scale, int threads) {
+    const void *values, const int64_t *blocks, int64_t most_blocks, const int64_t *first,
+    const int64_t *tokens, int64_t num_spans, int64_t heads, int64_t kv_heads, int64_t dim,
+    int64_t num_blocks, int64_t block_size, float scale, int threads) {
     if (wrong_dtype(dtype) || wrong_dtype(kv_dtype)) return XGPT_WRONG_DTYPE;
+    const xgpt::Blocks where{num_blocks, block_size, blocks, most_blocks};
     if (wrong_heads(heads, kv_heads, dim) || num_spans < 0 || query_stride < heads * dim ||
-        threads < 1)
+        threads < 1 || where.wrong())
         return XGPT_WRONG_SIZE;
     double scores = 0;
     for (int64_t i = 0; i < num_spans; ++i) {
-        if (slots[i] < 0 || slots[i] >= num_slots) return XGPT_WRONG_SLOT;
-        if (tokens[i] < 1 || first[i] < 0 || first[i] > capacity - tokens[i])
+        if (tokens[i] < 1 || first[i] < 0 || first[i] > INT64_MAX - tokens[i])
             return XGPT_WRONG_LENGTH;
+        if (int code = where.check(i, first[i] + tokens[i])) return code;
         scores += double(tokens[i]) * double(first[i] + tokens[i] / 2 + 1) * double(kv_heads);
     }
     xgpt::Encode encode{dtype, kv_dtype, out, query, query_stride, keys, values, dim, heads, kv_heads, dim,
-                        scale, true, nullptr, 0, 0, threads, {}, {}};
+                        where, scale, true, nullptr, 0, 0, threads, {}, {}};
     int64_t packed = 0;
     for (int64_t i = 0; i < num_spans; packed += tokens[i++])
         for (int64_t head = 0; head < kv_heads; ++head)
-            encode.add({packed, first[i], 0, 0, 0, head,
-                        (slots[i] * kv_heads + head) * capacity * dim},
-                       tokens[i], most_scores(scores, threads));
+            encode.add({packed, first[i], 0, 0, 0, head, i}, tokens[i],
+                       most_scores(scores, threads));
     return run(encode);
 }
 
@@ -150,7 +189,7 @@ extern "C" int xgpt_packed_attention(
             return XGPT_WRONG_BIAS;
         scores += double(lengths[i]) * double(lengths[i]) * double(heads);
     }
-    xgpt::Encode encode{dtype, dtype, out, query, stride, key, value, stride, heads, heads, dim, scale,
+    xgpt::Encode encode{dtype, dtype, out, query, stride, key, value, stride, heads, heads, dim, {}, scale,
                         false, bias, bias_width, bias_center, threads, {}, {}};
     int64_t packed = 0;
     for (int64_t i = 0; i < num_inputs; packed += lengths[i++])

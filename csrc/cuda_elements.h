@@ -42,6 +42,18 @@ struct float16 {
     unsigned short bits;
 };
 
+/* Entry `at` of a query is the lower `block_bits` bits of it in block blocks[at >> block_bits] of the
+ * query's own; elements of `arrays` [num_blocks, kv_heads, block_size, dim] before that entry. */
+struct Entries {
+    const i64 *blocks;
+    i64 kv_heads, kv_head, block_size, block_bits, dim;
+
+    __device__ i64 offset(i64 at) const {
+        const i64 row = blocks[at >> block_bits] * kv_heads + kv_head;
+        return (row * block_size + (at & ((i64(1) << block_bits) - 1))) * dim;
+    }
+};
+
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 __device__ inline float to_float(float x) { return x; }

@@ -13,12 +13,13 @@ namespace xgpt {
 struct DecodeAttention {
     void *out;                 // [n, heads, dim]
     const void *query;         // [n, heads, dim], rows query_stride elements apart
-    const void *keys, *values; // [num_slots, kv_heads, capacity, dim]
-    const i64 *slots, *lengths;
+    const void *keys, *values; // [num_blocks, kv_heads, block_size, dim]
+    const i64 *blocks;         // [n, most_blocks]
+    const i64 *lengths;
     const float *bias;         // [heads, bias_width] by distance, the farthest's beyond; or null
     float *parts;              // [n, heads, num_parts, dim + 2]: sums, maximum, weight
-    i64 query_stride, n, heads, kv_heads, dim, num_slots, capacity, bias_width, bias_center,
-        num_parts, is_wide;
+    i64 query_stride, n, heads, kv_heads, dim, num_blocks, block_size, block_bits, most_blocks,
+        bias_width, bias_center, num_parts, is_wide;
     float scale;
 };
 
@@ -69,9 +70,9 @@ __device__ inline Work work_of(const DecodeAttention &p) {
     work.first_head = work.kv_head * group + chunk * each;
     work.heads = min(each, group - chunk * each);
     // a row of a captured batch that holds no query has length 0: it gets zeros
-    const i64 slot = p.slots[work.query];
-    const bool is_there = slot >= 0 && slot < p.num_slots;
-    work.length = is_there ? min(p.lengths[work.query], p.capacity) : 0;
+    const i64 block = p.blocks[work.query * p.most_blocks];
+    const bool is_there = block >= 0 && block < p.num_blocks;
+    work.length = is_there ? min(p.lengths[work.query], p.most_blocks * p.block_size) : 0;
     const i64 part = max((work.length + p.num_parts - 1) / p.num_parts, LEAST);
     work.from = min(blockIdx.y * part, work.length);
     work.to = min(work.from + part, work.length);
@@ -193,9 +194,9 @@ __device__ inline void decode_attention(const DecodeAttention &p) {
             state[h].sum[e] = 0.f;
         }
     }
-    const i64 row = (p.slots[work.query] * p.kv_heads + work.kv_head) * p.capacity * p.dim;
-    const T *keys = static_cast<const T *>(p.keys) + row;
-    const T *values = static_cast<const T *>(p.values) + row;
+    const Entries entries = {p.blocks + work.query * p.most_blocks, p.kv_heads, work.kv_head,
+                             p.block_size, p.block_bits, p.dim};
+    const T *keys = static_cast<const T *>(p.keys), *values = static_cast<const T *>(p.values);
     // as many rounds for every team: a shuffle is of whole warps
     for (i64 start = work.from; start < work.to; start += step * KEYS) {
         const i64 key = start + place;
@@ -203,8 +204,9 @@ __device__ inline void decode_attention(const DecodeAttention &p) {
 #pragma unroll
         for (int u = 0; u < KEYS; ++u) {
             const i64 at = key + u * step, size = at < work.to ? p.dim : 0;
-            key_rows[u] = load_eight(keys + at * p.dim, from, size, p.is_wide);
-            value_rows[u] = load_eight(values + at * p.dim, from, size, p.is_wide);
+            const i64 row = entries.offset(min(at, work.to - 1));
+            key_rows[u] = load_eight(keys + row, from, size, p.is_wide);
+            value_rows[u] = load_eight(values + row, from, size, p.is_wide);
         }
         float scores[HEADS][KEYS];
         score(p, work, key, step, team, query, key_rows, scores);

@@ -162,7 +162,6 @@ static int decode(const Decode &a) {
             const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
             const int64_t from = std::max(first, start[pair]) - start[pair];
             const int64_t to = std::min(last, start[pair + 1]) - start[pair];
-            const int64_t row = (a.slots[i] * a.kv_heads + head) * a.capacity + from;
             for (int64_t g = 0; g < group; ++g)
                 read_head<E>(a.dtype, a.query, i * a.query_stride + (head * group + g) * a.dim,
                              a.dim, a.scale, query + g * width, width);
@@ -171,23 +170,33 @@ static int decode(const Decode &a) {
             std::fill(most, total, NOTHING);
             std::fill(total, total + group, 0.0f);
             const int64_t then = std::min(pair + 1, pairs - 1);  // the pair whose keys come next
-            const E *after = static_cast<const E *>(a.keys) +
-                             (a.slots[then / a.kv_heads] * a.kv_heads + then % a.kv_heads) *
-                                 a.capacity * a.dim;
-            for (int64_t g = 0; g < group; g += KEPT) {
-                const int64_t heads = std::min<int64_t>(KEPT, group - g);
-                const float *bias = a.bias ? a.bias + (head * group + g) * a.bias_width +
-                                                 a.bias_center - (a.lengths[i] - 1) + from
-                                           : nullptr;
-                const E *keys = static_cast<const E *>(a.keys) + row * a.dim;
-                const E *values = static_cast<const E *>(a.values) + row * a.dim;
-                const auto attend = heads == 1   ? attend_heads<E, 1>
-                                    : heads == 2 ? attend_heads<E, 2>
-                                    : heads == 3 ? attend_heads<E, 3>
-                                                 : attend_heads<E, 4>;
-                attend(query + g * width, width, keys, values, a.dim, to - from, bias, a.bias_width,
-                       most + g, total + g, sums + g * width, after);
-            }
+            // elements before the entries of a head in a block
+            auto start_of = [&](int64_t block, int64_t of_head) {
+                return (block * a.kv_heads + of_head) * a.blocks.block_size * a.dim;
+            };
+            const int64_t next = start_of(a.blocks.of(then / a.kv_heads, 0),
+                                          then % a.kv_heads);
+            a.blocks.each(i, from, to,
+                          [&](int64_t block, int64_t offset, int64_t at, int64_t count) {
+                const int64_t row = start_of(block, head) + offset * a.dim;
+                const E *keys = static_cast<const E *>(a.keys) + row;
+                const E *values = static_cast<const E *>(a.values) + row;
+                const int64_t beyond = at + count;  // whose keys are read next
+                const E *after = static_cast<const E *>(a.keys) + (
+                    beyond < to ? start_of(a.blocks.of(i, beyond), head) : next);
+                for (int64_t g = 0; g < group; g += KEPT) {
+                    const int64_t heads = std::min<int64_t>(KEPT, group - g);
+                    const float *bias = a.bias ? a.bias + (head * group + g) * a.bias_width +
+                                                     a.bias_center - (a.lengths[i] - 1) + at
+                                               : nullptr;
+                    const auto attend = heads == 1   ? attend_heads<E, 1>
+                                        : heads == 2 ? attend_heads<E, 2>
+                                        : heads == 3 ? attend_heads<E, 3>
+                                                     : attend_heads<E, 4>;
+                    attend(query + g * width, width, keys, values, a.dim, count, bias, a.bias_width,
+                           most + g, total + g, sums + g * width, after);
+                }
+            });
             if (to - from == a.lengths[i]) {
                 write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
                              group, width, a.dim);

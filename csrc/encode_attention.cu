@@ -10,10 +10,12 @@ namespace xgpt {
 struct EncodeAttention {
     void *out;                  // [T, heads, dim]
     const void *query;          // [T, heads, dim], rows query_stride elements apart
-    const void *keys, *values;  // [num_slots, kv_heads, capacity, dim]
-    const i64 *slots, *first, *tokens_of;  // [spans]; where a span begins, and its tokens
+    const void *keys, *values;  // [num_blocks, kv_heads, block_size, dim]
+    const i64 *blocks;                  // [spans, most_blocks]
+    const i64 *first, *tokens_of;       // [spans]; where a span begins, and its tokens
     const i64 *starts;                  // [spans] packed tokens before it
-    i64 query_stride, spans, heads, kv_heads, dim, num_slots, capacity, is_wide;
+    i64 query_stride, spans, heads, kv_heads, dim, num_blocks, block_size, block_bits, most_blocks,
+        is_wide;
     float scale;
 };
 
@@ -31,12 +33,12 @@ struct Tiles {
 
 /* Rows from..from + TILE - 1 of keys or values, zeros from `to` on. */
 template <typename T>
-__device__ inline void load_tile(const T *rows, i64 from, i64 to, i64 dim, bool is_wide,
-                                 float *tile) {
-    const i64 eights = (dim + 7) / 8;
+__device__ inline void load_tile(const T *array, const Entries &entries, i64 from, i64 to,
+                                 bool is_wide, float *tile) {
+    const i64 dim = entries.dim, eights = (dim + 7) / 8;
     for (i64 at = threadIdx.x; at < TILE * eights; at += THREADS) {
         const i64 key = at / eights, e = at % eights * 8;
-        const Eight<T> eight = load_eight(rows + (from + key) * dim, e,
+        const Eight<T> eight = load_eight(array + entries.offset(min(from + key, to - 1)), e,
                                           from + key < to ? dim : 0, is_wide);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
@@ -94,9 +96,10 @@ __device__ inline void add_values(const Tiles &tiles, int dim, Tokens &own) {
 template <typename T>
 __device__ inline void encode_attention(const EncodeAttention &p) {
     const i64 span = blockIdx.z, head = blockIdx.y, from = blockIdx.x * TOKENS;
-    const i64 tokens = p.tokens_of[span], slot = p.slots[span], before = p.first[span];
-    const bool is_there = slot >= 0 && slot < p.num_slots && before >= 0 &&
-                          before + tokens <= p.capacity;
+    const i64 tokens = p.tokens_of[span], before = p.first[span];
+    const i64 *blocks = p.blocks + span * p.most_blocks;
+    const bool is_there = blocks[0] >= 0 && blocks[0] < p.num_blocks && before >= 0 &&
+                          before + tokens <= p.most_blocks * p.block_size;
     if (from >= tokens || !is_there) return;  // all of the block
     XGPT_SHARED(shared);
     const Tiles tiles = {shared, shared + TOKENS * p.dim, shared + TOKENS * (p.dim + TILE)};
@@ -118,17 +121,17 @@ __device__ inline void encode_attention(const EncodeAttention &p) {
 #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] = 0.f;
     }
-    const i64 row = (slot * p.kv_heads + head / (p.heads / p.kv_heads)) * p.capacity * p.dim;
-    const T *keys = static_cast<const T *>(p.keys) + row;
-    const T *values = static_cast<const T *>(p.values) + row;
+    const Entries entries = {blocks, p.kv_heads, head / (p.heads / p.kv_heads), p.block_size,
+                             p.block_bits, p.dim};
+    const T *keys = static_cast<const T *>(p.keys), *values = static_cast<const T *>(p.values);
     const i64 end = before + min(from + TOKENS, tokens);  // keys that the last token sees
     for (i64 key = 0; key < end; key += TILE) {
         __syncthreads();
-        load_tile(keys, key, end, p.dim, p.is_wide, tiles.row);
+        load_tile(keys, entries, key, end, p.is_wide, tiles.row);
         __syncthreads();
         score_tile(tiles, key, dim, own);
         __syncthreads();
-        load_tile(values, key, end, p.dim, p.is_wide, tiles.row);
+        load_tile(values, entries, key, end, p.is_wide, tiles.row);
         __syncthreads();
         add_values(tiles, dim, own);
     }

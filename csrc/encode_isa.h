@@ -14,23 +14,27 @@ constexpr int CHUNK = 128;
 struct Turned {
     std::vector<float> keys, values;
 
-    template <typename E>
-    void fill(const E *key, const E *value, int64_t stride, int64_t count, int64_t dim,
-              int64_t width) {
+    void resize(int64_t count, int64_t width) {
         keys.resize(rounded(count, KEYS) * width);
         values.resize(count * width);
+    }
+    /* The keys from `first` on, a multiple of W: `count` of them, with zeros behind up to `room`. */
+    template <typename E>
+    void fill(const E *key, const E *value, int64_t stride, int64_t first, int64_t count,
+              int64_t room, int64_t dim, int64_t width) {
         vec rows[W];
-        for (int64_t j = 0; j < rounded(count, KEYS); j += W)
+        for (int64_t j = 0; j < room; j += W)
             for (int64_t x = 0; x < dim; x += W) {
                 for (int64_t i = 0; i < W; ++i)
                     rows[i] = j + i < count ? load(key + (j + i) * stride + x, dim - x) : vec{};
                 turn(rows);
-                float *block = keys.data() + (j / KEYS * width + x) * KEYS + j % KEYS;
+                const int64_t to = first + j;
+                float *block = keys.data() + (to / KEYS * width + x) * KEYS + to % KEYS;
                 for (int64_t i = 0; i < W; ++i) store(block + i * KEYS, rows[i]);
             }
         for (int64_t j = 0; j < count; ++j)
             for (int64_t x = 0; x < width; x += W)
-                store(values.data() + j * width + x,
+                store(values.data() + (first + j) * width + x,
                       x < dim ? load(value + j * stride + x, dim - x) : vec{});
     }
 };
@@ -103,15 +107,30 @@ static void attend_chunk(Tile &tile, const Turned &turned, int64_t j, int64_t co
         tile_values<ROWS, 1>(tile.sums, width, tile.scores, values, count, x);
 }
 
+/* All keys and values that a task's tokens see, block by block. */
+template <typename E>
+static void turn_context(const Encode &a, const Task &task, Turned &turned) {
+    const int64_t width = rounded(a.dim, 2 * W);
+    const int64_t count = a.causal ? task.first + task.from + task.tokens : task.keys;
+    turned.resize(count, width);
+    auto fill = [&](int64_t place, int64_t first, int64_t here) {
+        const bool is_last = first + here == count;
+        turned.fill(static_cast<const E *>(a.keys) + place,
+                    static_cast<const E *>(a.values) + place, a.kv_stride, first, here,
+                    is_last ? rounded(count, KEYS) - first : here, a.dim, width);
+    };
+    if (!a.causal) return fill(task.place, 0, count);
+    a.blocks.each(task.place, 0, count, [&](int64_t block, int64_t, int64_t first, int64_t here) {
+        fill((block * a.kv_heads + task.head) * a.blocks.block_size * a.dim, first, here);
+    });
+}
+
 /* The tokens of a task. */
 template <typename E>
 static void attend_rows(const Encode &a, const Task &task, Turned &turned,
                         std::vector<float> &scratch) {
     const int64_t group = a.heads / a.kv_heads, dim = a.dim, width = rounded(dim, 2 * W);
-    const int64_t last = task.from + task.tokens;  // one past the last token's position
-    turned.fill(static_cast<const E *>(a.keys) + task.kv_offset,
-                static_cast<const E *>(a.values) + task.kv_offset, a.kv_stride,
-                a.causal ? task.first + last : task.keys, dim, width);
+    turn_context<E>(a, task, turned);
     scratch.resize(ROWS * (2 * width + CHUNK));
     Tile tile;
     tile.query = scratch.data();

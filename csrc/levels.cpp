@@ -43,7 +43,7 @@ const char *xgpt_words(int code) {
         case XGPT_OK: return "served";
         case XGPT_WRONG_DTYPE: return "the elements are neither float32 nor bfloat16";
         case XGPT_WRONG_SIZE: return "a size is below its least, or does not divide another";
-        case XGPT_WRONG_SLOT: return "a slot lies outside the cache";
+        case XGPT_WRONG_SLOT: return "a slot or a block lies outside the cache";
         case XGPT_WRONG_LENGTH: return "a length or position is beyond the capacity or too small";
         case XGPT_WRONG_BIAS: return "the bias by distance is narrower than the lengths need";
         case XGPT_WRONG_LEVEL: return "this processor or build lacks the instruction set";

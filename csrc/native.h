@@ -8,7 +8,12 @@
  * nothing was written. `xgpt_words(code)` says what is wrong in words.
  *
  * Letters: T tokens, n queries that decode, h heads, k KV heads (h / k heads read one), d head size,
- * H hidden size. A layer's cache is two arrays [slots, k, capacity, d]: keys and values.
+ * H hidden size. A layer's cache is two arrays [num_blocks, k, block_size, d]: keys and values.
+ *
+ * A query's entries lie in blocks, one after the other: entry p is number p % block_size of block
+ * blocks[p / block_size] of its row of `blocks` [n, most_blocks]. Numbers of blocks beyond its
+ * length are not looked at. Where most_blocks is 1 a block holds a whole query, whose slot it is, and
+ * may have any size; else it has 16 entries or a larger power of two.
  */
 #ifndef XGPT_NATIVE_H
 #define XGPT_NATIVE_H
@@ -25,7 +30,7 @@ enum {
     XGPT_OK = 0,
     XGPT_WRONG_DTYPE = 1,    /* neither float32 nor bfloat16 */
     XGPT_WRONG_SIZE = 2,     /* a size below its least, or one that does not divide another */
-    XGPT_WRONG_SLOT = 3,     /* a slot outside the cache */
+    XGPT_WRONG_SLOT = 3,     /* a slot or a block outside the cache */
     XGPT_WRONG_LENGTH = 4,   /* a length or a position beyond the capacity, or below its least */
     XGPT_WRONG_BIAS = 5,     /* a bias by distance that is too narrow for the lengths */
     XGPT_WRONG_LEVEL = 6,    /* an instruction set that this processor or this build lacks */
@@ -45,24 +50,26 @@ int xgpt_use_level(int level);
 void xgpt_use_openmp(void *gomp_parallel);
 
 /* One new token of each of n queries against its own context.
- * query, out [n, h, d], rows `query_stride` elements apart in query; keys, values [slots, k,
- * capacity, d]; query i reads the first lengths[i] >= 1 entries of slot slots[i].
+ * query, out [n, h, d], rows `query_stride` elements apart in query; keys, values
+ * [num_blocks, k, block_size, d]; query i reads its first lengths[i] >= 1 entries.
  * bias (null: none) [h, bias_width] float32 is added to the scaled score of the key at position p
  * by its distance from the token: bias[head][p - (lengths[i] - 1) + bias_center]. */
 int xgpt_decode_attention(int dtype, int kv_dtype, void *out, const void *query,
-                          int64_t query_stride, const void *keys, const void *values, const int64_t *slots,
-                          const int64_t *lengths, int64_t n, int64_t heads, int64_t kv_heads,
-                          int64_t dim, int64_t num_slots, int64_t capacity, float scale,
+                          int64_t query_stride, const void *keys, const void *values,
+                          const int64_t *blocks, int64_t most_blocks, const int64_t *lengths,
+                          int64_t n, int64_t heads, int64_t kv_heads, int64_t dim,
+                          int64_t num_blocks, int64_t block_size, float scale,
                           const float *bias, int64_t bias_width, int64_t bias_center, int threads);
 
 /* Spans of inputs, packed: span i has tokens[i] tokens, which are those from position first[i] on
- * of the query in slot slots[i]. Their keys and values are in the cache already. A token attends to
+ * of a query, whose blocks are row i of `blocks` [num_spans, most_blocks]. Their keys and values are in the cache already. A token attends to
  * all positions up to its own (causal); query, out [T, h, d], T the sum of `tokens`. */
 int xgpt_encode_attention(int dtype, int kv_dtype, void *out, const void *query,
-                          int64_t query_stride, const void *keys, const void *values, const int64_t *slots,
-                          const int64_t *first, const int64_t *tokens, int64_t num_spans,
-                          int64_t heads, int64_t kv_heads, int64_t dim, int64_t num_slots,
-                          int64_t capacity, float scale, int threads);
+                          int64_t query_stride, const void *keys, const void *values,
+                          const int64_t *blocks, int64_t most_blocks, const int64_t *first,
+                          const int64_t *tokens, int64_t num_spans, int64_t heads,
+                          int64_t kv_heads, int64_t dim, int64_t num_blocks, int64_t block_size,
+                          float scale, int threads);
 
 /* Whole inputs, packed, each token of an input against all of that input (an encoder without a
  * cache): query, key, value, out [T, heads, d] with `stride` elements between the tokens of query,

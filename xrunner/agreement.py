@@ -23,7 +23,7 @@ from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.attention import encode_context, whole_inputs
+from xrunner.ops.contexts import encode_context, whole_inputs
 from xrunner.plan import AGREEMENT_FILE, RunPlan, load_plan
 
 MOST_TOKENS = 2048

@@ -15,7 +15,7 @@ from xgpt.core.spool import Record, SpoolWriter
 from xrunner.agreement import MOST_TOKENS, agreement_of
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
-from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.int8 import is_int8_served
 from xrunner.plan import RunPlan
 

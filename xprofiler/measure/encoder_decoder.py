@@ -19,14 +19,8 @@ from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed, residual
 from xrunner.models.t5 import SCALE
 from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
-from xrunner.ops.attention import (
-    decode_attention,
-    decode_context,
-    encode_context,
-    packed_attention,
-    store_packed,
-    whole_inputs,
-)
+from xrunner.ops.attention import decode_attention, packed_attention, store_packed
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 from xrunner.ops.sampling import sample

@@ -2,7 +2,7 @@
 
 A decode step of a small model is a few hundred kernels of microseconds each, and launching them one
 by one takes the host longer than the GPU works. A captured step is launched at once. It reads its
-tokens, slots, lengths and positions where it read them when it was captured; so a step writes them
+tokens, blocks, lengths and positions where it read them when it was captured; so a step writes them
 there first, and rows that hold no query are in no slot and have no entries: the kernels of csrc/
 write nothing for them and give them zeros. Only those kernels read no more than these numbers say
 and take no size from the host: where torch's attention serves, nothing is captured.
@@ -21,9 +21,10 @@ from torch import Tensor
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops import cuda_modules
-from xrunner.ops.attention import DecodeContext
+from xrunner.ops.contexts import DecodeContext
 from xrunner.ops.cuda import MAX_DIM
 from xrunner.ops.launch import DTYPES
+from xrunner.ops.rows import Places
 from xrunner.rules.buckets import bucket_of
 
 NO_SLOT = -1
@@ -80,7 +81,7 @@ class DecodeGraphs:
         if size is None:
             return self._model.decode(inputs, self._store, step)
         if size not in self._steps:
-            self._steps[size] = _Step.of(size, inputs, capacity=self._store.shape[-2])
+            self._steps[size] = _Step.of(size, inputs, step, block_size=self._store.shape[-2])
         own = self._steps[size]
         own.take(inputs, step)
         if own.captured is not None:
@@ -108,17 +109,24 @@ class _Step:
     captured: Captured | None = None
 
     @classmethod
-    def of(cls, size: int, inputs: Tensor, *, capacity: int) -> _Step:
-        slots, positions, lengths = (torch.zeros(size, dtype=torch.long, device=inputs.device)
-                                     for _ in range(3))
+    def of(cls, size: int, inputs: Tensor, step: DecodeContext, *, block_size: int) -> _Step:
+        """Of `size` rows; inputs and `step` are of one with fewer."""
+        most = step.blocks.shape[1]
+        slots, positions, where, within, lengths = (
+            torch.zeros(size, dtype=torch.long, device=inputs.device) for _ in range(5))
         return cls(inputs.new_zeros(size, *inputs.shape[1:]), DecodeContext(
-            slots=slots, positions=positions, lengths=lengths, longest=capacity, width=size))
+            slots=slots, blocks=step.blocks.new_zeros(size, most), positions=positions,
+            places=Places(where, within), lengths=lengths, longest=block_size * most, width=size,
+            in_blocks=step.in_blocks))
 
     def take(self, inputs: Tensor, step: DecodeContext) -> None:
         """The rows of a step, and behind them such that hold no query."""
         count, own = len(inputs), self.context
         for buffer, values, empty in ((self.inputs, inputs, 0), (own.slots, step.slots, NO_SLOT),
+                                      (own.blocks, step.blocks, NO_SLOT),
                                       (own.positions, step.positions, 0),
+                                      (own.places.slots, step.places.slots, NO_SLOT),
+                                      (own.places.positions, step.places.positions, 0),
                                       (own.lengths, step.lengths, 0)):
             buffer[:count] = values
             buffer[count:] = empty

@@ -13,7 +13,7 @@ from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.sampling import sample_shards, unless_finite
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind

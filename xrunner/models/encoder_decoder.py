@@ -22,14 +22,8 @@ from xrunner.models.stage_model import (
 )
 from xrunner.models.t5 import SCALE
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
-from xrunner.ops.attention import (
-    DecodeContext,
-    decode_attention,
-    encode_context,
-    packed_attention,
-    store_packed,
-    whole_inputs,
-)
+from xrunner.ops.attention import decode_attention, packed_attention, store_packed
+from xrunner.ops.contexts import DecodeContext, encode_context, whole_inputs
 from xrunner.ops.head import Scores
 from xrunner.ops.rows import place
 

@@ -14,12 +14,8 @@ from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
-from xrunner.ops.attention import (
-    DecodeContext,
-    EncodeContext,
-    decode_attention,
-    encode_attention,
-)
+from xrunner.ops.attention import decode_attention, encode_attention
+from xrunner.ops.contexts import DecodeContext, EncodeContext
 from xrunner.ops.head import Scores
 from xrunner.ops.linear import Product, activations_of
 from xrunner.ops.residual import Residual
@@ -157,11 +153,13 @@ class StageModel:
         kept = None  # rows that the last layer goes on with; None: all
         if ends_only and encoded is not None:
             kept = torch.cat([torch.arange(n, device=inputs.device), encoded.ends + n])
-        places = Places(*(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
-            *(step.places for step in (decoded, encoded) if step is not None), strict=True)))
-        hidden = residual(self.ends.embed(inputs, self._within(places.positions))
+        positions, *where = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(
+            *((step.positions, *step.places) for step in (decoded, encoded) if step is not None),
+            strict=True))
+        places = Places(*where)
+        hidden = residual(self.ends.embed(inputs, self._within(positions))
                           if self.is_first else inputs, self.work_dtype, is_own=self.is_first)
-        rotation = self.ends.rotation(places.positions)
+        rotation = self.ends.rotation(positions)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
             query = place(layer.qkv(hidden), layer.heads, (keys, values), places, rotation)
             attended = []

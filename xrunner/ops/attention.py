@@ -1,17 +1,17 @@
 """Attention over the KV cache, apart from the rest of a layer (as XProfiler times it).
 
 Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, d head size. A layer's
-cache is keys and values, each [slots, k, capacity, d]; what a step adds is there before attention
-reads it (`xrunner.ops.rows.place`). A query may be of another type than the cache (float32 beside
-bfloat16); what comes out is of the query's. The native operators (csrc/attention.cpp) serve where
-they can, each query read as far as it is long; else torch, which pads and masks.
+cache is keys and values, each [blocks, k, size, d] (xrunner.ops.contexts); what a step adds is
+there before attention reads it (`xrunner.ops.rows.place`). A query may be of another type than the
+cache (float32 beside bfloat16); what comes out is of the query's. The native operators
+(csrc/attention.cpp) serve where they can, each query read as far as it is long; else torch, which
+pads and masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import cuda_modules
+from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, rows_of
 from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
 from xrunner.ops.native import check, dtype_code, library, serves, threads
 from xrunner.ops.rows import Places
-from xrunner.rules.slots import Span
-
-Cache = tuple[Tensor, Tensor]
 
 
 class Distances(NamedTuple):
@@ -35,45 +33,6 @@ class Distances(NamedTuple):
     center: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeContext:
-    """What every layer of one decode step shares: which slots, how much of each is read. Built once
-    a step, so that nothing in a layer grows with the number of queries in Python."""
-
-    slots: Tensor  # [n] int64, rising
-    positions: Tensor  # [n] int64 of the token being decoded
-    lengths: Tensor  # [n] int64 entries that a query reads, that token's too: positions + 1
-    longest: int
-    width: int  # slots below which all of `slots` lie
-    _masks: dict[torch.dtype, Tensor] = field(default_factory=dict)
-
-    @property
-    def places(self) -> Places:
-        """Where the tokens being decoded go."""
-        return Places(self.slots, self.positions)
-
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """[width, 1, 1, longest] added to scores by torch: 0 within a query's length, -inf
-        beyond."""
-        if dtype not in self._masks:
-            lengths = self.lengths.new_full((self.width,), self.longest)
-            lengths[self.slots] = self.lengths
-            beyond = torch.arange(self.longest, device=lengths.device) >= lengths[:, None]
-            mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device)
-            self._masks[dtype] = mask.masked_fill_(beyond, float("-inf"))[:, None, None, :]
-        return self._masks[dtype]
-
-
-def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
-                   device: torch.device | str = "cpu") -> DecodeContext:
-    """`lengths`: entries that each query reads, the token's own too; `slots`: theirs, rising; None:
-    0, 1, 2, ..."""
-    where = range(len(lengths)) if slots is None else slots
-    held = torch.tensor(lengths, device=device)
-    return DecodeContext(slots=torch.tensor(where, device=device), positions=held - 1, lengths=held,
-                         longest=max(lengths), width=where[-1] + 1)
-
-
 def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None = None,
                      bias: Distances | None = None) -> Tensor:
     """One token of each of n queries against its own entries, the last of which is its own.
@@ -82,21 +41,23 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: fl
     """
     keys, values = cache
     n, heads, dim = query.shape
-    num_slots, kv_heads, capacity, _ = keys.shape
+    num_blocks, kv_heads, size, _ = keys.shape
     if (gpu := _cuda("decode_attention", query, keys)) is not None:
         return gpu.decode_attention(
-            query, cache, step.slots, step.lengths, dim ** -0.5 if scale is None else scale,
+            query, cache, step.blocks, step.lengths, dim ** -0.5 if scale is None else scale,
             None if bias is None else DistanceBias(*bias)).flatten(1)
     if not _is_native(query, keys):
+        if step.in_blocks:
+            return _masked_blocks(query, cache, step, scale, bias)
         return _masked_decode(query, cache, step, scale, bias)
     out, lib = query.new_empty(n, heads * dim), library()
     assert lib is not None
     table, width, center = _addresses(bias)
     check(lib.xgpt_decode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
-        keys.data_ptr(), values.data_ptr(), step.slots.data_ptr(), step.lengths.data_ptr(), n,
-        heads, kv_heads, dim, num_slots, capacity, dim ** -0.5 if scale is None else scale, table,
-        width, center, threads()))
+        keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
+        step.lengths.data_ptr(), n, heads, kv_heads, dim, num_blocks, size,
+        dim ** -0.5 if scale is None else scale, table, width, center, threads()))
     return out
 
 
@@ -124,51 +85,23 @@ def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: floa
     return (out if is_dense else out[step.slots]).reshape(n, heads * dim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeContext:
-    """What every layer of one encode step shares: spans of inputs, packed one after the other."""
-
-    spans: Sequence[Span]
-    columns: Tensor  # [3, spans] int64: slot, first position, tokens of each
-    places: Places  # of every token
-
-    @property
-    def ends(self) -> Tensor:
-        """Rows of the last token of each input whose end is among the spans."""
-        last = [place for place, span in enumerate(self.spans) if span.is_last]
-        return (self.columns[2].cumsum(0) - 1)[last]
-
-    def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
-        """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
-        is longer is a piece of its own. Each comes with its rows."""
-        total = sum(span.tokens for span in self.spans)
-        share = total / -(-total // most)  # all pieces as large, or the last would be a small one
-        first = begin = end = 0
-        for i, span in enumerate(self.spans):
-            if end > begin and (end + span.tokens - begin > most or end - begin >= share):
-                yield slice(begin, end), self._part(first, i, slice(begin, end))
-                first, begin = i, end
-            end += span.tokens
-        yield slice(begin, end), self._part(first, len(self.spans), slice(begin, end))
-
-    def _part(self, first: int, last: int, rows: slice) -> EncodeContext:
-        return EncodeContext(spans=self.spans[first:last], columns=self.columns[:, first:last],
-                             places=Places(*(part[rows] for part in self.places)))
-
-
-def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu") -> EncodeContext:
-    """A span's tokens are those from `first` on of the query in its slot."""
-    slots = chain.from_iterable([span.slot] * span.tokens for span in spans)
-    positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
-    columns = torch.tensor([[span.slot, span.first, span.tokens] for span in spans],
-                           dtype=torch.long).view(-1, 3).t().contiguous()
-    return EncodeContext(spans=spans, columns=columns.to(device), places=Places(*(
-        torch.tensor(list(part), device=device, dtype=torch.long) for part in (slots, positions))))
-
-
-def whole_inputs(lengths: Sequence[int], first_slot: int = 0) -> list[Span]:
-    """Inputs of these lengths, in slots from `first_slot` on."""
-    return [Span(first_slot + i, 0, length, True) for i, length in enumerate(lengths)]
+def _masked_blocks(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None,
+                   bias: Distances | None) -> Tensor:
+    """By torch, of entries in blocks: copied into rows. A block that another query has left may
+    hold what is no number, which a masked score would still multiply."""
+    n, heads, dim = query.shape
+    kv_heads, mask = cache[0].shape[1], step.mask(query.dtype)
+    beyond = step.mask(query.dtype).view(n, 1, step.longest, 1) != 0
+    keys, values = (part.to(query.dtype).masked_fill(beyond, 0)
+                    for part in rows_of(cache, step.blocks, step.longest))
+    if bias is not None:
+        distances = torch.arange(step.longest, device=mask.device) - step.positions[:, None]
+        own = bias.table[:, (distances + bias.center).clamp(max=bias.table.shape[1] - 1)]
+        added = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
+        mask = (mask + added).view(n, kv_heads, -1, step.longest)
+    out = scaled_dot_product_attention(query.reshape(n, kv_heads, heads // kv_heads, dim), keys,
+                                       values, attn_mask=mask, scale=scale)
+    return out.reshape(n, heads * dim)
 
 
 def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
@@ -177,20 +110,20 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
     contiguous; `scale` None: 1 / sqrt(d). Returns [T, h * d]."""
     keys, values = cache
     tokens, heads, dim = query.shape
-    num_slots, kv_heads, capacity, _ = keys.shape
+    num_blocks, kv_heads, size, _ = keys.shape
     if (gpu := _cuda("encode_attention", query, keys)) is not None:
-        return gpu.encode_attention(query, cache, step.spans,
+        return gpu.encode_attention(query, cache, step.spans, step.blocks,
                                     dim ** -0.5 if scale is None else scale).flatten(1)
     if not _is_native(query, keys):
         return _encode_by_span(query, cache, step, scale)
     out, lib = query.new_empty(tokens, heads * dim), library()
     assert lib is not None
-    slots, first, lengths = step.columns
+    _, first, lengths = step.columns
     check(lib.xgpt_encode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
-        keys.data_ptr(), values.data_ptr(), slots.data_ptr(), first.data_ptr(), lengths.data_ptr(),
-        len(step.spans), heads, kv_heads, dim, num_slots, capacity,
-        dim ** -0.5 if scale is None else scale, threads()))
+        keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
+        first.data_ptr(), lengths.data_ptr(), len(step.spans), heads, kv_heads, dim, num_blocks,
+        size, dim ** -0.5 if scale is None else scale, threads()))
     return out
 
 
@@ -198,10 +131,12 @@ def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext,
                     scale: float | None) -> Tensor:
     outs = []
     ends = list(accumulate(span.tokens for span in step.spans))
-    for (slot, first, tokens, _), end in zip(step.spans, ends, strict=True):
+    for i, ((slot, first, tokens, _), end) in enumerate(zip(step.spans, ends, strict=True)):
         at = torch.arange(first + tokens, device=query.device)
         mask = None if first == 0 else at[None, :] <= at[first:, None]
-        key, value = (part[slot, :, :first + tokens].to(query.dtype) for part in cache)
+        rows = ([part[0] for part in rows_of(cache, step.blocks[i:i + 1], first + tokens)]
+                if step.in_blocks else [part[slot, :, :first + tokens] for part in cache])
+        key, value = (part.to(query.dtype) for part in rows)
         outs.append(_attend_one(query[end - tokens:end], key, value, mask, scale,
                                 is_causal=first == 0))
     return torch.cat(outs) if outs else query.flatten(1)

@@ -1,10 +1,10 @@
 """The CUDA operators: arguments checked, and the kernels of csrc/ launched on torch's stream.
 
 Shapes and letters as in csrc/native.h: T tokens, n queries that decode, h heads, k KV heads, d head
-size, H hidden size; a layer's cache is two arrays [slots, k, capacity, d]. float32, bfloat16 and
-float16; sums are float32. Wrong shapes and types raise ValueError before anything is launched.
-Slots, lengths and positions lie on the GPU, so their values are not looked at here; a kernel leaves
-out what lies outside the cache.
+size, H hidden size; a layer's cache is two arrays [blocks, k, size, d], and a query's entries lie
+in blocks (xrunner.ops.contexts). float32, bfloat16 and float16; sums are float32. Wrong shapes and
+types raise ValueError before anything is launched. Blocks, lengths and positions lie on the GPU, so
+their values are not looked at here; a kernel leaves out a query whose first block is no block.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,7 @@ MAX_DIM = 256  # of a head, in attention
 _MAX_GRID = 65535  # blocks along y and z
 _THREADS = 128
 _MOST_PARTS = 64
+_ONE_BLOCK = 62  # bits of an entry's number: more than any has
 _ENCODE_TOKENS, _ENCODE_KEYS = 16, 32  # of a block and at a time, in encode_attention.cu
 
 
@@ -55,18 +56,20 @@ class CudaOps:
         self._launch = launch
         self._multiprocessors = multiprocessors
 
-    def decode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor,
+    def decode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], blocks: Tensor,
                          lengths: Tensor, scale: float, bias: DistanceBias | None = None,
                          parts: int | None = None) -> Tensor:
         """One new token of each of n queries against its own context.
 
-        query [n, h, d], its rows anywhere; cache: keys and values; slots, lengths [n] int64; a
-        length of 0 gives zeros. `parts` that a context is split into; None: as many as fill the
-        GPU. Returns [n, h, d].
+        query [n, h, d], its rows anywhere; cache: keys and values; blocks [n, most], lengths [n]
+        int64; a length of 0 gives zeros. `parts` that a context is split into; None: as many as
+        fill the GPU. Returns [n, h, d].
         """
         n, heads, dim = query.shape
-        slots_there, kv_heads, capacity = _check_cache(query, cache)
-        check_numbers(query.device, n, slots, lengths)
+        kv_heads, sizes = _check_cache(query, cache, blocks)
+        check_numbers(query.device, n, lengths)
+        if len(blocks) != n:
+            raise refusal(f"blocks {list(blocks.shape)} for {n} queries")
         if bias is not None:
             check_plain(query.device, bias.values)
             width = bias.values.shape[-1]
@@ -79,17 +82,18 @@ class CudaOps:
             return out
         group = heads // kv_heads
         together = 1 if group == 1 else 2 if group == 2 else 4
-        blocks = n * kv_heads * -(-group // together)
+        at_work = n * kv_heads * -(-group // together)  # blocks of threads
         if parts is None:
-            wanted = -(-2 * self._multiprocessors // blocks)
-            parts = max(1, min(wanted, capacity // 128, _MOST_PARTS))
+            wanted = -(-2 * self._multiprocessors // at_work)
+            longest = sizes["most_blocks"] * sizes["block_size"]
+            parts = max(1, min(wanted, longest // 128, _MOST_PARTS))
         work = torch.empty((n, heads, parts, dim + 2), dtype=torch.float32,
                            device=query.device) if parts > 1 else None
         arguments = filled(
-                DECODE, out=out, query=query, keys=cache[0], values=cache[1], slots=slots,
+                DECODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=blocks,
             lengths=lengths, bias=None if bias is None else bias.values, parts=work,
             query_stride=query.stride(0), n=n, heads=heads, kv_heads=kv_heads,
-            dim=dim, num_slots=slots_there, capacity=capacity,
+            dim=dim, **sizes,
             bias_width=0 if bias is None else bias.values.shape[1],
             bias_center=0 if bias is None else bias.center, num_parts=parts,
             is_wide=is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0,
@@ -97,52 +101,53 @@ class CudaOps:
         name = DTYPES[query.dtype]
         shared = _THREADS // 32 * together * (dim + 2) * 4
         self._launch(Launch("decode_attention", f"decode_attention_{together}_{name}",
-                            (blocks, parts, 1), _THREADS, shared, arguments))
+                            (at_work, parts, 1), _THREADS, shared, arguments))
         if parts > 1:
             self._launch(Launch("decode_attention", f"combine_parts_{name}", (n * heads, 1, 1),
                                 32 * -(-dim // 32), 0, arguments))
         return out
 
     def encode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], spans: Sequence[Span],
-                         scale: float) -> Tensor:
+                         blocks: Tensor, scale: float) -> Tensor:
         """Spans of inputs, packed: each token against what its query has up to it (causal), the
         entries of the spans themselves included, which are in the cache already.
 
-        query [T, h, d], its rows anywhere. Returns [T, h, d].
+        query [T, h, d], its rows anywhere; blocks [spans, most] int64. Returns [T, h, d].
         """
         tokens, heads, dim = query.shape
-        slots_there, kv_heads, capacity = _check_cache(query, cache)
+        _, sizes = _check_cache(query, cache, blocks)
         if sum(s.tokens for s in spans) != tokens:
             raise refusal(f"spans of {sum(s.tokens for s in spans)} " f"tokens for {tokens}")
+        if len(blocks) != len(spans):
+            raise refusal(f"blocks {list(blocks.shape)} for {len(spans)} spans")
+        capacity = sizes["most_blocks"] * sizes["block_size"]
         for span in spans:
-            if not 0 <= span.slot < slots_there:
-                raise refusal(f"slot {span.slot} of {slots_there}")
             if span.tokens < 1 or span.first < 0 or span.first + span.tokens > capacity:
                 raise refusal(f"{span} beyond the capacity {capacity}")
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
         start = 0
         for at in range(0, len(spans), _MAX_GRID):
-            start = self._encode(query, cache, spans[at:at + _MAX_GRID], scale, (out, start))
+            here = slice(at, at + _MAX_GRID)
+            start = self._encode(query, cache, spans[here], blocks[here], scale, (out, start))
         return out
 
     def _encode(self, query: Tensor, cache: tuple[Tensor, Tensor], spans: Sequence[Span],
-                scale: float, into: tuple[Tensor, int]) -> int:
+                blocks: Tensor, scale: float, into: tuple[Tensor, int]) -> int:
         """As many spans as one launch can take, to `into`: rows of it from a token on. Returns the
         token after them."""
         out, start = into
         _, heads, dim = query.shape
-        slots_there, kv_heads, capacity, _ = cache[0].shape
+        kv_heads, sizes = _check_cache(query, cache, blocks)
         starts = []
         for span in spans:
             starts.append(start)
             start += span.tokens
-        table = numbers(query.device, [s.slot for s in spans], [s.first for s in spans],
-                        [s.tokens for s in spans], starts)
+        table = numbers(query.device, [s.first for s in spans], [s.tokens for s in spans], starts)
         arguments = filled(
-                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], slots=table[0],
-            first=table[1], tokens_of=table[2], starts=table[3],
+                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=blocks,
+            first=table[0], tokens_of=table[1], starts=table[2],
             query_stride=query.stride(0), spans=len(spans), heads=heads,
-            kv_heads=kv_heads, dim=dim, num_slots=slots_there, capacity=capacity,
+            kv_heads=kv_heads, dim=dim, **sizes,
             is_wide=is_wide(*cache, row=dim), scale=scale)
         shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
         tiles = -(-max(s.tokens for s in spans) // _ENCODE_TOKENS)
@@ -224,8 +229,10 @@ class CudaOps:
         return out
 
 
-def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
-    """Slots, KV heads and capacity of a cache that such queries can read."""
+def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor],
+                 blocks: Tensor) -> tuple[int, dict[str, int]]:
+    """KV heads of a cache that such queries can read, and how entries lie in blocks (csrc/native.h,
+    Entries of csrc/cuda_elements.h)."""
     check_alike(query, *cache)
     keys, values = cache
     n, heads, dim = query.shape
@@ -233,9 +240,18 @@ def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[int, int,
         raise refusal(f"keys {list(keys.shape)} and values {list(values.shape)} for heads of {dim}")
     if not 1 <= dim <= MAX_DIM:
         raise refusal(f"heads of {dim}: 1 to {MAX_DIM} are served")
-    slots, kv_heads, capacity, _ = keys.shape
+    num_blocks, kv_heads, size, _ = keys.shape
     if kv_heads < 1 or heads % kv_heads != 0:
         raise refusal(f"{heads} heads for {kv_heads} KV heads")
     if n > 0 and heads > 1 and query.stride(1) != dim:
         raise refusal("the heads of a query are apart")
-    return slots, kv_heads, capacity
+    check_plain(query.device, blocks)
+    most = blocks.shape[-1]
+    if blocks.dtype != torch.int64 or blocks.dim() != 2 or most < 1:
+        raise refusal(f"blocks {list(blocks.shape)} {blocks.dtype} where [n, most] int64 belongs")
+    if most > 1 and size.bit_count() != 1:
+        raise refusal(f"several blocks a query, of {size} entries: no power of two")
+    # a query in one block has all its entries there, however large the block is
+    return kv_heads, {"num_blocks": num_blocks, "block_size": size,
+                      "block_bits": size.bit_length() - 1 if most > 1 else _ONE_BLOCK,
+                      "most_blocks": most}

@@ -18,6 +18,7 @@ from xrunner.rules.slots import Move, Span
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STEPS = 8  # of the type, by which a result may be off; 64 of float32, whose sums differ in order
+_BLOCK = 16  # entries
 _HEADS = ((9, 3, 64), (12, 12, 64), (8, 1, 80), (5, 5, 33), (4, 2, 256))  # h, k, d
 
 
@@ -53,13 +54,13 @@ class _Drawn:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._generator = torch.Generator(device).manual_seed(5)
+        self.generator = torch.Generator(device).manual_seed(5)
 
     def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
+        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
 
     def whole(self, low: int, high: int, count: int) -> Tensor:
-        return torch.randint(low, high + 1, (count,), generator=self._generator,
+        return torch.randint(low, high + 1, (count,), generator=self.generator,
                              device=self.device)
 
 
@@ -100,17 +101,36 @@ def _decode_cases(ops: CudaOps, drawn: _Drawn, heads: int, cache: Cache,
                   lengths: Tensor) -> Iterator[Case]:
     n, (_, _, capacity, dim), dtype = len(lengths), cache[0].shape, cache[0].dtype
     query, scale = drawn.normal(n, heads, dim, dtype=dtype), dim ** -0.5
-    slots = torch.arange(n, 0, -1, device=drawn.device)
+    blocks = torch.arange(n, 0, -1, device=drawn.device)[:, None]
     bias = DistanceBias(drawn.normal(heads, capacity, dtype=torch.float32), capacity - 1)
     num_bytes = _entry_bytes(cache) * int(lengths.sum())
     shape = _heads_in_words(heads, cache)
     yield Case("decode_attention", shape, dtype,
-               lambda: [reference.decode(query, cache, slots, lengths, scale)],
-               lambda: [ops.decode_attention(query, cache, slots, lengths, scale)], num_bytes)
+               lambda: [reference.decode(query, cache, blocks, lengths, scale)],
+               lambda: [ops.decode_attention(query, cache, blocks, lengths, scale)], num_bytes)
     yield Case("decode_attention", f"{shape}, biased", dtype,
-               lambda: [reference.decode(query, cache, slots, lengths, scale, bias)],
-               lambda: [ops.decode_attention(query, cache, slots, lengths, scale, bias)],
+               lambda: [reference.decode(query, cache, blocks, lengths, scale, bias)],
+               lambda: [ops.decode_attention(query, cache, blocks, lengths, scale, bias)],
                num_bytes)
+    paged, table = _in_blocks(drawn, cache)
+    yield Case("decode_attention", f"{shape}, in blocks of {_BLOCK}", dtype,
+               lambda: [reference.decode(query, cache, blocks, lengths, scale)],
+               lambda: [ops.decode_attention(query, paged, table[blocks[:, 0]], lengths, scale)],
+               num_bytes)
+
+
+def _in_blocks(drawn: _Drawn, cache: Cache) -> tuple[Cache, Tensor]:
+    """The cache's entries in blocks, in any order, and those of each slot [slots, most]."""
+    slots, kv_heads, capacity, dim = cache[0].shape
+    most = -(-capacity // _BLOCK)
+    order = torch.randperm(slots * most, generator=drawn.generator, device=drawn.device)
+    paged = []
+    for part in cache:
+        cut = torch.nn.functional.pad(part, (0, 0, 0, most * _BLOCK - capacity)).view(
+            slots, kv_heads, most, _BLOCK, dim).transpose(1, 2).flatten(0, 1)
+        paged.append(torch.empty_like(cut.contiguous()))
+        paged[-1][order] = cut
+    return (paged[0], paged[1]), order.view(slots, most)
 
 
 def _encode_case(ops: CudaOps, drawn: _Drawn, heads: int, cache: Cache, lengths: Tensor) -> Case:
@@ -119,9 +139,12 @@ def _encode_case(ops: CudaOps, drawn: _Drawn, heads: int, cache: Cache, lengths:
     spans = [Span(slot, length // 2, length - length // 2, True)
              for slot, length in enumerate(lengths.tolist())]
     query = drawn.normal(sum(s.tokens for s in spans), heads, dim, dtype=cache[0].dtype)
+    blocks = torch.arange(len(spans), device=drawn.device)[:, None]
+    paged, table = _in_blocks(drawn, cache)
     return Case("encode_attention", _heads_in_words(heads, cache), cache[0].dtype,
-                lambda: [reference.encode(query, cache, spans, dim ** -0.5)],
-                lambda: [ops.encode_attention(query, cache, spans, dim ** -0.5)],
+                lambda: [reference.encode(query, cache, spans, blocks, dim ** -0.5)] * 2,
+                lambda: [ops.encode_attention(query, *where, dim ** -0.5) for where in (
+                    (cache, spans, blocks), (paged, spans, table[:len(spans)]))],
                 _entry_bytes(cache) * int(lengths.sum()) + 2 * query.nbytes)
 
 

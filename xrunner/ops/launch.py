@@ -14,9 +14,9 @@ from torch import Tensor
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # members whose C type is not `i64`; all of them take eight bytes but the float at the end
 _FLOATS = {"scale", "eps"}
-_POINTERS = {"out", "query", "keys", "values", "slots", "lengths", "bias", "parts", "first",
-             "tokens_of", "starts", "normed", "hidden", "added", "weight", "joint", "cos", "sin",
-             "positions", "arrays", "sources", "targets", "block"}
+_POINTERS = {"out", "query", "keys", "values", "slots", "blocks", "lengths", "bias", "parts",
+             "first", "tokens_of", "starts", "normed", "hidden", "added", "weight", "joint", "cos",
+             "sin", "positions", "arrays", "sources", "targets", "block"}
 
 Struct = ctypes.Structure
 _MEMBERS: dict[type[Struct], tuple[str, ...]] = {}
@@ -51,11 +51,11 @@ ADD_NORM = struct("AddNorm", "normed hidden added weight bias tokens size is_wid
 PLACE = struct("Place", "joint cos sin keys values slots positions tokens heads kv_heads dim "
                "num_slots capacity")
 SILU_MUL = struct("SiluMul", "out joint tokens inner is_wide")
-DECODE = struct("DecodeAttention", "out query keys values slots lengths bias parts query_stride n "
-                "heads kv_heads dim num_slots capacity bias_width bias_center num_parts is_wide "
-                "scale")
-ENCODE = struct("EncodeAttention", "out query keys values slots first tokens_of starts "
-                "query_stride spans heads kv_heads dim num_slots capacity is_wide scale")
+_BLOCKS = "num_blocks block_size block_bits most_blocks "
+DECODE = struct("DecodeAttention", "out query keys values blocks lengths bias parts query_stride n "
+                f"heads kv_heads dim {_BLOCKS} bias_width bias_center num_parts is_wide scale")
+ENCODE = struct("EncodeAttention", "out query keys values blocks first tokens_of starts "
+                f"query_stride spans heads kv_heads dim {_BLOCKS} is_wide scale")
 _ROWS = "arrays num_arrays heads head_bytes slot_bytes token_bytes "
 KV_COMPACT = struct("KvCompact", _ROWS + "sources targets lengths moves")
 KV_PACK = struct("KvPack", _ROWS + "slots lengths starts block queries tokens")

@@ -11,15 +11,18 @@ from torch.nn import functional
 from xrunner.ops.cuda import DistanceBias
 from xrunner.rules.slots import Move, Span
 
-Cache = tuple[Tensor, Tensor]  # keys and values [slots, k, capacity, d]
+Cache = tuple[Tensor, Tensor]  # keys and values [num_blocks, k, size, d]
 
 
-def attention(query: Tensor, cache: Cache, slot: int, length: int, scale: float,
+def attention(query: Tensor, cache: Cache, blocks: Tensor, length: int, scale: float,
               bias: DistanceBias | None = None) -> Tensor:
-    """Tokens query [t, h, d], the last `t` of `length`, against the entries of a slot, causal."""
-    tokens, heads, dim = query.shape
+    """Tokens query [t, h, d], the last `t` of `length`, against the entries in these blocks [most],
+    causal."""
+    tokens, heads, _ = query.shape
     group = heads // cache[0].shape[1]
-    keys, values = (c[slot, :, :length].float().repeat_interleave(group, 0) for c in cache)
+    own = blocks[:-(-length // cache[0].shape[2])]
+    keys, values = (c[own].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                    .repeat_interleave(group, 0) for c in cache)
     scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * scale  # [h, t, length]
     at = torch.arange(length, device=query.device)
     ago = at[None, :] - at[length - tokens:, None]  # [t, length]: 0 at the token itself
@@ -30,18 +33,20 @@ def attention(query: Tensor, cache: Cache, slot: int, length: int, scale: float,
     return (scores.softmax(-1) @ values).transpose(0, 1).to(query.dtype)
 
 
-def decode(query: Tensor, cache: Cache, slots: Tensor, lengths: Tensor, scale: float,
+def decode(query: Tensor, cache: Cache, blocks: Tensor, lengths: Tensor, scale: float,
            bias: DistanceBias | None = None) -> Tensor:
-    rows = [attention(query[i:i + 1], cache, slot, length, scale, bias) if length
-            else torch.zeros_like(query[i:i + 1])
-            for i, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True))]
+    """blocks [n, most]."""
+    rows = [attention(query[i:i + 1], cache, blocks[i], length, scale, bias) if length
+            else torch.zeros_like(query[i:i + 1]) for i, length in enumerate(lengths.tolist())]
     return torch.cat(rows) if rows else torch.empty_like(query)
 
 
-def encode(query: Tensor, cache: Cache, spans: list[Span], scale: float) -> Tensor:
+def encode(query: Tensor, cache: Cache, spans: list[Span], blocks: Tensor,
+           scale: float) -> Tensor:
+    """blocks [spans, most]."""
     rows, start = [], 0
-    for span in spans:
-        rows.append(attention(query[start:start + span.tokens], cache, span.slot,
+    for span, own in zip(spans, blocks, strict=True):
+        rows.append(attention(query[start:start + span.tokens], cache, own,
                               span.first + span.tokens, scale))
         start += span.tokens
     return torch.cat(rows) if rows else torch.empty_like(query)

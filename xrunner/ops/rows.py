@@ -21,7 +21,8 @@ class Rotation(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64."""
+    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64; of
+    entries that lie in blocks, a slot is a block, and a position that within it."""
 
     slots: Tensor
     positions: Tensor

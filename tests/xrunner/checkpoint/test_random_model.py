@@ -20,7 +20,7 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.attention import encode_context, whole_inputs
+from xrunner.ops.contexts import encode_context, whole_inputs
 
 SMALL = ModelSpec(name="small", family="llama", num_layers=4, hidden_size=48, num_heads=6,
                   num_kv_heads=2, vocab_size=97, intermediate_size=80, is_gated_mlp=True,

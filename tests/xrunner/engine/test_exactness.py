@@ -28,7 +28,7 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
 from xrunner.query import Sampling

@@ -19,14 +19,8 @@ from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
 from xrunner.models.t5 import SCALE
 from xrunner.models.weights import WeightSource
-from xrunner.ops.attention import (
-    decode_attention,
-    decode_context,
-    encode_context,
-    packed_attention,
-    store_packed,
-    whole_inputs,
-)
+from xrunner.ops.attention import decode_attention, packed_attention, store_packed
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 

@@ -24,7 +24,7 @@ from xrunner.models import weights as weights_module
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights, TensorPart
-from xrunner.ops.attention import DecodeContext, decode_context, encode_context, whole_inputs
+from xrunner.ops.contexts import DecodeContext, decode_context, encode_context, whole_inputs
 from xrunner.ops.linear import Product
 from xrunner.rules.slots import Span
 

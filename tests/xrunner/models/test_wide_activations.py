@@ -12,7 +12,7 @@ from xgpt.core.model import ModelSpec
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
-from xrunner.ops.attention import decode_context, encode_context, whole_inputs
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 
 SHAPE = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=48, num_heads=6,
                   num_kv_heads=3, vocab_size=97, intermediate_size=36, is_gated_mlp=True,

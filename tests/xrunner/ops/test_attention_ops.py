@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from torch import Tensor
 
-from xrunner.ops.attention import (
-    Distances,
-    decode_attention,
-    decode_context,
-    encode_attention,
-    encode_context,
-    packed_attention,
-)
+from xrunner.ops.attention import Distances, decode_attention, encode_attention, packed_attention
+from xrunner.ops.contexts import BlockTable, decode_context, encode_context
 from xrunner.rules.slots import Span
 
 DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130]
@@ -88,6 +82,29 @@ def entries(cache: tuple[Tensor, Tensor], slot: int, length: int) -> list[Tensor
     return [part[slot, :, :length].transpose(0, 1).clone() for part in cache]
 
 
+def in_blocks(cache: tuple[Tensor, Tensor], lengths: dict[int, int], size: int,
+              seed: int) -> tuple[tuple[Tensor, Tensor], BlockTable]:
+    """The first `lengths` entries of each slot in blocks of that size, in any order; whatever no
+    query reads is no number, and what a table says of blocks beyond a length is nothing."""
+    slots, most = len(cache[0]), -(-cache[0].shape[2] // size)
+    order = torch.randperm(slots * most + 3, generator=torch.Generator().manual_seed(seed))
+    table, parts = torch.full((slots, most), -7), []
+    for slot, length in lengths.items():
+        count = -(-length // size)
+        table[slot, :count] = order[slot * most:slot * most + count]
+    for part in cache:
+        paged = part.new_full((len(order), part.shape[1], size, part.shape[3]), float("nan"))
+        for slot, length in lengths.items():
+            for at in range(0, length, size):
+                here = part[slot, :, at:min(at + size, length)]
+                paged[table[slot, at // size], :, :here.shape[1]] = here
+        parts.append(paged)
+    return (parts[0], parts[1]), BlockTable(table, size)
+
+
+block_sizes = st.sampled_from([None, None, 16, 32, 64, 128, 256])
+
+
 def bias_of(shape: Shape, longest: int, both_ways: bool) -> Distances:
     width = 2 * longest - 1 if both_ways else longest
     table = shape._replace(dtype=torch.float32).normal(shape.heads, width)
@@ -105,10 +122,10 @@ def decode_cases(draw: st.DrawFn) -> tuple[Shape, int, list[int], list[int]]:
 
 @every_implementation
 @many
-@given(case=decode_cases(), has_bias=st.booleans())
+@given(case=decode_cases(), has_bias=st.booleans(), size=block_sizes)
 def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
         implementation: Implementation, case: tuple[Shape, int, list[int], list[int]],
-        has_bias: bool) -> None:
+        has_bias: bool, size: int | None) -> None:
     shape, capacity, slots, lengths = case
     keys, values = cache_of(shape, 9, capacity)
     # the rows of a product that has key and value behind the query
@@ -121,9 +138,11 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
         expected.append(softmax_attention(query[i:i + 1], *entries((keys, values), slot, length),
                                           shape.scale, added))
         keys[slot, :, length:], values[slot, :, length:] = GARBAGE, -GARBAGE
-    cache = (keys.to(implementation.device), values.to(implementation.device))
+    cache, table = (keys, values), None
+    if size is not None:
+        cache, table = in_blocks(cache, dict(zip(slots, lengths, strict=True)), size, shape.seed)
     with implementation.using(), num_threads(shape.threads):
-        step = decode_context(lengths, slots, implementation.device)
+        step = decode_context(lengths, slots, implementation.device, table)
         got = decode_attention(query.to(implementation.device), cache, step, shape.scale, bias)
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
@@ -142,9 +161,10 @@ def spans(draw: st.DrawFn) -> tuple[Shape, int, list[Span]]:
 
 @every_implementation
 @many
-@given(case=spans())
+@given(case=spans(), size=block_sizes)
 def test_a_token_that_is_encoded_attends_to_what_came_before_it(
-        implementation: Implementation, case: tuple[Shape, int, list[Span]]) -> None:
+        implementation: Implementation, case: tuple[Shape, int, list[Span]],
+        size: int | None) -> None:
     shape, capacity, parts = case
     keys, values = cache_of(shape, 6, capacity)
     total = sum(part.tokens for part in parts)
@@ -158,9 +178,12 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(
             torch.zeros(later.shape).masked_fill(later, float("-inf")).double()))
         keys[slot, :, end:], values[slot, :, end:] = GARBAGE, -GARBAGE
         start += tokens
-    cache = (keys.to(implementation.device), values.to(implementation.device))
+    cache, table = (keys, values), None
+    if size is not None:
+        ends = {part.slot: part.first + part.tokens for part in parts}
+        cache, table = in_blocks(cache, ends, size, shape.seed)
     with implementation.using(), num_threads(shape.threads):
-        step = encode_context(parts, implementation.device)
+        step = encode_context(parts, implementation.device, table)
         got = encode_attention(query.to(implementation.device), cache, step, shape.scale)
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 

@@ -20,6 +20,7 @@ from xrunner.rules.slots import Move, Span
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from(cuda_check.DTYPES)
+BLOCK_SIZES = st.sampled_from([0, 1, 4, 16, 64])  # 0: a block holds a whole query
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
 some = settings(deadline=None, max_examples=20,
                 suppress_health_check=[HealthCheck.function_scoped_fixture,
@@ -68,6 +69,23 @@ class Attended:
                 array[slot, :, lengths.get(slot, 0):] = float("nan")
         return arrays
 
+    def in_blocks(self, cache: tuple[Tensor, Tensor], size: int,
+                  slots: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The cache in blocks of that size, in any order, with one of NaN behind; and the blocks
+        of these slots [n, most]."""
+        if size == 0:
+            return cache, torch.tensor(slots, dtype=torch.int64)[:, None]
+        most = -(-self.capacity // size)
+        order = torch.randperm(self.slots * most + 1, generator=torch.Generator().manual_seed(7))
+        table, parts = order[:-1].view(self.slots, most), []
+        for part in cache:
+            padded = torch.nn.functional.pad(part, (0, 0, 0, most * size - self.capacity),
+                                             value=float("nan"))
+            cut = padded.view(self.slots, self.kv_heads, most, size, self.dim).transpose(1, 2)
+            parts.append(part.new_full((len(order), *cut.shape[2:]), float("nan")))
+            parts[-1][table] = cut
+        return (parts[0], parts[1]), table[slots]
+
 
 @st.composite
 def attended(draw: st.DrawFn) -> Attended:
@@ -86,30 +104,31 @@ def test_decode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> 
     if data.draw(st.booleans()):
         reach = data.draw(st.integers(0, case.capacity + 3))
         bias = DistanceBias(drawn(case.seed + 3, case.heads, reach + 2), reach)
-    given_ = (query, cache, torch.tensor(slots, dtype=torch.int64),
-              torch.tensor(lengths, dtype=torch.int64), case.dim ** -0.5, bias)
+    cache, blocks = case.in_blocks(cache, data.draw(BLOCK_SIZES), slots)
+    given_ = (query, cache, blocks, torch.tensor(lengths, dtype=torch.int64), case.dim ** -0.5,
+              bias)
     parts = data.draw(st.sampled_from([None, 1, 2, 7]))
     agrees([reference.decode(*given_)], [ops.decode_attention(*given_, parts)])
 
 
 def test_a_small_batch_has_its_context_split(launcher: cpu_cuda.CpuLauncher) -> None:
     cache = drawn(1, 1, 2, 600, 64), drawn(2, 1, 2, 600, 64)
-    query, slots, lengths = drawn(3, 1, 2, 64), torch.tensor([0]), torch.tensor([577])
+    query, blocks, lengths = drawn(3, 1, 2, 64), torch.tensor([[0]]), torch.tensor([577])
     before = len(launcher.launched)
-    found = CudaOps(launcher, multiprocessors=100).decode_attention(query, cache, slots, lengths,
+    found = CudaOps(launcher, multiprocessors=100).decode_attention(query, cache, blocks, lengths,
                                                                     0.125)
     names = [made.kernel for made in launcher.launched[before:]]
     assert names == ["decode_attention_1_float32", "combine_parts_float32"]
     assert launcher.launched[before].grid == (2, 600 // 128, 1)
-    agrees([reference.decode(query, cache, slots, lengths, 0.125)], [found])
+    agrees([reference.decode(query, cache, blocks, lengths, 0.125)], [found])
 
 
 def test_a_query_outside_the_cache_gets_zeros(ops: CudaOps) -> None:
     cache = drawn(1, 2, 1, 4, 8), drawn(2, 2, 1, 4, 8)
-    found = ops.decode_attention(drawn(3, 4, 1, 8), cache, torch.tensor([-1, 2, 0, 1]),
+    found = ops.decode_attention(drawn(3, 4, 1, 8), cache, torch.tensor([[-1], [2], [0], [1]]),
                                  torch.tensor([3, 3, 0, 9]), 0.5)
     assert not found[:3].any()
-    agrees([reference.decode(drawn(3, 4, 1, 8)[3:], cache, torch.tensor([1]), torch.tensor([4]),
+    agrees([reference.decode(drawn(3, 4, 1, 8)[3:], cache, torch.tensor([[1]]), torch.tensor([4]),
                              0.5)], [found[3:]])
 
 
@@ -124,7 +143,8 @@ def test_encode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> 
     cache = case.cache({s.slot: s.first + s.tokens for s in spans})
     query = drawn(case.seed + 2, sum(s.tokens for s in spans), case.heads, case.dim,
                   dtype=case.dtype)
-    given_ = (query, cache, spans, case.dim ** -0.5)
+    cache, blocks = case.in_blocks(cache, data.draw(BLOCK_SIZES), [s.slot for s in spans])
+    given_ = (query, cache, spans, blocks, case.dim ** -0.5)
     agrees([reference.encode(*given_)], [ops.encode_attention(*given_)])
 
 
@@ -259,10 +279,12 @@ def test_arguments_have_the_members_of_the_kernels_structs() -> None:
                                                    torch.ones(8), 1e-5)),
     ("1 to 256", lambda ops: decoded(ops, dim=257)),
     ("3 heads for 2", lambda ops: decoded(ops, heads=3)),
-    ("int64 belongs", lambda ops: decoded(ops, slots=torch.zeros(1))),
+    ("int64 belongs", lambda ops: decoded(ops, blocks=torch.zeros(1, 1))),
+    (r"\[n, most\]", lambda ops: decoded(ops, blocks=torch.tensor([0]))),
+    ("for 1 queries", lambda ops: decoded(ops, blocks=torch.tensor([[0], [1]]))),
+    ("no power of two", lambda ops: decoded(ops, blocks=torch.tensor([[0, 1]]), size=5)),
     ("beside", lambda ops: decoded(ops, cache_dtype=torch.bfloat16)),
     ("a bias", lambda ops: decoded(ops, bias=DistanceBias(torch.zeros(2, 3), 3))),
-    ("slot 2 of 2", lambda ops: encoded(ops, Span(2, 0, 1, True))),
     ("beyond the capacity", lambda ops: encoded(ops, Span(0, 4, 1, True))),
     ("for 1", lambda ops: encoded(ops, Span(0, 0, 2, True))),
     ("KV heads of 8", lambda ops: ops.place(
@@ -277,17 +299,19 @@ def test_wrong_arguments_are_refused_in_words(launcher: cpu_cuda.CpuLauncher, wo
     assert len(launcher.launched) == before
 
 
-def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, slots: Tensor | None = None,
-            cache_dtype: torch.dtype = torch.float32, bias: DistanceBias | None = None) -> Tensor:
-    cache = torch.zeros(2, 2, 4, dim, dtype=cache_dtype)
+def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, blocks: Tensor | None = None,
+            cache_dtype: torch.dtype = torch.float32, bias: DistanceBias | None = None,
+            size: int = 4) -> Tensor:
+    cache = torch.zeros(2, 2, size, dim, dtype=cache_dtype)
     return ops.decode_attention(torch.zeros(1, heads, dim), (cache, cache),
-                                torch.tensor([0]) if slots is None else slots, torch.tensor([1]),
-                                1.0, bias)
+                                torch.tensor([[0]]) if blocks is None else blocks,
+                                torch.tensor([1]), 1.0, bias)
 
 
 def encoded(ops: CudaOps, span: Span) -> Tensor:
     cache = torch.zeros(2, 2, 4, 8)
-    return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), [span], 1.0)
+    return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), [span], torch.tensor([[0]]),
+                                1.0)
 
 
 @pytest.mark.parametrize(("words", "call"), [
