@@ -22,6 +22,7 @@ from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 
 _SEED = 11
+_OVERLAP = 4  # of device and front end: infinite is the plain maximum
 ROUNDS = 10  # requests of each place in the loop; the first of them come all at once
 _MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11
 
@@ -29,7 +30,9 @@ _MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """What is asked of the engine, and how it fills its steps. `kv_tokens`: entries that its cache
-    holds. `shortest`: lengths are drawn between this share of the stated ones and them."""
+    holds. `shortest`: lengths are drawn between this share of the stated ones and them. `cached`:
+    share of each input whose entries the cache holds already (prefixes that inputs share).
+    `stream_s`: what its front end takes to send one token on, beside the device's work."""
 
     concurrency: int
     input_tokens: int
@@ -38,6 +41,8 @@ class Loop:
     mixes: bool
     kv_tokens: float
     shortest: float = 1.0
+    cached: float = 0.0
+    stream_s: float = 0.0
 
 
 class Served(NamedTuple):
@@ -116,9 +121,9 @@ class _Request:
 
     __slots__ = ("came_s", "first_s", "input_tokens", "left", "output_tokens")
 
-    def __init__(self, came_s: float, input_tokens: int, output_tokens: int) -> None:
+    def __init__(self, came_s: float, input_tokens: int, output_tokens: int, left: int) -> None:
         self.came_s, self.first_s = came_s, 0.0
-        self.input_tokens = self.left = input_tokens
+        self.input_tokens, self.left = input_tokens, left
         self.output_tokens = output_tokens
 
 
@@ -156,8 +161,9 @@ class _Play:
         loop = self._loop
         shares = (self._rng.uniform(loop.shortest, 1.0, 2).tolist() if loop.shortest < 1
                   else (1.0, 1.0))
-        return _Request(self._now_s, max(int(loop.input_tokens * shares[0]), 1),
-                        max(int(loop.output_tokens * shares[1]), 1))
+        inputs = max(int(loop.input_tokens * shares[0]), 1)
+        return _Request(self._now_s, inputs, max(int(loop.output_tokens * shares[1]), 1),
+                        max(inputs - int(loop.cached * inputs), 1))
 
     def _taken(self) -> list[int]:
         """Tokens that the next step encodes, of each request that it takes up."""
@@ -184,13 +190,15 @@ class _Play:
         decoding = len(self._running) if self._loop.mixes else 0
         attention_s, ended = 0.0, 0
         for request, tokens in zip(self._encoding, pieces, strict=False):
-            attention_s += tokens / request.input_tokens * self._steps.encode_attention_s(
+            # what follows a cached part attends to that as well
+            share = tokens / request.input_tokens * (1 + self._loop.cached)
+            attention_s += share * self._steps.encode_attention_s(
                 request.input_tokens, len(pieces))
             request.left -= tokens
             ended += request.left == 0
-        self._now_s += self._steps.step_s(
+        self._now_s += self._sent_on_s(ended + decoding, self._steps.step_s(
             sum(pieces), ended, decoding, self._context / decoding if decoding else 0.0,
-            attention_s)
+            attention_s))
         if decoding:
             self._advance(1)
         for _ in range(ended):
@@ -212,8 +220,15 @@ class _Play:
         assert self._running, "a loop without a request"
         number, steps = len(self._running), self._running[0][0] - self._step
         context = self._context / number + (steps - 1) / 2
-        self._now_s += steps * self._steps.step_s(0, 0, number, context, 0.0)
+        self._now_s += steps * self._sent_on_s(
+            number, self._steps.step_s(0, 0, number, context, 0.0))
         self._advance(steps)
+
+    def _sent_on_s(self, tokens: int, step_s: float) -> float:
+        """A step and the sending of its tokens, which overlap but for a part: the longer counts,
+        and where they are alike, a fifth more."""
+        sent_s = tokens * self._loop.stream_s
+        return float((step_s**_OVERLAP + sent_s**_OVERLAP) ** (1 / _OVERLAP))
 
     def _advance(self, steps: int) -> None:
         self._step += steps

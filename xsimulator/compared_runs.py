@@ -37,6 +37,11 @@ LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
 # Some of the silicon table's runs drew their lengths from 0.8 to 1 times the stated ones, and do
 # not say so. Of those told apart by `_shortest`, times to first token (half `fit`) are such.
 _DRAWN_FROM = 0.8
+# vLLM's runs of thousands of tokens cannot have encoded all of their inputs: at degree 8, 40
+# requests of 8,000 and 100 tokens in 0.91 s are 350,000 tokens/s, whose all-reduces alone would
+# keep NVLink busy for 0.7 of the time at its data sheet's rate. vLLM keeps prefixes that inputs
+# share unless told not to. The share: the half `fit`.
+_CACHED = 0.77
 # Shapes that the catalog has not: planned here, not executed.
 _QWEN3_32B = ModelSpec(
     name="qwen3-32b", family="llama", num_layers=64, hidden_size=5120, num_heads=64, num_kv_heads=8,
@@ -63,6 +68,14 @@ class ServingPoint:
     ttft_s: float
     tpot_s: float
     shortest: float = 1.0  # lengths are drawn between this share of the stated ones and them
+    cached: float = 0.0  # share of the inputs that the engine has in its cache from others
+    version: str = ""  # of the engine
+
+    @property
+    def row(self) -> str:
+        """Name of the catalog's engine: that of the version, if it has one of its own."""
+        own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
+        return own if own in catalog.names("engine") else self.engine
 
     @property
     def latency_s(self) -> float:
@@ -176,7 +189,8 @@ def serving_points(path: Path) -> list[ServingPoint]:
         input_tokens=int(row["isl"]), output_tokens=int(row["osl"]),
         ttft_s=float(row["silicon_ttft_ms"]) * 1e-3,
         tpot_s=float(row["silicon_tpot_ms"]) * 1e-3,
-        shortest=_shortest(row)) for row in _rows(path)]
+        shortest=_shortest(row), version=row["backend_version"],
+        cached=_cached(row)) for row in _rows(path)]
 
 
 def _shortest(row: Mapping[str, str]) -> float:
@@ -184,6 +198,13 @@ def _shortest(row: Mapping[str, str]) -> float:
     inputs in thousands of tokens, are of other runs."""
     is_drawn = not row["backend_version"] or int(row["isl"]) % 1000 == 0
     return _DRAWN_FROM if is_drawn else 1.0
+
+
+def _cached(row: Mapping[str, str]) -> float:
+    """Share of an input that the engine had in its cache."""
+    is_cached = row["backend"] == "vllm" and int(row["isl"]) % 1000 == 0
+    return _CACHED if is_cached else 0.0
+
 
 def own_points(path: Path) -> list[ServingPoint]:
     """Points of a user's file. Raises InputError with every mistake."""
@@ -209,19 +230,22 @@ def own_points(path: Path) -> list[ServingPoint]:
         if not wrong_names:
             found.append(ServingPoint(
                 source=path.stem, model=row["model"], device=row["device"], engine=row["engine"],
-                weight_dtype=row.get("weight_dtype") or "", **counts, ttft_s=times["ttft"],
-                tpot_s=times["tpot"]))
+                weight_dtype=row.get("weight_dtype") or "", ttft_s=times["ttft"],
+                tpot_s=times["tpot"], tp_degree=counts["tp_degree"],
+                concurrency=counts["concurrency"], input_tokens=counts["input_tokens"],
+                output_tokens=counts["output_tokens"]))
     if mistakes:
         raise InputError(mistakes)
     return found
 
 
-def predicted(point: ServingPoint, constants: RooflineConstants | None = None) -> Served:
-    """The closed loop, played. `constants`: others than those of the point's engine and device.
+def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
+              stream_s: float | None = None) -> Served:
+    """The closed loop, played. `constants`, `stream_s`: others than those of the point's engine.
     Cache entries are of the weights' type: checkpoints in fp8 are served so."""
-    row, model = catalog.engine(point.engine), shape_of(point.model)
-    device, kv_dtype = catalog.device(point.device), point.weight_dtype
-    timing = Roofline(model, device, "bfloat16", constants, engine=point.engine,
+    row, model = catalog.engine(point.row), shape_of(point.model)
+    device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
+    timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
                       weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
     link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
     held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
@@ -233,7 +257,8 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None) -
     return served(Loop(
         concurrency=point.concurrency, input_tokens=point.input_tokens,
         output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
-        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest),
+        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached,
+        stream_s=row.stream_s if stream_s is None else stream_s),
         StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
 
 
@@ -243,7 +268,7 @@ def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, Serv
     groups: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
     for point in points:
         dtype = point.weight_dtype or "16 bits"
-        groups[point.source, f"{point.model} {dtype}", point.device, point.engine].append(point)
+        groups[point.source, f"{point.model} {dtype}", point.device, point.row].append(point)
     for (source, model, gpu, engine), own in sorted(groups.items()):
         is_fitted = np.array([point.is_fitted for point in own])
         for name in ("tpot_s", "ttft_s", "latency_s"):

@@ -64,3 +64,20 @@ def test_a_prompt_longer_than_a_step_is_encoded_in_pieces() -> None:
     whole, pieces = (served(replace(LOOP, input_tokens=6000, step_tokens=tokens), STEPS)
                      for tokens in (8192, 1024))
     assert pieces.ttft_s > whole.ttft_s
+
+
+def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to() -> None:
+    """Of an input of 1,000 tokens of which the cache holds 800, 200 are encoded; their rows attend
+    to all: 1 - 0.8^2 of the pairs."""
+    found = served(replace(LOOP, cached=0.8), STEPS)
+    attention_s = (1 - 0.8**2) * STEPS.encode_attention_s(1000, 1)
+    assert found.ttft_s == pytest.approx(STEPS.step_s(200, 1, 0, 0.0, attention_s))
+    assert found.tpot_s == pytest.approx(served(LOOP, STEPS).tpot_s)
+
+
+def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace() -> None:
+    loop = replace(LOOP, concurrency=64, output_tokens=200)
+    alone, quick, slow = (served(replace(loop, stream_s=stream_s), STEPS)
+                          for stream_s in (0.0, 1e-6, 1e-3))
+    assert quick.tpot_s == pytest.approx(alone.tpot_s, rel=1e-3)
+    assert slow.tpot_s == pytest.approx(64e-3, rel=0.05)

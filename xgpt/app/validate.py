@@ -34,6 +34,7 @@ SERVING = "serving"  # published closed loops, and those of measurements*.csv
 SOURCES = (*_TABLES, SERVING)
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 CHOOSER_CONFIDENCE = 0.9
+_FEW = 10  # points of an engine's half `fit` that tell its ninth decile
 
 
 class Chooser(NamedTuple):
@@ -98,15 +99,16 @@ def validate(folder: Path | None, tell: Teller, *, sources: Sequence[str] = (),
 def margin_of(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
               confidence: float) -> dict[str, float]:
     """Factor by engine under which that share of its latencies was, measured over predicted, in the
-    half that constants may be fitted to; that of all engines for one that has no point there."""
+    half that constants may be fitted to; that of all engines for one of few points there."""
     off: dict[str, list[float]] = {}
     for point in points:
         if point.is_fitted:
-            off.setdefault(point.engine, []).append(point.latency_s / times[point].latency_s)
+            off.setdefault(point.row, []).append(point.latency_s / times[point].latency_s)
     off = off or {"": [1.0]}
     whole = [ratio for ratios in off.values() for ratio in ratios]
-    return {engine: float(np.quantile(off.get(engine, whole), confidence))
-            for engine in {point.engine for point in points}}
+    return {engine: float(np.quantile(off[engine] if len(off.get(engine, ())) >= _FEW else whole,
+                                      confidence))
+            for engine in {point.row for point in points}}
 
 
 def _of_tables(folder: Path, wanted: Sequence[str], tell: Teller) -> Iterator[Compared]:
@@ -133,13 +135,13 @@ def _choosers(points: Sequence[ServingPoint],
                       ("test", [point for point in points if not point.is_fitted])):
         yield Chooser(half, "none", choices(own, times, lambda _: 1.0))
         yield Chooser(half, f"confidence {CHOOSER_CONFIDENCE:g}", choices(
-            own, times, lambda point: margins[point.engine]))
+            own, times, lambda point: margins[point.row]))
 
 
 def _kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
           confidence: float) -> float:
     """Share of the test half's latencies that are within prediction and margin."""
     margins = margin_of(points, times, confidence)
-    kept = [point.latency_s <= times[point].latency_s * margins[point.engine]
+    kept = [point.latency_s <= times[point].latency_s * margins[point.row]
             for point in points if not point.is_fitted]
     return float(np.mean(kept)) if kept else float("nan")
